@@ -1,0 +1,51 @@
+"""curvatlas: the atlas of Transformer curvature.
+
+Public names are loaded on first use, so that ``curvatlas --help`` and ``import curvatlas``
+do not pay for PyTorch before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name → module that defines it
+_PUBLIC: dict[str, str] = {
+    "LinearOperator": "curvatlas.operators.base",
+    "MatrixOperator": "curvatlas.operators.base",
+    "Tags": "curvatlas.operators.base",
+    "Result": "curvatlas.results",
+    "load": "curvatlas.results",
+}
+_MODULES = frozenset(
+    {
+        "analysis",
+        "blocks",
+        "operators",
+        "parallel",
+        "report",
+        "runs",
+        "spectra",
+        "theory",
+        "training",
+        "zoo",
+    }
+)
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"curvatlas.{name}")
+    raise AttributeError(f"module 'curvatlas' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_MODULES})

@@ -1,0 +1,72 @@
+"""Independent references the tests compare with: double backward, one column at a time.
+
+``torch.func.hessian`` is no oracle here: it is silently wrong through affine LayerNorm. What stands
+below is reverse over reverse with hand-written normalisation, which is right in every composition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    y = y if gamma is None else y * gamma
+    return y if beta is None else y + beta
+
+
+def rms_norm(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return y if gamma is None else y * gamma
+
+
+def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    parts = [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, like, strict=True)]
+    return torch.cat([t.reshape(-1) for t in parts])
+
+
+def gradient(loss: Tensor, params: Sequence[Tensor], *, create_graph: bool = False) -> Tensor:
+    grads = torch.autograd.grad(loss, params, create_graph=create_graph, allow_unused=True)
+    return flat(grads, params)
+
+
+def hessian(loss: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Dense (P, P) Hessian of a scalar, by double backward row after row."""
+    grad = gradient(loss, params, create_graph=True)
+    if not grad.requires_grad:
+        return torch.zeros(grad.numel(), grad.numel(), dtype=grad.dtype)
+    rows = []
+    for entry in grad:
+        row = torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True)
+        rows.append(flat(row, params))
+    return torch.stack(rows)
+
+
+def jacobian(outputs: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Dense Jacobian (#outputs, P), by backward row after row."""
+    rows = []
+    for entry in outputs.reshape(-1):
+        row = torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True)
+        rows.append(flat(row, params))
+    return torch.stack(rows)
+
+
+def outer_hessian(
+    outputs: Tensor, loss: Callable[[Tensor], Tensor], params: Sequence[Tensor]
+) -> Tensor:
+    """Gauss-Newton matrix Jᵀ (∂²ℓ/∂Z²) J of loss(outputs), dense."""
+    z = outputs.detach().requires_grad_(True)
+    lam = hessian(loss(z), [z])
+    jac = jacobian(outputs, params)
+    return jac.T @ lam @ jac
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖ in Frobenius norm (absolute when ``want`` is zero)."""
+    scale = float(torch.linalg.norm(want))
+    error = float(torch.linalg.norm(got - want))
+    return error / scale if scale > 0 else error
