@@ -22,7 +22,7 @@ class ViTConfig(BlockConfig):
     patch_size: int = 2
     channels: int = 1
     classes: int = 10
-    pooling: Literal["class_token", "mean"] = "class_token"
+    pooling: Literal["class_token", "mean"] = "mean"
 
 
 class ViT(nn.Module):

