@@ -12,14 +12,15 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from curvatlas import archive
+from curvatlas.files import parse_json, replacing
 
 R = TypeVar("R", bound="Result")
 
@@ -49,15 +50,8 @@ class Result:
         target = Path(path)
         if target.suffix != ".safetensors":
             target = target.with_name(target.name + ".safetensors")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".partial")
-        os.close(handle)
-        try:
+        with replacing(target) as temporary:
             save_file(tensors, temporary, metadata=header)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
         return target
 
     @classmethod
@@ -71,29 +65,27 @@ class Result:
 
 def load(path: str | os.PathLike[str]) -> Result:
     """Read any saved result; raises ValueError on a file that is not one of ours."""
+    return parse(archive.read(Path(path)), str(path))
+
+
+def parse(content: bytearray, where: str) -> Result:
+    """The result in the bytes of a ``.safetensors`` file; ``where`` names it in errors."""
+    metadata, tensors = archive.parse(content, where)
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    try:
-        content = json.loads(metadata["curvatlas"])
-        schema = content["schema"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a curvatlas result: no valid header.") from error
+        header = parse_json(metadata["curvatlas"], f"the header of {where}")
+        schema = header["schema"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where} is not a curvatlas result: no valid header.") from error
     if schema != _SCHEMA:
         raise ValueError(
-            f"{path} has schema {schema!r}, this version reads {_SCHEMA}: upgrade curvatlas."
+            f"{where} has schema {schema!r}, this version reads {_SCHEMA}: upgrade curvatlas."
         )
     try:
-        result = _unpack(content["result"], tensors)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is a damaged curvatlas result: {error!r}.") from error
+        result = _unpack(header["result"], tensors)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is a damaged curvatlas result: {error}.") from error
     if not isinstance(result, Result):
-        raise ValueError(f"{path} does not hold a result at its top level.")
+        raise ValueError(f"{where} does not hold a result at its top level.")
     return result
 
 
@@ -139,14 +131,34 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if "@result" in value:
-        return _registry[value["@result"]](
-            **{k: _unpack(v, tensors) for k, v in value["fields"].items()}
-        )
+        cls = _class_of(value["@result"])
+        fields = {k: _unpack(v, tensors) for k, v in value["fields"].items()}
+        _check_fields(cls, fields)
+        return cls(**fields)
     if "@tensor" in value:
         return tensors[value["@tensor"]]
     if "@tuple" in value:
         return tuple(_unpack(v, tensors) for v in value["@tuple"])
     return {k: _unpack(v, tensors) for k, v in value["@dict"].items()}
+
+
+def _class_of(kind: Any) -> type[Result]:
+    """The registered class; our own modules are imported first when the name is not yet known."""
+    if isinstance(kind, str) and kind not in _registry:
+        archive.import_result_modules()
+    if not isinstance(kind, str) or kind not in _registry:
+        raise ValueError(f"it holds a {kind!r}, which this version of curvatlas does not know")
+    return _registry[kind]
+
+
+def _check_fields(cls: type[Result], fields: dict[str, Any]) -> None:
+    declared = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    if set(fields) != declared:
+        different = ", ".join(sorted(set(fields) ^ declared))
+        raise ValueError(f"the fields of its {cls.kind} are not ours: {different}")
+    wrong = archive.wrongly_typed(cls, fields)
+    if wrong is not None:
+        raise ValueError(f"field {wrong!r} of its {cls.kind} has the wrong type")
 
 
 def same(left: Result, right: Result) -> bool:
@@ -155,4 +167,11 @@ def same(left: Result, right: Result) -> bool:
         return False
     a, b = {}, {}  # type: dict[str, Tensor], dict[str, Tensor]
     equal_text = json.dumps(_pack(left, "", a)) == json.dumps(_pack(right, "", b))
-    return equal_text and all(torch.equal(a[k], b[k]) for k in a)
+    return equal_text and all(_same_bits(a[k], b[k]) for k in a)
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    # as bytes: a NaN equals itself, and 0.0 differs from -0.0
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

@@ -1,0 +1,17 @@
+"""The run folder: written as work completes, resumed after a kill, loaded without trust."""
+
+from curvatlas.runs import fingerprints
+from curvatlas.runs.comparison import Change, RunComparison, compare
+from curvatlas.runs.folder import Run, RunWriteError
+from curvatlas.runs.loading import LoadedRun, load
+
+__all__ = [
+    "Change",
+    "LoadedRun",
+    "Run",
+    "RunComparison",
+    "RunWriteError",
+    "compare",
+    "fingerprints",
+    "load",
+]

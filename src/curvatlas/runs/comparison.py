@@ -1,0 +1,128 @@
+"""Two runs side by side: what differs in their setting, and which numbers moved beyond chance."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from curvatlas.results import Result
+from curvatlas.runs.loading import LoadedRun, load
+
+_LONGEST = 64  # entries of a list compared one by one; longer ones are summarised by their norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Result):
+    """One number of one step, in both runs."""
+
+    name: str  # step and field, such as "hessian.trace:value"
+    left: float
+    right: float
+    relative: float  # (right − left) / |left|, infinite when left is zero
+    separated: bool | None  # whether the two 95 % intervals are disjoint; None without intervals
+
+    def __str__(self) -> str:
+        verdict = {True: "intervals apart", False: "intervals overlap", None: ""}[self.separated]
+        return f"{self.name}: {self.left:.6g} → {self.right:.6g} ({self.relative:+.2%}) {verdict}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison(Result):
+    """What two runs share and where they differ."""
+
+    left: str
+    right: str
+    same_model: bool
+    same_data: bool
+    options: dict[str, tuple[Any, Any]]  # those that differ
+    only_left: tuple[str, ...]  # steps
+    only_right: tuple[str, ...]
+    changes: tuple[Change, ...]  # every number in both runs that is not equal
+    equal: int  # numbers that are equal
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.left} against {self.right}",
+            f"model: {'the same' if self.same_model else 'different'}, "
+            f"data: {'the same' if self.same_data else 'different'}",
+            *(f"option {k}: {a!r} → {b!r}" for k, (a, b) in self.options.items()),
+            *(f"only in the first: {name}" for name in self.only_left),
+            *(f"only in the second: {name}" for name in self.only_right),
+            f"{self.equal} numbers equal, {len(self.changes)} changed",
+        ]
+        return "\n  ".join([*lines, *map(str, self.changes)])
+
+
+def compare(
+    left: LoadedRun | str | os.PathLike[str], right: LoadedRun | str | os.PathLike[str]
+) -> RunComparison:
+    """Compare two runs, given as loaded or by their folders."""
+    a = left if isinstance(left, LoadedRun) else load(left)
+    b = right if isinstance(right, LoadedRun) else load(right)
+    changes, equal = [], 0
+    for name in a.results:
+        if name in b.results and a[name].kind == b[name].kind:
+            for change in _changes(name, a[name].to_dict(), b[name].to_dict()):
+                if change is None:
+                    equal += 1
+                else:
+                    changes.append(change)
+    one, two = a.manifest.options, b.manifest.options
+    keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
+    return RunComparison(
+        left=str(a.path),
+        right=str(b.path),
+        same_model=a.manifest.fingerprints.get("model") == b.manifest.fingerprints.get("model"),
+        same_data=a.manifest.fingerprints.get("data") == b.manifest.fingerprints.get("data"),
+        options={key: (one.get(key), two.get(key)) for key in keys},
+        only_left=tuple(name for name in a.results if name not in b.results),
+        only_right=tuple(name for name in b.results if name not in a.results),
+        changes=tuple(changes),
+        equal=equal,
+    )
+
+
+def _changes(name: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[Change | None]:
+    ours, theirs = dict(_numbers(left, "")), dict(_numbers(right, ""))
+    apart = _apart(left.get("interval"), right.get("interval"))
+    for key in ours.keys() & theirs.keys():
+        a, b = ours[key], theirs[key]
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            yield None
+            continue
+        yield Change(
+            name=f"{name}:{key}",
+            left=a,
+            right=b,
+            relative=(b - a) / abs(a) if a else math.copysign(math.inf, b - a),
+            separated=apart if key == "value" else None,
+        )
+
+
+def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool) or value is None:
+        return
+    if isinstance(value, (int, float)):
+        yield where, float(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{where}.{key}" if where else key)
+    elif isinstance(value, list):
+        inner = [pair for i, item in enumerate(value) for pair in _numbers(item, f"{where}[{i}]")]
+        if len(inner) > _LONGEST:
+            yield f"‖{where}‖", math.sqrt(sum(number**2 for _, number in inner))
+        else:
+            yield from inner
+
+
+def _apart(left: Any, right: Any) -> bool | None:
+    """Whether two (low, high) intervals are disjoint; None unless both are intervals."""
+    for interval in (left, right):
+        if not (isinstance(interval, list) and len(interval) == 2):
+            return None
+        if not all(isinstance(bound, (int, float)) for bound in interval):
+            return None
+    return bool(left[1] < right[0] or right[1] < left[0])

@@ -1,0 +1,259 @@
+"""Writing a run folder as the work completes, so that a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+
+import curvatlas
+from curvatlas import archive
+from curvatlas.files import PARTIAL_SUFFIX, parse_json, write_json
+from curvatlas.results import Result
+from curvatlas.runs import loading
+from curvatlas.runs import manifest as manifests
+from curvatlas.runs.locking import LOCK_NAME, FolderLock
+from curvatlas.runs.manifest import Manifest, StepEntry
+
+R = TypeVar("R", bound=Result)
+
+_LARGEST_IN_JSON = 4096  # numbers; longer arrays stand in the safetensors file only
+
+
+class RunWriteError(OSError):
+    """A result could not be written; ``result`` still holds it, earlier ones are safe on disk."""
+
+    def __init__(self, cause: OSError, message: str, step: str, result: Result) -> None:
+        super().__init__(cause.errno, message)
+        self.step = step
+        self.result = result
+
+
+class Run:
+    """An open run folder. Use as a context manager: the status follows how the block ends.
+
+    >>> with Run.create("runs/one", options={"seed": 0}) as run:      # doctest: +SKIP
+    ...     top = run.step("hessian.eigenpairs", lambda: ca.eigenpairs(operator, k=5))
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, lock: FolderLock) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._lock = lock
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        options: Mapping[str, Any],
+        model_fingerprint: str = "",
+        data_fingerprint: str = "",
+        command: Sequence[str] = (),
+        resume: bool = True,
+    ) -> Run:
+        """Open a new folder, or go on with the same run when the folder already holds it.
+
+        A folder that holds a run with other options, model or data, or anything that is not a run,
+        is refused and left as it is.
+        """
+        options = _json_options(options)
+        fingerprints = {"model": model_fingerprint, "data": data_fingerprint}
+        folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file: name a folder for the run.")
+        fresh = not folder.is_dir() or not any(folder.iterdir())
+        if not fresh and not (folder / manifests.FILE_NAME).exists() and not _only_debris(folder):
+            raise ValueError(f"{folder} holds files but no run: name an empty or new folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve()
+        lock = FolderLock(folder)
+        try:
+            if (folder / manifests.FILE_NAME).exists():
+                manifest = _resumable(folder, options, fingerprints, resume)
+            else:
+                manifest = _new_manifest(options, fingerprints, command)
+            run = cls(folder, manifest, lock)
+            run._write_manifest(status="running", error=None)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def step(self, name: str, function: Callable[[], R]) -> R:
+        """The result called ``name``: read back when the folder has it, else computed and stored.
+
+        ``function`` gives the same result whenever it is called (its seed is part of the options),
+        so that a resumed run and an uninterrupted one agree bit for bit.
+        """
+        if not manifests.valid_name(name):
+            raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
+        if name in self.manifest.steps:
+            return cast("R", loading.read_result(self.path, name, self.manifest))
+        started = time.perf_counter()
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                result = function()
+        finally:
+            self._keep_warnings(name, caught)
+        if not isinstance(result, Result):
+            raise TypeError(f"step {name!r} gave a {type(result).__name__}, expected a Result.")
+        self._store(name, result, time.perf_counter() - started)
+        return result
+
+    def warn(self, message: str) -> None:
+        """Keep a warning in the manifest, once; the report shows it."""
+        if message not in self.manifest.warnings:
+            self._write_manifest(warnings=(*self.manifest.warnings, message))
+
+    def checkpoint_path(self, name: str) -> Path:
+        """Where a long step may keep its own intermediate state; removed when the step is done."""
+        if not manifests.valid_name(name):
+            raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
+        return self.path / "checkpoints" / f"{name}.safetensors"
+
+    def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:
+        """Note how the run ended and let go of the folder."""
+        try:
+            self._write_manifest(status=status, error=error)
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        status: manifests.Status = "failed" if isinstance(error, Exception) else "interrupted"
+        with suppress(OSError):  # the first error is the one to see, also when the disk is full
+            self.close(status, f"{type(error).__name__}: {error}")
+
+    def _store(self, name: str, result: Result, seconds: float) -> None:
+        stem = self.path / loading.RESULTS / name
+        try:
+            written = result.save(f"{stem}.safetensors")
+            digest = hashlib.sha256(archive.read(written)).hexdigest()
+            text = write_json(Path(f"{stem}.json"), shortened(result.to_dict(), name))
+            entry = StepEntry(
+                kind=result.kind,
+                sha256=digest,
+                json_sha256=hashlib.sha256(text).hexdigest(),
+                seconds=round(seconds, 3),
+            )
+            self._write_manifest(steps={**self.manifest.steps, name: entry})
+        except OSError as error:
+            reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+            message = (
+                f"cannot store {name!r}: {reason}. {len(self.manifest.steps)} earlier results are "
+                f"safe in {self.path}; make room and start the same command again to resume."
+            )
+            raise RunWriteError(error, message, name, result) from error
+        self.checkpoint_path(name).unlink(missing_ok=True)
+
+    def _keep_warnings(self, name: str, caught: list[warnings.WarningMessage]) -> None:
+        for item in caught:
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
+            if not issubclass(item.category, (DeprecationWarning, ImportWarning)):
+                with suppress(OSError):
+                    self.warn(f"{name}: {item.message}")
+
+    def _write_manifest(self, **changes: Any) -> None:
+        manifest = self.manifest.changed(**changes)
+        write_json(self.path / manifests.FILE_NAME, manifest.to_json())
+        self.manifest = manifest  # only after it is on disk: memory never runs ahead of the folder
+
+
+def environment() -> dict[str, str]:
+    """What a reader needs to repeat the run: versions and machine, no names of people or paths."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{sys.platform} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def shortened(value: Any, name: str) -> Any:
+    """``to_dict`` output with long arrays replaced by a note of where they are."""
+    if isinstance(value, dict):
+        return {key: shortened(item, name) for key, item in value.items()}
+    if isinstance(value, list):
+        if _count(value) > _LARGEST_IN_JSON:
+            return {"numbers": _count(value), "in": f"{name}.safetensors"}
+        return [shortened(item, name) for item in value]
+    return value
+
+
+def _count(value: Any) -> int:
+    return sum(_count(item) for item in value) if isinstance(value, list) else 1
+
+
+def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        text = json.dumps(dict(options), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the options of a run must be JSON values: {error}.") from error
+    result: dict[str, Any] = parse_json(text, "options")
+    return result
+
+
+def _only_debris(folder: Path) -> bool:
+    """Whether a run died before its first manifest: nothing but our lock and temporary files."""
+    names = [entry.name for entry in folder.iterdir()]
+    return all(name == LOCK_NAME or name.endswith(PARTIAL_SUFFIX) for name in names)
+
+
+def _new_manifest(
+    options: dict[str, Any], fingerprints: dict[str, str], command: Sequence[str]
+) -> Manifest:
+    return Manifest(
+        version=curvatlas.__version__,
+        status="running",
+        created=manifests.now(),
+        updated=manifests.now(),
+        command=tuple(command),
+        options=options,
+        fingerprints=fingerprints,
+        environment=environment(),
+    )
+
+
+def _resumable(
+    folder: Path, options: dict[str, Any], fingerprints: dict[str, str], resume: bool
+) -> Manifest:
+    if not resume:
+        raise ValueError(f"{folder} already holds a run: name another folder.")
+    loading.refuse_foreign_files(folder)
+    manifest = loading.read_manifest(folder)
+    for what, here, there in (
+        ("options", options, manifest.options),
+        ("fingerprints", fingerprints, manifest.fingerprints),
+    ):
+        if here != there:
+            keys = sorted(k for k in {*here, *there} if here.get(k) != there.get(k))
+            raise ValueError(
+                f"{folder} holds a run with other {what} ({', '.join(keys)} differ): "
+                "name another folder, or repeat the run with what its manifest says."
+            )
+    return manifest
