@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,9 +88,10 @@ def compare(
 
 def _changes(name: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[Change | None]:
     ours, theirs = dict(_numbers(left, "")), dict(_numbers(right, ""))
-    apart = _apart(left.get("interval"), right.get("interval"))
-    for key in ours.keys() & theirs.keys():
-        a, b = ours[key], theirs[key]
+    for key, a in ours.items():
+        if key not in theirs:
+            continue
+        b = theirs[key]
         if a == b or (math.isnan(a) and math.isnan(b)):
             yield None
             continue
@@ -98,8 +100,20 @@ def _changes(name: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator
             left=a,
             right=b,
             relative=(b - a) / abs(a) if a else math.copysign(math.inf, b - a),
-            separated=apart if key == "value" else None,
+            separated=_separated(key, ours, theirs),
         )
+
+
+def _separated(key: str, left: dict[str, float], right: dict[str, float]) -> bool | None:
+    """Whether the intervals that stand beside a ``value`` or ``values[i]`` are disjoint."""
+    match = re.fullmatch(r"(.*?)value(s?)(\[\d+\])?", key)
+    if match is None:
+        return None
+    prefix, plural, index = match.groups()
+    low, high = (f"{prefix}interval{plural}{index or ''}[{end}]" for end in (0, 1))
+    if not all(bound in side for bound in (low, high) for side in (left, right)):
+        return None
+    return left[high] < right[low] or right[high] < left[low]
 
 
 def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
@@ -116,13 +130,3 @@ def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
             yield f"‖{where}‖", math.sqrt(sum(number**2 for _, number in inner))
         else:
             yield from inner
-
-
-def _apart(left: Any, right: Any) -> bool | None:
-    """Whether two (low, high) intervals are disjoint; None unless both are intervals."""
-    for interval in (left, right):
-        if not (isinstance(interval, list) and len(interval) == 2):
-            return None
-        if not all(isinstance(bound, (int, float)) for bound in interval):
-            return None
-    return bool(left[1] < right[0] or right[1] < left[0])
