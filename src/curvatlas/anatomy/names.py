@@ -1,0 +1,238 @@
+"""What a parameter's name and module say about its role: one table for all families.
+
+Names are compared in lower case. A leaf is the module that holds ``weight`` and ``bias``
+("q_proj"), or the attribute itself for a bare parameter ("cls_token", "in_proj_weight").
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+# role → leaf names, wherever they stand
+_PROJECTIONS: dict[str, frozenset[str]] = {
+    role: frozenset(leaves.split())
+    for role, leaves in {
+        "query": "query queries q q_proj q_lin wq w_q to_q q_attn query_proj linear_q w_query",
+        "key": "key keys k k_proj k_lin wk w_k to_k key_proj linear_k w_key",
+        "value": "value values v v_proj v_lin wv w_v to_v value_proj linear_v w_value",
+        "query_key_value": "query_key_value qkv qkv_proj to_qkv wqkv w_qkv c_attn in_proj att_proj",
+        "key_value": "kv to_kv kv_proj wkv w_kv",
+    }.items()
+}
+# leaf names of the output projection, inside an attention
+_OUTPUT = frozenset(
+    [
+        "output",
+        "o",
+        "o_proj",
+        "out_proj",
+        "out_lin",
+        "wo",
+        "w_o",
+        "to_out",
+        "c_proj",
+        "dense",
+        "proj",
+        "out",
+        "linear_out",
+        "output_proj",
+        "proj_out",
+        "attn_out",
+        "fc_o",
+    ]
+)
+# role → leaf names, inside a feed-forward part or beside an attention
+_FEED_FORWARD: dict[str, frozenset[str]] = {
+    role: frozenset(leaves.split())
+    for role, leaves in {
+        "up": "up up_proj fc1 linear1 lin1 c_fc dense_h_to_4h fc_in wi wi_1 w_up linear_1 w_in",
+        "gate": "gate gate_proj wi_0 w_gate",
+        "down": "down down_proj fc2 linear2 lin2 c_proj dense_4h_to_h fc_out wo w_down linear_2 "
+        "w_out output",
+        "gate_up": "gate_up_proj w12 gate_up",
+    }.items()
+}
+# Words that name a feed-forward role whatever stands around them.
+_SPEAKING = frozenset(["up", "gate", "down", "up_proj", "gate_proj", "down_proj", "gate_up_proj"])
+# Words that mean a feed-forward role only inside something called mlp, ffn, …
+_VAGUE = frozenset(["c_proj", "output", "gate", "wo", "fc_out"])
+
+_ATTENTION_WORD = re.compile(r"attn|attention|^sa$|^mha$|^self_att|multihead|multi_head")
+_CROSS_WORD = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_attention")
+_FEED_FORWARD_WORD = re.compile(r"mlp|ffn|ffwd|feed_?forward|^ff$|denserelu|experts|intermediate")
+_HEAD_WORD = re.compile(
+    r"^(lm_head|head|heads|classifier|pre_classifier|score|embed_out|cls|qa_outputs|pooler|"
+    r"output_projection|out_head|mc_head|v_head|to_logits|unembed|prediction_head|fc_out|decoder_head)$"
+)
+_LAST_OF_HEAD = ("predictions", "decoder", "out_proj", "head")
+_EMBEDDING_WORD = re.compile(r"embed|^wte$|^wpe$|^tok|_emb$|^emb$|^shared$")
+_POSITION_WORD = re.compile(r"pos(ition)?s?(_|$|e)|wpe|positional")
+_TYPE_WORD = re.compile(r"token_type|segment|^type")
+_PATCH_WORD = re.compile(r"patch|conv_proj|^to_patch")
+_NORM_NAME = re.compile(r"norm|^ln|_ln$|^ln_?[0-9f]+$")
+_GAMMA = {"weight", "gamma", "scale", "g", "gain", "a_2"}
+_BETA = {"bias", "beta", "b", "shift", "b_2"}
+# Wrappers that add a component without changing what the parameter is.
+_TRANSPARENT = {"base_layer", "default", "original_module", "modules_to_save"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one parameter is, before its layer is known."""
+
+    sublayer: str
+    role: str  # of the weight; "_bias" is already added for biases
+    title: str  # last part of the canonical name: "query", "gamma", "token", "weight", …
+    certain: bool = True  # False: only meaningful if the model has an attention
+    norm: str | None = None  # path of the norm module, for gamma and beta
+
+
+def read(name: str, modules: dict[str, nn.Module], dimensions: int) -> Reading | None:
+    """The reading of a parameter, or None when its name says nothing we know."""
+    path, _, attribute = name.rpartition(".")
+    parts = [p for p in path.split(".") if p and p not in _TRANSPARENT]
+    adapter = next((p for p in parts if p.startswith("lora_")), None)
+    if adapter is not None:
+        parts = parts[: parts.index(adapter)]
+    words = [p.lower() for p in parts]
+    attribute = attribute.lower()
+    plain = attribute in ("weight", "bias")
+    leaf = words[-1] if plain and words else re.sub(r"_(weight|bias)$", "", attribute)
+    around = words[:-1] if plain else words
+    bias = attribute == "bias" or attribute.endswith("_bias")
+
+    reading = (
+        _norm(name, words, attribute, modules, dimensions)
+        or _attention(path, leaf, around, modules)
+        or _feed_forward(path, leaf, around, words, modules)
+        or _embedding(path, leaf, words, attribute, modules)
+        or _head(words, attribute)
+    )
+    if reading is None or reading.norm is not None:
+        return reading
+    suffix = f"_{adapter.lower()}" if adapter else ""
+    if bias and reading.sublayer != "head":
+        suffix += "_bias"
+    return Reading(reading.sublayer, reading.role + suffix, reading.title + suffix, reading.certain)
+
+
+def _norm(
+    name: str, words: list[str], attribute: str, modules: dict[str, nn.Module], dimensions: int
+) -> Reading | None:
+    path = name.rpartition(".")[0]
+    if dimensions > 1 or not words or attribute not in _GAMMA | _BETA:
+        return None
+    owner = modules[path]
+    named = _NORM_NAME.search(words[-1]) and not isinstance(owner, (nn.Linear, nn.Embedding))
+    if "norm" not in type(owner).__name__.lower() and not named:
+        return None
+    role = "gamma" if attribute in _GAMMA else "beta"
+    return Reading("norm", role, role, norm=path)
+
+
+def _attention(
+    path: str, leaf: str, around: list[str], modules: dict[str, nn.Module]
+) -> Reading | None:
+    prefix = ""
+    if any(_CROSS_WORD.search(word) for word in around) or _torch_cross(path, modules):
+        prefix = "cross_"
+    for role, leaves in _PROJECTIONS.items():
+        if leaf in leaves:
+            if role == "query_key_value" and "q_attn" in _beside(path, modules):
+                role = "key_value"  # GPT-2's cross-attention keeps its query apart
+            return Reading("attention", prefix + role, prefix + role)
+    if leaf.isdigit() and around and around[-1] in _OUTPUT:
+        leaf, around = around[-1], around[:-1]  # to_out = Sequential(Linear, Dropout)
+    elif leaf == "dense" and around and around[-1] == "output":
+        leaf, around = "output", around[:-1]  # BERT's attention.output.dense
+    inside = bool(around) and bool(_ATTENTION_WORD.search(around[-1]))
+    beside = _beside(path, modules)
+    projections = _PROJECTIONS["query"] | _PROJECTIONS["query_key_value"]
+    if leaf in _OUTPUT and (inside or beside & projections):
+        return Reading("attention", prefix + "output", prefix + "output")
+    if inside and re.search(r"relative|rel_pos", leaf):
+        return Reading("attention", "relative_position", "relative_position")
+    return None
+
+
+def _torch_cross(path: str, modules: dict[str, nn.Module]) -> bool:
+    """``multihead_attn`` means cross-attention in torch's decoder layer, and only there."""
+    head, found, _ = path.partition("multihead_attn")
+    layer = modules.get(head.removesuffix("."))
+    return bool(found) and isinstance(layer, nn.TransformerDecoderLayer)
+
+
+def _beside(path: str, modules: dict[str, nn.Module]) -> set[str]:
+    """Lower-case names of the modules and bare parameters that share the leaf's parent."""
+    parent = modules.get(path.rpartition(".")[0])
+    if parent is None:
+        return set()
+    names = [n for n, _ in parent.named_children()]
+    names += [re.sub(r"_(weight|bias)$", "", n) for n, _ in parent.named_parameters(recurse=False)]
+    return {n.lower() for n in names}
+
+
+def _feed_forward(
+    path: str, leaf: str, around: list[str], words: list[str], modules: dict[str, nn.Module]
+) -> Reading | None:
+    beside = _beside(path, modules)
+    if leaf == "gate" and "experts" in beside:
+        return Reading("ffn", "router", "router")
+    if leaf in ("w1", "w2", "w3"):  # Llama's own names: silu(w1 x) ⊙ w3 x, then w2
+        gated = {"w1": "gate", "w2": "down", "w3": "up"}
+        role = gated[leaf] if "w3" in beside else {"w1": "up", "w2": "down"}[leaf]
+        if "w12" in beside:
+            role = "down"
+        return Reading("ffn", role, role, certain=False)
+    inside = any(_FEED_FORWARD_WORD.search(word) for word in around)
+    if leaf == "dense" and around and around[-1] in ("intermediate", "output"):  # BERT, older ViT
+        role = "up" if around[-1] == "intermediate" else "down"
+        return Reading("ffn", role, role, certain=False)
+    for role, leaves in _FEED_FORWARD.items():
+        if leaf in leaves and (inside or leaf not in _VAGUE):
+            return Reading("ffn", role, role, certain=leaf in _SPEAKING)
+    if leaf.isdigit() and inside:  # Sequential(Linear, activation, [dropout,] Linear)
+        parent = modules[path.rpartition(".")[0]]
+        linear = [n for n, child in parent.named_children() if isinstance(child, nn.Linear)]
+        if len(linear) == 2 and leaf in linear:
+            role = "up" if leaf == linear[0] else "down"
+            return Reading("ffn", role, role, certain=False)
+    return None
+
+
+def _embedding(
+    path: str, leaf: str, words: list[str], attribute: str, modules: dict[str, nn.Module]
+) -> Reading | None:
+    if attribute not in ("weight", "bias"):
+        if re.search(r"(cls|class)_?(token|embed)|class_embedding", attribute):
+            return Reading("embedding", "class_token", "class_token")
+        if re.search(r"(mask|dist|reg(ister)?)_?tokens?", attribute):
+            return Reading("embedding", attribute, attribute)
+        if _POSITION_WORD.search(attribute) and "bias" not in attribute:
+            return Reading("embedding", "position_embedding", "position")
+        return None
+    if any(_PATCH_WORD.search(word) for word in words):
+        return Reading("embedding", "patch_embedding", "patch")
+    table = isinstance(modules.get(path), nn.Embedding)
+    if not table and not _EMBEDDING_WORD.search(leaf):
+        return None
+    if leaf == "embed_out":
+        return None
+    if _TYPE_WORD.search(leaf):
+        return Reading("embedding", "type_embedding", "type")
+    if _POSITION_WORD.search(leaf):
+        return Reading("embedding", "position_embedding", "position")
+    return Reading("embedding", "token_embedding", "token")
+
+
+def _head(words: list[str], attribute: str) -> Reading | None:
+    first = next((i for i, word in enumerate(words) if _HEAD_WORD.match(word)), None)
+    if first is None:
+        return None
+    # The last matrix is head.weight; what stands before it keeps its own name.
+    own = [words[first]] if words[first] in ("pooler", "pre_classifier") else []
+    own += [w for w in words[first + 1 :] if w not in _LAST_OF_HEAD]
+    return Reading("head", attribute, ".".join([*own, attribute]))
