@@ -13,6 +13,11 @@ __version__ = "0.1.0"
 
 # public name → module that defines it
 _PUBLIC: dict[str, str] = {
+    "Problem": "curvatlas.problem",
+    "Fisher": "curvatlas.operators.fisher",
+    "FunctionalHessian": "curvatlas.operators.hessian",
+    "GaussNewton": "curvatlas.operators.hessian",
+    "Hessian": "curvatlas.operators.hessian",
     "LinearOperator": "curvatlas.operators.base",
     "MatrixOperator": "curvatlas.operators.base",
     "Tags": "curvatlas.operators.base",
@@ -25,6 +30,7 @@ _MODULES = frozenset(
         "blocks",
         "operators",
         "parallel",
+        "problem",
         "report",
         "runs",
         "spectra",

@@ -86,17 +86,13 @@ class LinearOperator:
     def _dense(self) -> Tensor:
         rows, columns = self.shape
         result = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        step = self._columns_at_once()
+        step = 256  # columns handed over at once; operators cut them further as memory allows
         for start in range(0, columns, step):
             stop = min(start + step, columns)
             block = torch.zeros(columns, stop - start, dtype=self.dtype, device=self.device)
             block[start:stop].fill_diagonal_(1)
             result[:, start:stop] = self @ block
         return result
-
-    def _columns_at_once(self) -> int:
-        """How many columns ``_columns`` likes to get in one call."""
-        return 64
 
     def to_scipy(self) -> ScipyOperator:
         """A ``scipy.sparse.linalg.LinearOperator`` with the same products."""

@@ -1,0 +1,243 @@
+"""Operators of a Problem: sums over batches, role × role views, guards on first use."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvatlas import parallel
+from curvatlas.anatomy import Slice
+from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.errors import DifferentiationError, NonFiniteError
+from curvatlas.operators.base import LinearOperator, Tags
+from curvatlas.operators.kept import KeptLinearisations
+from curvatlas.operators.linearisation import Columns, Linearisation
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.guards import listed
+
+Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, or slice(None)
+
+
+class CurvatureOperator(LinearOperator):
+    """A (P, P) matrix of second derivatives, known through products with columns.
+
+    budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
+    checks: probe symmetry, gradient paths, randomness and finiteness on first use.
+    """
+
+    linearisation: type[Linearisation]
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        budget: int | str | None = None,
+        checks: bool = True,
+        tags: Tags | None = None,
+    ) -> None:
+        size = problem.size
+        super().__init__(
+            (size, size),
+            dtype=problem.dtype,
+            device=problem.device,
+            tags=tags or Tags(symmetric=True),
+        )
+        self.problem = problem
+        self.budget = default_budget() if budget is None else parse_bytes(budget)
+        self._checks = checks
+        # Linearisations by the set of parameters they follow: the full one, and the last view's.
+        self._full: KeptLinearisations | None = None
+        self._partial: KeptLinearisations | None = None
+
+    def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
+        return self.linearisation(self.problem, batch, names)
+
+    # --- products -------------------------------------------------------------------------------
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        layout = self.problem.layout
+        pieces = layout.split(columns)
+        given = dict(zip(layout.names, pieces, strict=True))
+        return self.restricted(given, layout.names).T
+
+    def restricted(self, columns: Columns, rows: Sequence[str]) -> Tensor:
+        """Products with columns that live in some parameters only, read off at ``rows``.
+
+        columns: parameter name → (K, *shape); the result is (K, Σ sizes of rows).
+        """
+        problem = self.problem
+        sizes = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+        count = next(iter(columns.values())).shape[0]
+        total = torch.zeros(
+            count, sum(sizes[name] for name in rows), dtype=self.dtype, device=self.device
+        )
+        with problem.evaluating():
+            kept = self._kept_for({*columns, *rows})
+            for weight, linear in kept:
+                step = min(linear.columns_at_once, kept.columns_that_fit())
+                for start in range(0, count, step):
+                    part = slice(start, min(start + step, count))
+                    chunk = {name: column[part] for name, column in columns.items()}
+                    results = linear.product(chunk, rows)
+                    _add_pieces(total[part], results, [sizes[n] for n in rows], weight)
+            self._after_first_pass(kept)
+        if problem.distributed:
+            total = parallel.sum_over_ranks(total)
+        total.div_(problem.total_count)
+        if self.device.type == "cpu" and not bool(torch.isfinite(total).all()):
+            raise NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
+        return total
+
+    def _kept_for(self, names: set[str]) -> KeptLinearisations:
+        ordered = [name for name in self.problem.parameter_names if name in names]
+        if self._full is not None:
+            return self._full
+        if len(ordered) == len(self.problem.parameter_names):
+            self._full, self._partial = self._start(ordered), None
+            return self._full
+        # A view follows only its own parameters: less to build and to keep.
+        if self._partial is None or set(self._partial.names) != names:
+            self._partial = None  # free the old graphs before building new ones
+            self._partial = self._start(ordered)
+        return self._partial
+
+    def _start(self, names: list[str]) -> KeptLinearisations:
+        if self._checks:
+            self.problem.check()
+        sample = _probe_batch(self.problem)
+        linear = self._linearise(sample, names)
+        if self._checks:
+            self._probe_symmetry(linear, names)
+        return KeptLinearisations(
+            self._linearise,
+            self.problem,
+            names,
+            budget=self.budget,
+            probe=linear.size,
+            probe_samples=sample.samples,
+        )
+
+    def _probe_symmetry(self, linear: Linearisation, names: list[str]) -> None:
+        """uᵀ(Hv) against vᵀ(Hu) on one sample: two products of 1/batch the cost."""
+        if not self.tags.symmetric:
+            return
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        leaves = linear.leaves
+
+        def draw() -> dict[str, Tensor]:
+            return {
+                n: torch.randn(leaves[n].shape, generator=generator, dtype=self.dtype)
+                .to(self.device)
+                .unsqueeze(0)
+                for n in names
+            }
+
+        def flat(tensors: Any) -> Tensor:
+            pieces = [
+                torch.zeros_like(leaves[n]) if t is None else t
+                for n, t in zip(names, tensors, strict=True)
+            ]
+            return torch.cat([t.reshape(-1) for t in pieces])
+
+        u, v = draw(), draw()
+        hu, hv = flat(linear.product(u, names)), flat(linear.product(v, names))
+        left, right = float(flat(u.values()) @ hv), float(flat(v.values()) @ hu)
+        typical = float(hv.norm() * flat(u.values()).norm()) / max(hv.numel(), 1) ** 0.5
+        scale = max(abs(left), abs(right), typical)
+        tolerance = 1e-7 if self.dtype == torch.float64 else 5e-3
+        if scale > 0 and not abs(left - right) <= tolerance * scale:
+            raise DifferentiationError(
+                f"the second derivative is not symmetric (uᵀHv = {left:.6g}, vᵀHu = {right:.6g}): "
+                "an operation of the model has a wrong double backward; replace it, or pass "
+                "checks=False to look at the operator all the same."
+            )
+
+    def _after_first_pass(self, kept: KeptLinearisations) -> None:
+        if self._checks and kept.unused:
+            names = sorted(kept.unused)
+            kept.unused = frozenset()
+            warnings.warn(
+                f"no gradient path from the loss to {listed(names)}: their rows are zero.",
+                stacklevel=4,
+            )
+
+    def _blame(self, columns: Columns) -> str:
+        bad = [n for n, column in columns.items() if not bool(torch.isfinite(column).all())]
+        if bad:
+            return f"the vector itself holds NaN or infinities in {listed(bad)}"
+        return "the second derivative overflows; try float64 or smaller weights"
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Selector) -> LinearOperator:
+        """``op[rows, columns]`` by role, parameter name or glob; ``op[rows]``: a diagonal block."""
+        from curvatlas.operators.views import BlockView
+
+        rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
+        return BlockView(self, self._slices(rows), self._slices(columns))
+
+    def _slices(self, selector: Selector) -> tuple[Slice, ...]:
+        anatomy = self.problem.anatomy
+        if isinstance(selector, slice):
+            if selector != slice(None):
+                raise KeyError("only ':' selects all; otherwise name a role, such as 'value'.")
+            return tuple(anatomy.slices)
+        if isinstance(selector, Slice):
+            return (selector,)
+        if isinstance(selector, str):
+            return tuple(anatomy.select(selector))
+        found = dict.fromkeys(piece for item in selector for piece in self._slices(item))
+        return tuple(found)
+
+    # --- others ---------------------------------------------------------------------------------
+
+    def per_batch(self) -> list[tuple[float, CurvatureOperator]]:
+        """(share of the valid targets, operator of that batch alone) for every batch."""
+        problem = self.problem
+        return [
+            (batch.count / problem.total_count, self._on(problem.with_batches([batch])))
+            for batch in problem.batches()
+        ]
+
+    def _on(self, problem: Problem) -> CurvatureOperator:
+        return type(self)(problem, budget=self.budget, checks=False)
+
+    def release(self) -> None:
+        """Free the kept graphs; the next product builds them anew."""
+        self._full = self._partial = None
+
+    def __matmul__(self, right: Any) -> Any:
+        """Also takes one tensor per parameter, in the parameters' shapes, and gives the same."""
+        if isinstance(right, (list, tuple)):
+            layout = self.problem.layout
+            result = self @ layout.join(right, like=torch.empty(0, dtype=self.dtype))
+            pieces = layout.split(result.unsqueeze(1))
+            return type(right)(piece.squeeze(0) for piece in pieces)
+        return super().__matmul__(right)
+
+
+def _probe_batch(problem: Problem) -> Batch:
+    """One sample with a valid target, or the first batch where batches cannot be cut."""
+    first = next(problem.batches())
+    if not problem.loss.additive:
+        return first
+    for place in range(min(first.samples, 16)):
+        piece = first.part(place, place + 1, problem.loss.count)
+        if piece.count > 0:
+            return piece
+    return first
+
+
+def _add_pieces(
+    total: Tensor, results: list[Tensor | None], sizes: Sequence[int], weight: float
+) -> None:
+    """total (K, Σ sizes) += weight · results, a None counting as zero."""
+    start = 0
+    for result, size in zip(results, sizes, strict=True):
+        if result is not None:
+            total[:, start : start + size].add_(result.reshape(-1, size), alpha=weight)
+        start += size

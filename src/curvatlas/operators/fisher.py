@@ -1,0 +1,122 @@
+"""Fisher information: exact, by sampled targets, or empirical."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from curvatlas.errors import ProblemError
+from curvatlas.operators.base import Tags
+from curvatlas.operators.curvature import CurvatureOperator
+from curvatlas.operators.linearisation import Linearisation, OuterLinearisation
+from curvatlas.problem import Batch, CallableLoss, Problem
+
+Kind = Literal["empirical", "mc", "exact"]
+
+
+class Fisher(CurvatureOperator):
+    r"""F = (1/N) Σ_i J_iᵀ E[r_i r_iᵀ] J_i over valid targets i, with r_i = ∂ℓ_i/∂Z_i.
+
+    kind="exact": the expectation over the model's own predictive distribution; for cross_entropy
+        and mse (as a Gaussian likelihood) this equals the Gauss-Newton matrix.
+    kind="mc": that expectation by ``samples`` targets drawn with ``seed`` (fixed for the operator).
+    kind="empirical": the observed targets, r_i r_iᵀ as it stands. One target is a class label (a
+        token in a sequence) or a regression vector along the last axis; with a callable loss, one
+        sample along the first axis.
+    """
+
+    linearisation = OuterLinearisation
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        kind: Kind = "exact",
+        samples: int = 1,
+        seed: int = 0,
+        budget: int | str | None = None,
+        checks: bool = True,
+    ) -> None:
+        if kind not in ("empirical", "mc", "exact"):
+            raise ValueError(f"kind is 'empirical', 'mc' or 'exact', got {kind!r}.")
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}.")
+        if kind != "empirical" and isinstance(problem.loss, CallableLoss):
+            raise ProblemError(
+                f"the {kind} Fisher needs a likelihood and {problem.loss.name!r} is not known as "
+                "one: use loss='cross_entropy' or 'mse', kind='empirical', or GaussNewton."
+            )
+        tags = Tags(symmetric=True, psd=True)
+        super().__init__(problem, budget=budget, checks=checks, tags=tags)
+        self.kind, self.samples, self.seed = kind, samples, seed
+
+    def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
+        if self.kind == "exact":
+            return OuterLinearisation(self.problem, batch, names)
+        return _ResidualLinearisation(self.problem, batch, names, fisher=self)
+
+    def _on(self, problem: Problem) -> Fisher:
+        return Fisher(
+            problem,
+            kind=self.kind,
+            samples=self.samples,
+            seed=self.seed,
+            budget=self.budget,
+            checks=False,
+        )
+
+
+class _ResidualLinearisation(OuterLinearisation):
+    """Λ replaced by Σ_s r_s r_sᵀ, rank one for every target."""
+
+    def __init__(
+        self, problem: Problem, batch: Batch, names: Sequence[str], *, fisher: Fisher
+    ) -> None:
+        self._fisher = fisher
+        super().__init__(problem, batch, names)
+
+    def _output_product(
+        self, rebuild: Callable[[list[Tensor]], Any]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        if len(self._z) != 1:
+            raise ProblemError("a sampled or empirical Fisher needs one output tensor.")
+        loss, targets, z = self._problem.loss, self.batch.targets, self._z[0]
+        observed, axes = loss.residual(z, targets)
+        residuals = [observed]
+        if self._fisher.kind == "mc":
+            residuals = [
+                loss.sample_residual(z, targets, self._uniform(draw))
+                for draw in range(self._fisher.samples)
+            ]
+        targets_in_batch = loss.count(targets)
+        if axes == z.ndim - 1 and isinstance(loss, CallableLoss):
+            targets_in_batch = float(z.shape[0])
+        elif loss.name == "mse":
+            targets_in_batch /= z.shape[-1] if z.ndim > 1 else 1
+        scale = 1.0 / (len(residuals) * targets_in_batch)
+        last = tuple(range(-axes, 0))
+
+        def product(columns: list[Tensor]) -> list[Tensor]:
+            total = torch.zeros_like(columns[0])
+            for residual in residuals:
+                inner = residual * columns[0]
+                inner = inner.sum(last, keepdim=True) if last else inner
+                total.addcmul_(residual, inner)
+            return [total.mul_(scale)]
+
+        return product
+
+    def _uniform(self, draw: int) -> Callable[[torch.Size], Tensor]:
+        """Numbers in (0, 1) that do not depend on how batches are cut to fit the memory."""
+        seed = (self._fisher.seed * 1_000_003 + self.batch.index) * 1009 + draw
+
+        def uniform(shape: torch.Size) -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            rows = self.batch.offset + shape[0]
+            numbers = torch.rand(rows, *shape[1:], generator=generator, dtype=torch.float64)
+            return numbers[self.batch.offset :].clamp(1e-12, 1 - 1e-12)
+
+        return uniform

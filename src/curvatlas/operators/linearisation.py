@@ -1,0 +1,174 @@
+"""One batch, linearised: graphs kept alive so that each product costs only its own backward passes.
+
+Every product runs reverse over reverse. Forward over reverse and torch.func.hessian are silently
+wrong through affine LayerNorm or padded embeddings in some compositions; this one is right in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvatlas.errors import ProblemError
+from curvatlas.operators.graph import GraphSize, graph_size
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.guards import check_finite_loss, listed
+from curvatlas.problem.losses import differentiable_leaves, output_curvature
+
+# Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
+# running several columns through one vmapped pass wins, up to about a megabyte in flight per
+# tensor; above it the columns run one by one (benchmarks/products.py: 1.2 k-parameter GPT 12 ms a
+# column alone, 0.4 ms in a block of 64; 1 M-parameter GPT 2.1 gradients alone, 2.9 in blocks of 8).
+BATCHED_BELOW_BYTES = 60_000
+IN_FLIGHT_BYTES = 1_000_000
+
+Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
+
+
+class Linearisation:
+    """Leaves, outputs and loss slope of one batch; subclasses add the graph of their product."""
+
+    def __init__(self, problem: Problem, batch: Batch, names: Sequence[str]) -> None:
+        self.batch = batch
+        self.leaves = problem.leaves(names)
+        self.outputs = problem.outputs(batch, self.leaves)
+        self._problem = problem
+        self._names = tuple(names)
+        self.unused: frozenset[str] = frozenset()
+        self._build()
+        self.size: GraphSize = graph_size(
+            self._roots(), excluding=[*problem.model.parameters(), *problem.model.buffers()]
+        )
+        self.columns_at_once = 1
+        if self.size.mean_bytes < BATCHED_BELOW_BYTES:
+            self.columns_at_once = max(8, min(256, int(IN_FLIGHT_BYTES / self.size.mean_bytes)))
+
+    def _build(self) -> None:
+        raise TypeError(f"{type(self).__name__} builds no graph.")
+
+    def _roots(self) -> list[Tensor | None]:
+        raise TypeError(f"{type(self).__name__} keeps no graph.")
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        """The operator of this batch's mean loss times columns, restricted to ``rows``."""
+        raise TypeError(f"{type(self).__name__} has no product.")
+
+    def _loss(self) -> Tensor:
+        loss = self._problem.loss.value(self.outputs, self.batch.targets)
+        check_finite_loss(float(loss.detach()), self.batch.index)
+        self._require_path(loss.requires_grad)
+        return loss
+
+    def _gradients(
+        self, roots: list[Tensor], cotangents: list[Tensor] | None
+    ) -> dict[str, Tensor | None]:
+        """Jᵀ cotangents by parameter, with the graph that differentiates it once more."""
+        grads = torch.autograd.grad(
+            roots, list(self.leaves.values()), cotangents, create_graph=True, allow_unused=True
+        )
+        self.unused = frozenset(n for n, g in zip(self._names, grads, strict=True) if g is None)
+        self._require_path(len(self.unused) < len(self._names))
+        return dict(zip(self._names, grads, strict=True))
+
+    def _require_path(self, found: bool) -> None:
+        if not found:
+            raise ProblemError(
+                f"no gradient path from the loss to any of {listed(list(self._names))}: is the "
+                "output detached, computed under no_grad, or independent of them?"
+            )
+
+    def _pull(
+        self, roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
+        chosen = [i for i, root in enumerate(roots) if root.requires_grad]
+        if not chosen:
+            return [None] * len(inputs)
+        outputs = [roots[i] for i in chosen]
+        given = [cotangents[i] for i in chosen]
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        count = given[0].shape[0]
+        if count == 1:
+            single = torch.autograd.grad(outputs, inputs, [c[0] for c in given], **options)
+            return [None if t is None else t.unsqueeze(0) for t in single]
+        if self.columns_at_once > 1:
+            try:
+                return list(
+                    torch.autograd.grad(outputs, inputs, given, is_grads_batched=True, **options)
+                )
+            except RuntimeError:
+                self.columns_at_once = 1  # an operation without a batching rule: one by one
+        single_columns = [
+            torch.autograd.grad(outputs, inputs, [c[k] for c in given], **options)
+            for k in range(count)
+        ]
+        return [
+            None if parts[0] is None else torch.stack(parts)
+            for parts in zip(*single_columns, strict=True)
+        ]
+
+
+class HessianLinearisation(Linearisation):
+    """H v = ∂(gᵀv)/∂θ on the kept graph of the gradient g: 6 units, a gradient is 3."""
+
+    def _build(self) -> None:
+        self._slopes = self._gradients([self._loss()], None)
+
+    def _roots(self) -> list[Tensor | None]:
+        return list(self._slopes.values())
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        used = [n for n in columns if self._slopes[n] is not None]
+        roots = [slope for n in used if (slope := self._slopes[n]) is not None]
+        return self._pull(roots, [self.leaves[n] for n in rows], [columns[n] for n in used])
+
+
+class FunctionalLinearisation(HessianLinearisation):
+    """H_f v = ∂(gᵀv)/∂θ with g = Jᵀδ and the output slope δ = ∂ℓ/∂Z held fixed."""
+
+    def _build(self) -> None:
+        outputs, rebuild = differentiable_leaves(self.outputs)
+        self._require_path(any(z.requires_grad for z in outputs))
+        fixed = [z.detach().requires_grad_(True) for z in outputs]
+        loss = self._problem.loss.value(rebuild(fixed), self.batch.targets)
+        check_finite_loss(float(loss.detach()), self.batch.index)
+        deltas = torch.autograd.grad(loss, fixed, materialize_grads=True)
+        self._slopes = self._gradients(outputs, list(deltas))
+
+
+class OuterLinearisation(Linearisation):
+    """Jᵀ Λ J v on the kept graph of u ↦ Jᵀu: 4 units.
+
+    Jᵀu is linear in u, so differentiating it with respect to u gives J v without forward mode.
+    """
+
+    def _build(self) -> None:
+        outputs, rebuild = differentiable_leaves(self.outputs)
+        self._require_path(any(z.requires_grad for z in outputs))
+        self._z = outputs
+        self._u = [torch.zeros_like(z).requires_grad_(True) for z in outputs]
+        self._transposed = self._gradients(outputs, self._u)
+        self._lambda = self._output_product(rebuild)
+
+    def _output_product(
+        self, rebuild: Callable[[list[Tensor]], Any]
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        return output_curvature(self._problem.loss, self._z, rebuild, self.batch.targets)
+
+    def _roots(self) -> list[Tensor | None]:
+        return [*self._transposed.values(), *self._z]
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        used = [n for n in columns if self._transposed[n] is not None]
+        roots = [t for n in used if (t := self._transposed[n]) is not None]
+        moved = self._pull(roots, self._u, [columns[n] for n in used])  # J v at the outputs
+        count = next(iter(columns.values())).shape[0]
+        tangents = [
+            z.new_zeros(count, *z.shape) if t is None else t
+            for t, z in zip(moved, self._z, strict=True)
+        ]
+        weighted = self._lambda(tangents)
+        return self._pull(self._z, [self.leaves[n] for n in rows], weighted)

@@ -1,0 +1,97 @@
+"""Rectangular role × role blocks of an operator, computed without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from curvatlas.anatomy import Slice
+from curvatlas.operators.base import LinearOperator, Tags
+
+if TYPE_CHECKING:
+    from curvatlas.operators.curvature import CurvatureOperator
+
+
+class BlockView(LinearOperator):
+    """op[rows, columns]: columns enter only their own parameters, rows are read off directly."""
+
+    def __init__(
+        self, parent: CurvatureOperator, rows: Sequence[Slice], columns: Sequence[Slice]
+    ) -> None:
+        self.row_slices, self.column_slices = tuple(rows), tuple(columns)
+        self._rows, self._cols = _Part(parent, rows), _Part(parent, columns)
+        same = self.row_slices == self.column_slices
+        super().__init__(
+            (self._rows.size, self._cols.size),
+            dtype=parent.dtype,
+            device=parent.device,
+            tags=parent.tags if same else Tags(),
+        )
+        self.parent = parent
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._product(self._rows, self._cols, columns)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._product(self._cols, self._rows, columns)
+
+    def _product(self, rows: _Part, cols: _Part, columns: Tensor) -> Tensor:
+        self.parent.products += columns.shape[1]
+        full = self.parent.restricted(cols.scatter(columns), rows.names)  # (K, Σ sizes)
+        return rows.gather(full).T
+
+    def per_batch(self) -> list[tuple[float, LinearOperator]]:
+        """(share of the valid targets, this block of that batch alone) for every batch."""
+        return [
+            (share, BlockView(operator, self.row_slices, self.column_slices))
+            for share, operator in self.parent.per_batch()
+        ]
+
+    def __repr__(self) -> str:
+        rows = ", ".join(piece.name for piece in self.row_slices[:3])
+        cols = ", ".join(piece.name for piece in self.column_slices[:3])
+        return f"{type(self.parent).__name__}[{rows} × {cols}]({self.shape[0]} × {self.shape[1]})"
+
+
+class _Part:
+    """Slices in the order asked for, as places in the parameters that contain them."""
+
+    def __init__(self, parent: CurvatureOperator, slices: Sequence[Slice]) -> None:
+        layout = parent.problem.layout
+        wanted = {piece.parameter for piece in slices}
+        self.names = [name for name in layout.names if name in wanted]
+        self._shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        sizes = dict(zip(layout.names, layout.sizes, strict=True))
+        flat_start = dict(zip(layout.names, layout.starts, strict=True))
+        local_start, offset = {}, 0
+        for name in self.names:
+            local_start[name] = offset
+            offset += sizes[name]
+        self._sizes = [sizes[name] for name in self.names]
+        self._total = offset
+        self.size = sum(piece.size for piece in slices)
+        whole = [p.parameter for p in slices] == self.names and self.size == offset
+        # Positions of the wanted entries among the concatenated parameters; None: all, in order.
+        self._places: Tensor | None = None
+        if not whole:
+            parts = [p.indices - flat_start[p.parameter] + local_start[p.parameter] for p in slices]
+            self._places = torch.cat(parts).to(parent.device)
+
+    def scatter(self, columns: Tensor) -> dict[str, Tensor]:
+        """(size, K) → parameter name → (K, *shape), zero outside the slices."""
+        rows = columns.T  # (K, size)
+        if self._places is not None:
+            full = rows.new_zeros(rows.shape[0], self._total)
+            rows = full.index_copy_(1, self._places, rows)
+        pieces = torch.split(rows, self._sizes, dim=1)
+        return {
+            name: piece.reshape(-1, *self._shapes[name])
+            for name, piece in zip(self.names, pieces, strict=True)
+        }
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """(K, Σ parameter sizes) → (K, size)."""
+        return rows if self._places is None else rows.index_select(1, self._places)

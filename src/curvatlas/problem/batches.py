@@ -1,0 +1,141 @@
+"""Data in any of the accepted forms, as a list or a stream of uniform batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from curvatlas.errors import NonFiniteError, ProblemError
+
+# Data up to this size are held in memory, so that every pass sees the same batches in the same
+# order even when the loader shuffles or augments; larger data are streamed.
+HOLD_BYTES = 2**30
+
+_LABELS = "labels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Inputs of one model call with their targets, and the number of valid targets."""
+
+    inputs: Any  # a tensor, a tuple of positional or a mapping of keyword arguments
+    targets: Any
+    count: float
+    index: int
+    offset: int = 0  # first sample's place in the batch this is a part of
+
+    @property
+    def samples(self) -> int:
+        """Length of the first axis of the inputs."""
+        tensors = _tensors(self.inputs)
+        return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+
+    def part(self, start: int, stop: int, count: Callable[[Any], float]) -> Batch:
+        """Samples start..stop of this batch as a batch of its own."""
+        size = self.samples
+
+        def cut(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
+                return leaf[start:stop]
+            return leaf
+
+        targets = tree_map(cut, self.targets)
+        inputs = tree_map(cut, self.inputs)
+        return replace(
+            self,
+            inputs=inputs,
+            targets=targets,
+            count=count(targets),
+            offset=self.offset + start,
+        )
+
+
+def batches_of(data: Any) -> Iterable[Any]:
+    """Whatever the user passed, as an iterable of raw batches that can be walked repeatedly."""
+    if isinstance(data, Tensor):
+        raise ProblemError(
+            "data is a single tensor: pass (inputs, targets), a mapping with 'labels', "
+            "a list of batches or a DataLoader."
+        )
+    if isinstance(data, Mapping) or _is_pair(data):
+        return [data]
+    if isinstance(data, Iterator):
+        raise ProblemError(
+            f"data is a one-shot iterator ({type(data).__name__}) and curvature needs many passes: "
+            "pass list(data), or the loader itself instead of iter(loader)."
+        )
+    if not isinstance(data, Iterable):
+        raise ProblemError(f"data of type {type(data).__name__} cannot be iterated over.")
+    if iter(data) is data:
+        raise ProblemError(
+            f"data ({type(data).__name__}) can be walked only once and curvature needs many "
+            "passes: pass list(data)."
+        )
+    return data
+
+
+def _is_pair(data: Any) -> bool:
+    """(inputs, targets): a tuple or list of two, the second of which is a tensor."""
+    return (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and isinstance(data[1], Tensor)
+        and isinstance(data[0], (Tensor, tuple, Mapping))
+    )
+
+
+def split_batch(raw: Any, index: int, *, shift: Callable[[Any, Any], bool]) -> tuple[Any, Any]:
+    """(inputs, targets) of one raw batch; next-token labels are shifted onto their logits."""
+    if isinstance(raw, Mapping):
+        if raw.get(_LABELS) is None:
+            raise ProblemError(
+                f"batch {index} is a mapping without {_LABELS!r}: it has {sorted(map(str, raw))}."
+            )
+        inputs = {key: value for key, value in raw.items() if key != _LABELS}
+        labels = raw[_LABELS]
+        if shift(inputs, labels):
+            # Position t predicts token t+1: move the labels instead of cutting the logits.
+            ignored = torch.full_like(labels[:, :1], -100)
+            labels = torch.cat([labels[:, 1:], ignored], dim=1)
+        return inputs, labels
+    if isinstance(raw, (tuple, list)) and len(raw) == 2:
+        return raw[0], raw[1]
+    if isinstance(raw, (tuple, list)) and len(raw) > 2:
+        return tuple(raw[:-1]), raw[-1]
+    raise ProblemError(
+        f"batch {index} is a {type(raw).__name__}: expected (inputs, targets) or a mapping with "
+        f"{_LABELS!r}."
+    )
+
+
+def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:
+    """The tree on ``device``, detached; NaN and infinities are refused with their place."""
+
+    def prepare(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        moved = leaf.detach().to(device)
+        if moved.is_inference():
+            moved = moved.clone()  # inference tensors cannot be saved for backward
+        if moved.is_floating_point() and not bool(torch.isfinite(moved).all()):
+            bad = int((~torch.isfinite(moved)).sum())
+            raise NonFiniteError(
+                f"the {what} of batch {index} hold {bad} NaN or infinite values: clean the data."
+            )
+        return moved
+
+    return tree_map(prepare, tree)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def size_in_bytes(batch: Batch) -> int:
+    """Memory of a batch's tensors."""
+    return sum(t.numel() * t.element_size() for t in _tensors((batch.inputs, batch.targets)))

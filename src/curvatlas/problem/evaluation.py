@@ -1,0 +1,146 @@
+"""Calling the model safely: the right kernels, the right mode, the user's model left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from curvatlas.errors import DifferentiationError, ProblemError
+
+_NO_SECOND_DERIVATIVE = (
+    "is not implemented",
+    "does not have a derivative",
+    "once_differentiable",
+    "not differentiable",
+    "doesn't support double backward",
+    "does not currently support double backward",
+)
+
+
+def unwrap(model: Any) -> nn.Module:
+    """The bare module inside DDP, DataParallel or torch.compile wrappers; says so."""
+    if not isinstance(model, nn.Module):
+        raise ProblemError(f"model must be an nn.Module, got {type(model).__name__}.")
+    bare: nn.Module = model
+    while True:
+        kind = type(bare).__name__
+        if isinstance(bare, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner, why = bare.module, "double backward through it sees the local shard only"
+        elif isinstance(getattr(bare, "_orig_mod", None), nn.Module):
+            inner, why = bare._orig_mod, "compiled graphs cannot be differentiated twice"
+        elif kind == "FullyShardedDataParallel":
+            raise ProblemError(
+                "FSDP-wrapped models cannot be differentiated twice while sharded: pass the "
+                "unwrapped module with full parameters (FSDP2: module.unshard())."
+            )
+        else:
+            return bare
+        warnings.warn(
+            f"unwrapped a {kind}: {why}, so curvatlas works on the module inside.",
+            stacklevel=3,
+        )
+        bare = inner
+
+
+def refuse_sharded(named: Mapping[str, Tensor]) -> None:
+    """Tensor-parallel parameters give wrong products without an error: refuse them."""
+    for name, parameter in named.items():
+        if hasattr(parameter, "placements"):  # a DTensor
+            raise ProblemError(
+                f"parameter {name!r} is a DTensor: tensor-parallel and sharded parameters give "
+                "wrong second derivatives. Pass the model before parallelize_module, or gather it "
+                "first (FSDP2: module.unshard())."
+            )
+        if parameter.device.type == "meta":
+            raise ProblemError(f"parameter {name!r} is on the meta device: load its values first.")
+
+
+class _StayDouble(TorchFunctionMode):
+    """Inside, nothing that is float64 is rounded to float32 on the way.
+
+    Some libraries upcast half precision by ``x.to(torch.float32)`` or ``softmax(dtype=float32)``
+    and thereby round a float64 model to 5e-8.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func, args = torch.Tensor.to, (args[0], torch.float64)
+        elif kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        elif func is torch.Tensor.to and torch.float32 in args[1:]:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
+    """Everything a twice-differentiable forward needs, restored on the way out.
+
+    Evaluation mode; math attention (fused kernels have no double backward); no encoder fast path;
+    no autocast; no key/value cache; gradients enabled even under ``no_grad``.
+    """
+    training = [module for module in model.modules() if module.training]
+    config: Any = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.autocast(device_type=device, enabled=False))
+        if stay_double:
+            stack.enter_context(_StayDouble())
+        try:
+            for module in training:
+                module.training = False
+            if cached:
+                config.use_cache = False
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            if cached:
+                config.use_cache = cached
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
+    """The model's output with its parameters replaced by ``values``."""
+    # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
+    if isinstance(inputs, Mapping):
+        return torch.func.functional_call(model, dict(values), (), dict(inputs))
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    return torch.func.functional_call(model, dict(values), arguments)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn PyTorch's messages about missing second derivatives into what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        first = text.strip().splitlines()[0] if text.strip() else repr(error)
+        if any(mark in text for mark in _NO_SECOND_DERIVATIVE):
+            raise DifferentiationError(
+                f"an operation of the model has no second derivative ({first}): use eager or sdpa "
+                "attention (attn_implementation='eager' for Hugging Face), not flash or flex."
+            ) from error
+        if "use_reentrant" in text or "Checkpointing is not compatible" in text:
+            raise DifferentiationError(
+                "reentrant activation checkpointing cannot be differentiated twice: use "
+                "torch.utils.checkpoint(..., use_reentrant=False) or switch checkpointing off."
+            ) from error
+        raise
