@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 # public name → module that defines it
 _PUBLIC: dict[str, str] = {
+    "Anatomy": "curvatlas.anatomy",
+    "anatomy_of": "curvatlas.anatomy",
     "Problem": "curvatlas.problem",
     "Fisher": "curvatlas.operators.fisher",
     "FunctionalHessian": "curvatlas.operators.hessian",
@@ -21,12 +23,14 @@ _PUBLIC: dict[str, str] = {
     "LinearOperator": "curvatlas.operators.base",
     "MatrixOperator": "curvatlas.operators.base",
     "Tags": "curvatlas.operators.base",
+    "eigenpairs": "curvatlas.spectra.eigenpairs",
     "Result": "curvatlas.results",
     "load": "curvatlas.results",
 }
 _MODULES = frozenset(
     {
         "analysis",
+        "anatomy",
         "blocks",
         "operators",
         "parallel",

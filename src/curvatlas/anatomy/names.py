@@ -11,63 +11,50 @@ from dataclasses import dataclass
 
 from torch import nn
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # role → leaf names, wherever they stand
 _PROJECTIONS: dict[str, frozenset[str]] = {
-    role: frozenset(leaves.split())
-    for role, leaves in {
-        "query": "query queries q q_proj q_lin wq w_q to_q q_attn query_proj linear_q w_query",
-        "key": "key keys k k_proj k_lin wk w_k to_k key_proj linear_k w_key",
-        "value": "value values v v_proj v_lin wv w_v to_v value_proj linear_v w_value",
-        "query_key_value": "query_key_value qkv qkv_proj to_qkv wqkv w_qkv c_attn in_proj att_proj",
-        "key_value": "kv to_kv kv_proj wkv w_kv",
-    }.items()
+    "query": _words("query queries q q_proj q_lin wq w_q to_q q_attn query_proj linear_q w_query"),
+    "key": _words("key keys k k_proj k_lin wk w_k to_k key_proj linear_k w_key"),
+    "value": _words("value values v v_proj v_lin wv w_v to_v value_proj linear_v w_value"),
+    "query_key_value": _words(
+        "query_key_value qkv qkv_proj to_qkv wqkv w_qkv c_attn in_proj att_proj"
+    ),
+    "key_value": _words("kv to_kv kv_proj wkv w_kv"),
 }
 # leaf names of the output projection, inside an attention
-_OUTPUT = frozenset(
-    [
-        "output",
-        "o",
-        "o_proj",
-        "out_proj",
-        "out_lin",
-        "wo",
-        "w_o",
-        "to_out",
-        "c_proj",
-        "dense",
-        "proj",
-        "out",
-        "linear_out",
-        "output_proj",
-        "proj_out",
-        "attn_out",
-        "fc_o",
-    ]
+_OUTPUT = _words(
+    "output o o_proj out_proj out_lin wo w_o to_out c_proj dense proj out linear_out output_proj "
+    "proj_out attn_out fc_o"
 )
 # role → leaf names, inside a feed-forward part or beside an attention
 _FEED_FORWARD: dict[str, frozenset[str]] = {
-    role: frozenset(leaves.split())
-    for role, leaves in {
-        "up": "up up_proj fc1 linear1 lin1 c_fc dense_h_to_4h fc_in wi wi_1 w_up linear_1 w_in",
-        "gate": "gate gate_proj wi_0 w_gate",
-        "down": "down down_proj fc2 linear2 lin2 c_proj dense_4h_to_h fc_out wo w_down linear_2 "
-        "w_out output",
-        "gate_up": "gate_up_proj w12 gate_up",
-    }.items()
+    "up": _words("up up_proj fc1 linear1 lin1 c_fc dense_h_to_4h fc_in wi wi_1 w_up linear_1 w_in"),
+    "gate": _words("gate gate_proj wi_0 w_gate"),
+    "down": _words(
+        "down down_proj fc2 linear2 lin2 c_proj dense_4h_to_h fc_out wo w_down linear_2 w_out "
+        "output"
+    ),
+    "gate_up": _words("gate_up_proj w12 gate_up"),
 }
 # Words that name a feed-forward role whatever stands around them.
-_SPEAKING = frozenset(["up", "gate", "down", "up_proj", "gate_proj", "down_proj", "gate_up_proj"])
+_SPEAKING = _words("up gate down up_proj gate_proj down_proj gate_up_proj")
 # Words that mean a feed-forward role only inside something called mlp, ffn, …
-_VAGUE = frozenset(["c_proj", "output", "gate", "wo", "fc_out"])
+_VAGUE = _words("c_proj output gate wo fc_out")
 
 _ATTENTION_WORD = re.compile(r"attn|attention|^sa$|^mha$|^self_att|multihead|multi_head")
 _CROSS_WORD = re.compile(r"cross|encdec|enc_dec|encoder_attn|encoder_attention")
 _FEED_FORWARD_WORD = re.compile(r"mlp|ffn|ffwd|feed_?forward|^ff$|denserelu|experts|intermediate")
-_HEAD_WORD = re.compile(
-    r"^(lm_head|head|heads|classifier|pre_classifier|score|embed_out|cls|qa_outputs|pooler|"
-    r"output_projection|out_head|mc_head|v_head|to_logits|unembed|prediction_head|fc_out|decoder_head)$"
+_HEAD = _words(
+    "lm_head head heads classifier pre_classifier score embed_out cls qa_outputs pooler "
+    "output_projection out_head mc_head v_head to_logits unembed prediction_head fc_out"
 )
 _LAST_OF_HEAD = ("predictions", "decoder", "out_proj", "head")
+_TOP_LEVEL_HEAD = _words("fc decoder unembedding readout output_layer logits")
 _EMBEDDING_WORD = re.compile(r"embed|^wte$|^wpe$|^tok|_emb$|^emb$|^shared$")
 _POSITION_WORD = re.compile(r"pos(ition)?s?(_|$|e)|wpe|positional")
 _TYPE_WORD = re.compile(r"token_type|segment|^type")
@@ -136,6 +123,11 @@ def _norm(
 def _attention(
     path: str, leaf: str, around: list[str], modules: dict[str, nn.Module]
 ) -> Reading | None:
+    attentive = any(_ATTENTION_WORD.search(word) for word in around)
+    if not attentive and any(_FEED_FORWARD_WORD.search(word) for word in around):
+        return None  # RWKV calls the parts of its feed-forward key and value
+    if leaf == "in_proj" and not (attentive or isinstance(modules[path], nn.MultiheadAttention)):
+        return None  # Mamba's mixer
     prefix = ""
     if any(_CROSS_WORD.search(word) for word in around) or _torch_cross(path, modules):
         prefix = "cross_"
@@ -193,6 +185,8 @@ def _feed_forward(
         return Reading("ffn", role, role, certain=False)
     for role, leaves in _FEED_FORWARD.items():
         if leaf in leaves and (inside or leaf not in _VAGUE):
+            if role == "up" and _doubled(path, modules):
+                role = "gate_up"
             return Reading("ffn", role, role, certain=leaf in _SPEAKING)
     if leaf.isdigit() and inside:  # Sequential(Linear, activation, [dropout,] Linear)
         parent = modules[path.rpartition(".")[0]]
@@ -201,6 +195,16 @@ def _feed_forward(
             role = "up" if leaf == linear[0] else "down"
             return Reading("ffn", role, role, certain=False)
     return None
+
+
+def _doubled(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a projection makes twice what the one down takes: gate and up in one (ModernBERT)."""
+    up, parent = modules.get(path), modules.get(path.rpartition(".")[0])
+    return isinstance(up, nn.Linear) and any(
+        isinstance(down, nn.Linear) and 2 * down.in_features == up.out_features
+        for name, down in (parent.named_children() if parent is not None else ())
+        if name.lower() in _FEED_FORWARD["down"]
+    )
 
 
 def _embedding(
@@ -229,7 +233,9 @@ def _embedding(
 
 
 def _head(words: list[str], attribute: str) -> Reading | None:
-    first = next((i for i, word in enumerate(words) if _HEAD_WORD.match(word)), None)
+    first = next((i for i, word in enumerate(words) if word in _HEAD), None)
+    if len(words) == 1 and words[0] in _TOP_LEVEL_HEAD:
+        first = 0
     if first is None:
         return None
     # The last matrix is head.weight; what stands before it keeps its own name.

@@ -176,7 +176,7 @@ class _Tree:
             return fused.halves("key", "value", out)
         if role == "gate_up":
             kind = type(self.modules[path if bare else path.rpartition(".")[0]]).__name__
-            sure = re.search(r"^Phi3|^Phi4|^Mixtral|^Glm|SwiGLU|^Dots|^Granite", kind)
+            sure = re.search(r"^Phi3|^Phi4|^Mixtral|^Glm|SwiGLU|^ModernBert", kind)
             return fused.halves("gate", "up", out) if sure else None
         if bare and not isinstance(owner, nn.MultiheadAttention):
             return None  # a bare matrix does not say which axis is the output
