@@ -1,0 +1,116 @@
+"""One file that lets a killed estimate go on where it stopped, with the same bits.
+
+A checkpoint is a safetensors file: the algorithm's tensors, and in the header its numbers and a
+fingerprint (operator shape and dtype, options, seed). It is replaced atomically, so that a kill
+leaves either the old or the new state, never half of one. Reading it executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+
+_SCHEMA = 1
+_MOST_OF_THE_TIME = 0.1  # writing may take at most this share of the time since the last write
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def fingerprint(op: LinearOperator, **options: Any) -> dict[str, Any]:
+    """What must agree between the run that wrote a checkpoint and the run that reads it."""
+    described = {
+        "operator": type(op).__name__,
+        "shape": list(op.shape),
+        "dtype": str(op.dtype),
+        **options,
+    }
+    content: dict[str, Any] = json.loads(json.dumps(described, default=str))
+    return content
+
+
+class Checkpoint:
+    """Reads and writes the state of one estimate; with ``path=None`` it does neither."""
+
+    def __init__(self, path: str | os.PathLike[str] | None, mark: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self._mark = dict(mark)
+        self._written = time.monotonic()
+        self._cost = 0.0
+
+    def load(self) -> State | None:
+        """The stored (tensors, numbers), None without a file; ValueError on any other file."""
+        if self.path is None or not self.path.exists():
+            return None
+        again = "delete it, or name another file, to start afresh."
+        try:
+            with safe_open(str(self.path), framework="pt") as file:
+                header = json.loads((file.metadata() or {})["curvatlas_checkpoint"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            schema, mark, numbers = header["schema"], header["fingerprint"], header["numbers"]
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} is not a readable checkpoint ({error}): {again}"
+            ) from error
+        if schema != _SCHEMA or mark != self._mark:
+            differing = sorted(
+                k for k in {*mark, *self._mark} if mark.get(k) != self._mark.get(k)
+            ) or ["schema"]
+            what = ", ".join(differing)
+            raise ValueError(f"{self.path} belongs to another estimate (other {what}): {again}")
+        return tensors, numbers
+
+    def save(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Replace the file by this state."""
+        if self.path is None:
+            return
+        start = time.monotonic()
+        header = {"schema": _SCHEMA, "fingerprint": self._mark, "numbers": dict(numbers)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".partial")
+        os.close(handle)
+        try:
+            save_file(
+                {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
+                temporary,
+                metadata={"curvatlas_checkpoint": json.dumps(header)},
+            )
+            os.replace(temporary, self.path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._written = time.monotonic()
+        self._cost = self._written - start
+
+    def due(self) -> bool:
+        """Whether enough time has passed for a write to cost little."""
+        elapsed = time.monotonic() - self._written
+        return self.path is not None and elapsed * _MOST_OF_THE_TIME >= self._cost
+
+    @contextmanager
+    def kept(self, state: Callable[[], State]) -> Iterator[None]:
+        """Write the state when the body is interrupted (Ctrl-C, an error in a product)."""
+        try:
+            yield
+        except BaseException:
+            # A NaN in a product is an error of the operator: what was reached before stays valid.
+            if self.path is not None:
+                self.save(*state())
+            raise
+
+
+def generator(seed: int) -> torch.Generator:
+    """Random numbers are drawn on the CPU, so that every device sees the same probes."""
+    return torch.Generator().manual_seed(seed)

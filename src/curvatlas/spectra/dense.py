@@ -1,0 +1,52 @@
+"""The exact route: the whole matrix, decomposed, where it is small or most of it is wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+from curvatlas.spectra.eigen_result import Eigenpairs
+from curvatlas.spectra.selection import Which, select
+
+
+def dense_matrix(op: LinearOperator) -> tuple[Tensor, int]:
+    """(n, n) in float64 and the products it took."""
+    before = op.products
+    matrix = op.dense().double()
+    if not bool(torch.isfinite(matrix).all()):
+        raise FloatingPointError(
+            "the operator's matrix contains NaN or infinity: check the loss and the parameters."
+        )
+    return matrix, op.products - before
+
+
+def dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
+    """Eigenpairs from the dense matrix; the residual is rounding."""
+    matrix, products = dense_matrix(op)
+    scale = float(torch.linalg.norm(matrix))
+    asymmetry = float(torch.linalg.norm(matrix - matrix.T)) / scale if scale else 0.0
+    if asymmetry > min(1e-2, 1e3 * torch.finfo(op.dtype).eps ** 0.5):
+        raise ValueError(f"the operator is not symmetric (relative {asymmetry:.1e}).")
+    matrix = (matrix + matrix.T) / 2
+    values, vectors = torch.linalg.eigh(matrix)
+    chosen = torch.from_numpy(select(values.cpu().numpy(), k, which)).to(values.device)
+    values, vectors = values[chosen], vectors[:, chosen]
+    norm = float(torch.linalg.matrix_norm(matrix, 2)) if scale else 0.0
+    floor = 32 * torch.finfo(op.dtype).eps * norm
+    residuals = torch.linalg.vector_norm(matrix @ vectors - vectors * values, dim=0) + floor
+    values, residuals = values.cpu(), residuals.cpu()
+    return Eigenpairs(
+        values=values,
+        vectors=vectors.to(op.dtype),
+        residuals=residuals,
+        interval=(values - residuals, values + residuals),
+        which=which,
+        k=k,
+        tol=0.0,
+        norm=norm,
+        missed_probability=0.0,
+        products=products,
+        converged=True,
+        exact=True,
+    )

@@ -1,0 +1,98 @@
+"""What ``eigenpairs`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from curvatlas.results import Result
+from curvatlas.spectra.krylov import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eigenpairs(Result):
+    """Eigenvalues with certified intervals.
+
+    ``both``: the k largest in descending order, then the k smallest, the most negative last.
+    """
+
+    values: Tensor  # (k,) or (2k,), float64 on the CPU
+    vectors: Tensor  # (n, k) unit columns on the operator's device
+    residuals: Tensor  # (k,) ‖A v − λ v‖, rounding included
+    interval: tuple[Tensor, Tensor]  # each contains an eigenvalue with certainty
+    which: str
+    k: int
+    tol: float
+    norm: float  # the ‖A‖ that tol refers to
+    missed_probability: float  # bound on overlooking an eigenvalue beyond the reported ones
+    products: int
+    converged: bool
+    exact: bool  # from the dense matrix, or from a basis of the whole space
+
+    @property
+    def value(self) -> float:
+        """The first eigenvalue: the largest, the most negative, or the largest in magnitude."""
+        return float(self.values[0])
+
+    @property
+    def largest(self) -> Tensor:
+        """The values of the upper end."""
+        return self.values[: self.k] if self.which == "both" else self.values
+
+    @property
+    def smallest(self) -> Tensor:
+        """The values of the lower end, the most negative first."""
+        return self.values.flip(0)[: self.k] if self.which == "both" else self.values
+
+    def __str__(self) -> str:
+        pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
+        shown = ", ".join(f"{value:.6g} ± {radius:.1g}" for value, radius in pairs)
+        if self.exact:
+            state = "exact"
+        elif self.converged:
+            state = f"chance of an overlooked one ≤ {self.missed_probability:.1%}"
+        else:
+            worst = float(self.residuals.max()) / self.norm if self.norm else 0.0
+            state = f"NOT converged: worst residual {worst:.1e}·‖A‖, asked {self.tol:.1e}·‖A‖"
+        return f"{self.which} eigenvalues: {shown} ({state}; {self.products} products)"
+
+    def plot(self) -> Any:
+        """Eigenvalues in order with their certified intervals."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.add_subplot()
+        low, high = self.interval
+        error = [(self.values - low).tolist(), (high - self.values).tolist()]
+        axes.errorbar(range(1, len(self.values) + 1), self.values.tolist(), yerr=error, fmt="o")
+        axes.axhline(0.0, color="0.7", linewidth=0.8)
+        axes.set(xlabel="index", ylabel="eigenvalue", title=f"eigenvalues ({self.which})")
+        return figure
+
+
+def cluster_radii(values: Array, residuals: Array) -> Array:
+    """Radii such that as many intervals hold as many eigenvalues, copies counted.
+
+    Disjoint intervals hold one eigenvalue each. For overlapping ones residuals add in quadrature:
+    orthonormal vectors with residual matrix R have eigenvalues within ‖R‖ ≤ (Σ r²)^½ (Kahan 1967).
+    """
+    order = np.argsort(values)
+    radii = residuals[order].copy()
+    sorted_values = values[order]
+    while True:
+        reach = np.maximum.accumulate(sorted_values + radii)
+        starts = np.r_[True, (sorted_values - radii)[1:] > reach[:-1]]
+        label = np.cumsum(starts) - 1
+        joint = np.sqrt(np.bincount(label, residuals[order] ** 2))[label]
+        # A member reaching further than its cluster's bound keeps that bound.
+        if np.allclose(joint, radii, rtol=0, atol=0):
+            break
+        if (joint <= radii).all():
+            break
+        radii = np.maximum(joint, radii)
+    result = np.empty_like(radii)
+    result[order] = radii
+    return result

@@ -1,0 +1,278 @@
+r"""Extreme eigenpairs by Lanczos with full reorthogonalisation: one run serves both ends.
+
+Stops when every wanted Ritz pair has ‖A y − θ y‖ ≤ tol · ‖A‖ (‖A‖ by the largest |θ|). A symmetric
+matrix has an eigenvalue within ‖A y − θ y‖ of θ: the reported intervals are certified by that, not
+by statistics. What no residual can tell is whether an eigenvalue was overlooked, a second copy
+above all: so at the end a fresh random direction outside the basis is followed for a few steps, and
+the probability that something was missed is bounded (``spectra/missed.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvatlas.budget import available_bytes, default_budget, parse_bytes
+from curvatlas.operators.base import LinearOperator
+from curvatlas.progress import bar
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.dense import dense_eigenpairs
+from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
+from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
+from curvatlas.spectra.missed import missed_probability
+from curvatlas.spectra.requirements import check_budget, require_symmetric
+from curvatlas.spectra.selection import WHICH, Positions, Which, by_interest, select
+
+_MISSED = 0.025  # accepted probability, at each end, that an eigenvalue was overlooked
+_SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
+_EXACT_UP_TO = 48  # below this size a dense decomposition needs no more products than Lanczos
+
+
+def eigenpairs(
+    op: LinearOperator,
+    *,
+    k: int = 6,
+    which: Which = "largest",
+    tol: float = 1e-4,
+    seed: int = 0,
+    start: Tensor | None = None,
+    max_products: int | None = None,
+    memory: int | float | str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Eigenpairs:
+    """The k largest, smallest (most negative), both (k at each end) or largest-|λ| eigenpairs.
+
+    tol: residual relative to ‖A‖;  start: (n,) or (n, j) earlier eigenvectors to warm-start from;
+    max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis, beyond it
+    the run restarts thickly;  checkpoint: a file to resume from.
+    """
+    n = require_symmetric(op, "eigenpairs")
+    wanted = _check(n, k, which, tol)
+    if max_products is None:
+        max_products = min(n, 1000 + 40 * k)
+    check_budget(max_products)
+    if (2 * wanted >= n or n <= _EXACT_UP_TO) and max_products >= n:
+        return dense_eigenpairs(op, k, which)
+    mark = fingerprint(
+        op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
+        memory=memory, warm=None if start is None else list(start.shape),
+    )  # fmt: skip
+    run = _Run(op, k, which, wanted, tol, max_products, Checkpoint(checkpoint, mark), memory)
+    return run.result(seed, start)
+
+
+class _Run:
+    """The state of one computation; all of it goes to the checkpoint."""
+
+    def __init__(
+        self, op: LinearOperator, k: int, which: Which, wanted: int, tol: float,
+        max_products: int, checkpoint: Checkpoint, memory: int | float | str | None,
+    ) -> None:  # fmt: skip
+        self.op, self.k, self.which, self.wanted, self.tol = op, k, which, wanted, tol
+        self.max_products, self.checkpoint = max_products, checkpoint
+        self.basis = KrylovBasis(op, *_capacity(op, wanted, max_products, memory))
+        self.random = generator(0)
+        self.searching = False  # following a random direction; its recurrence is kept here
+        self.alphas: list[float] = []
+        self.betas: list[float] = []
+        self.searched = 0
+        self.missed = 1.0
+        self.next_look = min(wanted + 2, max_products)
+
+    def result(self, seed: int, start: Tensor | None) -> Eigenpairs:
+        stored = self.checkpoint.load()
+        if stored is None:
+            self.random = generator(seed)
+            self._begin(start)
+        else:
+            self._restore(*stored)
+        done = False
+        with (
+            bar(f"eigenpairs ({self.which})", total=self.max_products) as progress,
+            self.checkpoint.kept(self._state),
+        ):
+            progress.update(self.basis.products)
+            while not done:
+                done = self._advance()
+                progress.update(self.basis.products - progress.n)
+                if self.basis.products % _SAVE_EVERY == 0 and self.checkpoint.due():
+                    self.checkpoint.save(*self._state())
+        if self.checkpoint.path is not None:
+            self.checkpoint.save(*self._state())
+        return self._finish()
+
+    def _begin(self, start: Tensor | None) -> None:
+        if start is not None:
+            columns = start.detach().unsqueeze(-1) if start.ndim == 1 else start.detach()
+            if columns.shape[0] != self.op.shape[1]:
+                raise ValueError(
+                    f"start has {columns.shape[0]} rows, the operator {self.op.shape[1]}: give "
+                    "eigenvectors of this operator as columns (n, k)."
+                )
+            for column in columns.T:
+                self.basis.add(column)
+        if self.basis.count == 0:
+            self.basis.add_random(self.random)
+
+    def _advance(self) -> bool:
+        """One product, and a look at what it brought when one is due; True when finished."""
+        basis = self.basis
+        if basis.products >= self.max_products or basis.multiplied >= basis.size:
+            return True
+        if basis.pending == 0 and not basis.add_random(self.random):
+            return True  # the basis is the whole space
+        if self.searching:
+            self.searched += 1
+            self.betas.append(basis.expand(basis.count - 1))
+            self.alphas.append(basis.coefficients[basis.multiplied - 1, basis.multiplied - 1])
+        else:
+            basis.expand()
+        if basis.products >= self.next_look or basis.products == self.max_products:
+            return self._look()
+        if basis.count >= basis.capacity - 1:
+            self._restart(basis.ritz())
+        return False
+
+    def _look(self) -> bool:
+        basis = self.basis
+        ritz = basis.ritz()
+        if basis.asymmetry() > min(1e-2, 1e3 * basis.eps**0.5):
+            raise ValueError(
+                f"the operator is not symmetric (relative {basis.asymmetry():.1e}): eigenpairs "
+                "needs a symmetric one; use spectral_norm for rectangular or skew operators."
+            )
+        self.next_look = basis.products + 1
+        if basis.multiplied < self.wanted:
+            return False
+        chosen = select(ritz.values, self.k, self.which)
+        accepted = self.tol * max(np.abs(ritz.values).max(), np.finfo(np.float64).tiny)
+        accepted = max(accepted, 8 * basis.eps * basis.scale)
+        worst = ritz.residuals[chosen].max()
+        if worst <= accepted:
+            return self._search(ritz, chosen, accepted)
+        self._stop_search()
+        self.searched = 0
+        far = worst / accepted
+        steps = basis.multiplied // 10 if far > 100 else basis.multiplied // 30 if far > 5 else 0
+        self.next_look = min(basis.products + 1 + steps, self.max_products)
+        if basis.pending > 1:
+            open_ = chosen[ritz.residuals[chosen] > accepted]
+            basis.turn_pending(ritz.pending[:, open_])
+        if basis.count >= basis.capacity - 1:
+            self._restart(ritz)
+        return False
+
+    def _search(self, ritz: RitzPairs, chosen: Positions, slack: float) -> bool:
+        """Follow a fresh random direction until an overlooked eigenvalue is improbable."""
+        basis = self.basis
+        if self.alphas:
+            alphas, betas = np.array(self.alphas), np.array(self.betas)
+            around = basis.size - basis.multiplied + len(alphas)
+            self.missed = missed_probability(
+                alphas, betas, ritz.values[chosen], self.which, around, slack
+            )
+        limit = 4 + basis.products // 25
+        if self.missed <= _MISSED or self.searched >= limit:
+            return True
+        if basis.count >= basis.capacity - 1:
+            self._restart(ritz)
+        if not self.alphas or self.betas[-1] == 0.0:
+            self._stop_search()
+            self.searching = basis.add_random(self.random)
+            if not self.searching:
+                self.missed = 0.0
+        return not self.searching
+
+    def _stop_search(self) -> None:
+        self.searching, self.alphas, self.betas = False, [], []
+
+    def _restart(self, ritz: RitzPairs) -> None:
+        """Keep the wanted Ritz vectors and half of the room around them."""
+        room = max(self.wanted + 2, min(self.basis.capacity // 2, self.basis.multiplied - 1))
+        order = by_interest(ritz.values, self.which)
+        self.basis.restart(np.sort(order[:room]), ritz)
+        self._stop_search()
+
+    def _finish(self) -> Eigenpairs:
+        basis, ritz = self.basis, self.basis.ritz()
+        chosen = select(ritz.values, self.k, self.which)
+        norm = float(np.abs(ritz.values).max())
+        floor = 32 * basis.eps * max(norm, basis.scale)
+        residuals = ritz.residuals[chosen] + floor
+        values = ritz.values[chosen]
+        full = basis.multiplied >= basis.size
+        enough = len(chosen) == self.wanted
+        accepted = max(self.tol * norm, 8 * basis.eps * basis.scale)
+        converged = bool(enough and (ritz.residuals[chosen] <= accepted).all())
+        radii = cluster_radii(values, residuals)
+        vectors = basis.vectors(ritz.coordinates[:, chosen])
+        vectors /= torch.linalg.vector_norm(vectors, dim=0)
+        return Eigenpairs(
+            values=torch.from_numpy(values.copy()),
+            vectors=vectors,
+            residuals=torch.from_numpy(residuals),
+            interval=(torch.from_numpy(values - radii), torch.from_numpy(values + radii)),
+            which=self.which,
+            k=self.k,
+            tol=self.tol,
+            norm=norm,
+            missed_probability=0.0 if full else self.missed,
+            products=basis.products,
+            converged=converged,
+            exact=full,
+        )
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = self.basis.state()
+        tensors["random"] = self.random.get_state()
+        return tensors, {
+            **numbers,
+            "searching": self.searching,
+            "searched": self.searched,
+            "alphas": self.alphas,
+            "betas": self.betas,
+            "missed": self.missed,
+            "next_look": self.next_look,
+        }
+
+    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self.basis.restore(tensors, numbers)
+        self.random.set_state(tensors["random"])
+        self.searching = bool(numbers["searching"])
+        self.searched = int(numbers["searched"])
+        self.alphas, self.betas = list(numbers["alphas"]), list(numbers["betas"])
+        self.missed = float(numbers["missed"])
+        self.next_look = int(numbers["next_look"])
+
+
+def _check(n: int, k: int, which: str, tol: float) -> int:
+    if which not in WHICH:
+        raise ValueError(f"which must be one of {', '.join(WHICH)}, got {which!r}.")
+    if k < 1 or k > n:
+        raise ValueError(f"k must lie between 1 and the operator's size {n}, got {k}.")
+    if not tol > 0:
+        raise ValueError(f"tol must be positive, got {tol!r}.")
+    return min(2 * k, n) if which == "both" else k
+
+
+def _capacity(
+    op: LinearOperator, wanted: int, max_products: int, memory: int | float | str | None
+) -> tuple[int, torch.device]:
+    """How many rows fit, and where: beside the operator, or in main memory when it is short."""
+    most = min(max_products + 4 + wanted, op.shape[1] + 2)
+    least = min(2 * wanted + 12, most)
+    row = op.shape[1] * op.dtype.itemsize
+    device = op.device
+    if memory is not None:
+        budget = parse_bytes(memory)
+    elif device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] // 2
+    else:
+        budget = max(default_budget(), available_bytes() // 2)
+    if memory is None and device.type == "cuda" and budget < most * row:
+        device, budget = torch.device("cpu"), max(default_budget(), available_bytes() // 2)
+    return max(least, min(most, budget // row)), device

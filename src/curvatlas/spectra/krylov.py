@@ -1,0 +1,228 @@
+"""An orthonormal basis that grows by products and knows the operator's action on itself.
+
+The rows b_1 … b_R of the basis are orthonormal; the first M of them have been multiplied:
+
+    A b_j = Σ_i C[i, j] b_i      for j ≤ M                    (1)
+
+holds to rounding, because every coefficient that orthogonalisation removes is kept in C, not only
+the two of the Lanczos recurrence. So the residual of a Ritz pair is known without another product,
+whatever the rounding did to the recurrence, and C's asymmetry shows an operator that is not
+symmetric. One row pending (R = M + 1) is Lanczos; several are band Lanczos; keeping Ritz vectors is
+the thick restart.
+
+Lanczos 1950; Daniel, Gragg, Kaufman and Stewart 1976 (when to orthogonalise twice); Ruhe 1979
+(band); Wu and Simon 2000 (thick restart).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+
+Array = NDArray[np.float64]
+_COLUMNS_AT_ONCE = 65_536  # of the basis, when its rows are rotated in place
+
+
+@dataclass(frozen=True)
+class RitzPairs:
+    """Eigenpairs of the operator restricted to the multiplied rows."""
+
+    values: Array  # (M,) ascending
+    coordinates: Array  # (M, M) columns in the basis
+    residuals: Array  # (M,) ‖A y − θ y‖
+    pending: Array  # (R − M, M) the residuals' coordinates on the pending rows
+
+
+class KrylovBasis:
+    """Rows (R, n) and coefficients C of (1)."""
+
+    def __init__(
+        self, op: LinearOperator, capacity: int, device: torch.device | None = None
+    ) -> None:
+        self.op = op
+        self.size = op.shape[1]
+        # Untouched pages are not committed: the whole capacity costs nothing until it is used.
+        self.rows = torch.empty(capacity, self.size, dtype=op.dtype, device=device or op.device)
+        self.coefficients: Array = np.zeros((capacity, capacity))
+        self.count = 0
+        self.multiplied = 0
+        self.products = 0
+        self.scale = 0.0  # largest ‖A b‖ seen, a lower bound of ‖A‖
+        self.eps = torch.finfo(op.dtype).eps
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def pending(self) -> int:
+        return self.count - self.multiplied
+
+    def add(self, vector: Tensor) -> bool:
+        """Append a new direction; False if it lies in the span already."""
+        row = vector.to(device=self.rows.device, dtype=self.rows.dtype).clone()
+        norm = before = float(torch.linalg.vector_norm(row))
+        if not np.isfinite(before):
+            raise ValueError("a start vector contains NaN or infinity.")
+        if before == 0.0 or self.count >= min(self.size, self.capacity):
+            return False
+        row /= before
+        for _ in range(3):
+            self._project_out(row)
+            after = float(torch.linalg.vector_norm(row))
+            if after < 100 * self.eps * self.size**0.5:
+                return False
+            row /= after
+            norm = after
+            if norm > 0.7:
+                break
+        self.rows[self.count] = row
+        self.count += 1
+        return True
+
+    def add_random(self, random: torch.Generator) -> bool:
+        """Append a direction drawn uniformly from the complement of the span."""
+        return self.add(torch.randn(self.size, generator=random, dtype=torch.float64))
+
+    def expand(self, index: int | None = None) -> float:
+        """Multiply one pending row (the first, or ``index``); returns the norm of what is new."""
+        j = self.multiplied
+        if index is not None and index != j:
+            self._swap(index, j)
+        row = self.rows[j]
+        image = self.op @ row.to(self.op.device)
+        self.products += 1
+        image = image.to(self.rows.device)
+        before = torch.linalg.vector_norm(image)
+        # By symmetry A b_j has the coefficient C[j, i] on every earlier b_i: remove those first,
+        # then one pass over the whole basis finds only rounding and is as good as two.
+        earlier = np.flatnonzero(self.coefficients[j, :j])
+        known = self.coefficients[j, earlier]
+        alpha = torch.dot(row, image)
+        image = image - alpha * row
+        if len(earlier) == 1:
+            image.sub_(self.rows[earlier[0]], alpha=float(known[0]))
+        elif len(earlier):
+            weights = torch.as_tensor(known, dtype=image.dtype, device=image.device)
+            image.addmv_(self.rows[torch.as_tensor(earlier)].T, weights, alpha=-1)
+        local = torch.linalg.vector_norm(image)
+        found = self._project_out(image)
+        after = torch.linalg.vector_norm(image)
+        measured = torch.cat([found, torch.stack([alpha, before, local, after])])
+        numbers: list[float] = measured.tolist()  # the one synchronisation of a step
+        removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
+        if not np.isfinite(after_):
+            raise _not_finite(image, self.products)
+        column = self.coefficients[:, j]
+        column[: self.count] += removed
+        column[earlier] += known
+        column[j] += alpha_
+        if after_ < 0.7 * local_:
+            column[: self.count] += self._project_out(image).cpu().numpy()
+            after_ = float(torch.linalg.vector_norm(image))
+        self.scale = max(self.scale, before_)
+        self.multiplied += 1
+        # Below this the remainder is rounding of the product itself: the space is invariant.
+        if after_ <= 8 * self.eps * self.scale or self.count >= self.size:
+            return 0.0
+        self.rows[self.count] = image / after_
+        self.coefficients[self.count, j] = after_
+        self.count += 1
+        return after_
+
+    def ritz(self) -> RitzPairs:
+        """Rayleigh-Ritz on the multiplied rows, with residuals from (1): no products."""
+        m, r = self.multiplied, self.count
+        action = self.coefficients[:m, :m]
+        values, coordinates = np.linalg.eigh((action + action.T) / 2)
+        inside = action @ coordinates - coordinates * values
+        outside = self.coefficients[m:r, :m] @ coordinates
+        residuals = np.sqrt((inside**2).sum(0) + (outside**2).sum(0))
+        return RitzPairs(values, coordinates, residuals, outside)
+
+    def asymmetry(self) -> float:
+        """‖C − Cᵀ‖ / ‖C‖ on the multiplied rows: rounding for a symmetric operator."""
+        action = self.coefficients[: self.multiplied, : self.multiplied]
+        norm = float(np.linalg.norm(action))
+        return float(np.linalg.norm(action - action.T)) / norm if norm else 0.0
+
+    def vectors(self, coordinates: Array) -> Tensor:
+        """Combinations of the multiplied rows as columns (n, k) on the operator's device."""
+        weights = torch.as_tensor(
+            np.ascontiguousarray(coordinates), dtype=self.rows.dtype, device=self.rows.device
+        )
+        return (self.rows[: weights.shape[0]].T @ weights).to(self.op.device)
+
+    def turn_pending(self, residuals: Array) -> None:
+        """Rotate the pending rows so that the first carries most of ``residuals`` (R − M, k)."""
+        if self.pending < 2:
+            return
+        rotation = np.linalg.svd(residuals, full_matrices=True)[0]
+        m, r = self.multiplied, self.count
+        self._rotate(slice(m, r), rotation)
+        self.coefficients[m:r, :m] = rotation.T @ self.coefficients[m:r, :m]
+
+    def restart(self, keep: NDArray[np.int64], ritz: RitzPairs) -> None:
+        """Thick restart: keep the Ritz vectors ``keep`` (positions) and the pending rows."""
+        m, p, k = self.multiplied, self.pending, len(keep)
+        self._rotate(slice(0, m), np.ascontiguousarray(ritz.coordinates[:, keep]))
+        self.rows[k : k + p] = self.rows[m : m + p].clone()
+        self.coefficients[:] = 0.0
+        self.coefficients[np.arange(k), np.arange(k)] = ritz.values[keep]
+        self.coefficients[k : k + p, :k] = ritz.pending[:, keep]
+        self.multiplied, self.count = k, k + p
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, float | int]]:
+        """Everything that the next step depends on."""
+        tensors = {
+            "rows": self.rows[: self.count],
+            "coefficients": torch.from_numpy(self.coefficients[: self.count, : self.count].copy()),
+        }
+        numbers = {"multiplied": self.multiplied, "products": self.products, "scale": self.scale}
+        return tensors, numbers
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
+        """The inverse of ``state``."""
+        rows = tensors["rows"]
+        self.count = rows.shape[0]
+        self.rows[: self.count] = rows.to(self.rows.device)
+        self.coefficients[:] = 0.0
+        self.coefficients[: self.count, : self.count] = tensors["coefficients"].numpy()
+        self.multiplied = int(numbers["multiplied"])
+        self.products = int(numbers["products"])
+        self.scale = float(numbers["scale"])
+
+    def _project_out(self, vector: Tensor) -> Tensor:
+        """vector ← (I − BᵀB) vector in place; returns the coefficients B·vector."""
+        basis = self.rows[: self.count]
+        found = basis @ vector
+        vector.addmv_(basis.T, found, alpha=-1)
+        return found
+
+    def _rotate(self, which: slice, rotation: Array) -> None:
+        """rows ← rotationᵀ rows, a band of columns at a time so that no second basis is needed."""
+        turn = torch.as_tensor(rotation.T.copy(), dtype=self.rows.dtype, device=self.rows.device)
+        start = which.start
+        for left in range(0, self.size, _COLUMNS_AT_ONCE):
+            band = self.rows[:, left : left + _COLUMNS_AT_ONCE]
+            band[start : start + turn.shape[0]] = turn @ band[which]
+
+    def _swap(self, i: int, j: int) -> None:
+        if not (self.multiplied <= i < self.count):
+            raise IndexError(f"row {i} is not pending.")
+        self.rows[[i, j]] = self.rows[[j, i]]
+        self.coefficients[[i, j]] = self.coefficients[[j, i]]
+
+
+def _not_finite(image: Tensor, product: int) -> FloatingPointError:
+    bad = int((~torch.isfinite(image)).sum())
+    return FloatingPointError(
+        f"product {product} with the operator gave NaN or infinity in {bad} of {image.numel()} "
+        "entries: check the loss and the parameters for NaN, or compute in float64."
+    )

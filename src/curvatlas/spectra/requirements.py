@@ -1,0 +1,41 @@
+"""What an estimator demands of its operator and options, said in one line when it is not met."""
+
+from __future__ import annotations
+
+from curvatlas.operators.base import LinearOperator
+
+
+def require_square(op: LinearOperator, what: str) -> int:
+    """The size n of an n × n operator."""
+    rows, columns = op.shape
+    if rows != columns:
+        raise ValueError(
+            f"{what} needs a square operator, got {rows} × {columns}: take a diagonal block, or "
+            "spectral_norm and frobenius_norm, which accept rectangular ones."
+        )
+    if rows == 0:
+        raise ValueError(f"{what}: the operator is empty (0 × 0).")
+    return rows
+
+
+def require_symmetric(op: LinearOperator, what: str) -> int:
+    """The size n of a symmetric n × n operator."""
+    size = require_square(op, what)
+    if not op.tags.symmetric:
+        raise ValueError(
+            f"{what} needs a symmetric operator and {op!r} is not tagged so: pass "
+            "tags=Tags(symmetric=True) if it is."
+        )
+    return size
+
+
+def check_budget(max_products: int) -> None:
+    """A budget of products is a positive number."""
+    if max_products < 1:
+        raise ValueError(f"max_products must be at least 1, got {max_products}.")
+
+
+def check_rtol(rtol: float) -> None:
+    """A relative tolerance lies between 0 and 1."""
+    if not 0 < rtol < 1:
+        raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
