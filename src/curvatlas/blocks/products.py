@@ -29,20 +29,21 @@ from curvatlas.blocks.products_check import check_block, check_directions
 from curvatlas.blocks.products_feed_forward import FeedForward
 from curvatlas.blocks.products_norm import Normalization
 from curvatlas.blocks.products_sublayer import Sublayer, SublayerTangent
+from curvatlas.blocks.products_workspace import Way, Workspace
 from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec, Weights
 
 Part = Literal["total", "outer", "functional"]
 PARTS: tuple[Part, ...] = ("total", "outer", "functional")
 
-_ATTENTION = frozenset(name for name in WEIGHT_NAMES[:8])
-_FEED_FORWARD = frozenset(name for name in WEIGHT_NAMES[8:14])
+_ATTENTION = frozenset(WEIGHT_NAMES[:8])
+_FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
 
 
 @dataclass
 class BlockTangent:
     """One push through a block: the output's tangent and what ``pull`` needs of the inside."""
 
-    output: Tensor | None  # (K, N, d); None is zero
+    output: Tensor | None  # (K, n, L, d); None is zero
     sublayers: list[SublayerTangent]
     directions: int
 
@@ -59,39 +60,55 @@ def linearise(
 
 
 class LinearisedBlock:
-    """A block at one input; see ``linearise``."""
+    """A block at one input; see ``linearise``.
+
+    ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
+    workspace every result lives in a buffer that the next product overwrites.
+    """
 
     def __init__(
-        self, spec: BlockSpec, weights: Weights, x: Tensor, mask: Tensor | None = None
+        self,
+        spec: BlockSpec,
+        weights: Weights,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        space: Workspace | None = None,
     ) -> None:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
             mask = mask.unsqueeze(0)
-        self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         check_block(spec, weights, x)
+        self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec = spec
+        self.space = space if space is not None else Workspace(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
         self.sublayers = _sublayers(spec, self.weights, tokens, self.samples, mask)
         self.output = self.sublayers[-1].output.view_as(x)  # (n, L, d)
-        self.delta: Tensor | None = None  # the output's adjoint, once recorded
+        self.recorded = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The block's weights, in the order of ``WEIGHT_NAMES``."""
         return tuple(self.weights)
 
-    def gradient(self, delta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """∂ℓ/∂W of every weight and δ_x (n, L, d) from δ_Z (n, L, d); keeps the adjoints.
+    def gradient(
+        self, delta: Tensor, *, into: Mapping[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """∂ℓ/∂W of every weight and δ_x (n, L, d) from δ_Z (n, L, d); keeps the adjoints, once.
 
         Every later product with ``total`` or ``functional`` part uses these adjoints.
         """
-        self.delta = delta.reshape(-1, self.width)
-        found, rate = self._pull(
-            self.delta.unsqueeze(0), None, frozenset(self.weights), True, record=True
-        )
+        if self.recorded:
+            raise ValueError("this block already keeps an adjoint: linearise again for another.")
+        # Fresh memory, also under a keeping workspace: these tensors stay.
+        way = Way(Workspace(keep=False), frozenset(self.weights), into or {}, record=True)
+        rate = self._pull(delta.reshape(1, -1, self.width).clone(), None, way, needs_input=True)
+        self.recorded = True
         assert rate is not None
-        return {k: v[0] for k, v in found.items()}, rate[0].view_as(self.output)
+        found = self._complete(way, 1)
+        return {name: value[0] for name, value in found.items()}, rate[0].view_as(self.output)
 
     def push(self, tangents: Weights, x_dot: Tensor | None = None) -> BlockTangent:
         """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d)."""
@@ -99,10 +116,11 @@ class LinearisedBlock:
         moved = None if x_dot is None else x_dot.reshape(directions, -1, self.width)
         states = []
         for sublayer in self.sublayers:
-            state = sublayer.push(moved, tangents)
+            state = sublayer.push(moved, tangents, self.space)
             states.append(state)
             moved = state.output
-        return BlockTangent(moved, states, directions)
+        shaped = None if moved is None else moved.view(directions, *self.output.shape)
+        return BlockTangent(shaped, states, directions)
 
     def pull(
         self,
@@ -111,29 +129,38 @@ class LinearisedBlock:
         *,
         wanted: Collection[str] | None = None,
         needs_input: bool = True,
+        into: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """R{∂ℓ/∂W} (K, *shape) of the ``wanted`` weights and Rδ_x, from Rδ_Z (K, n, L, d).
 
         Without ``tangent``: vector-Jacobian products of ``rate``. With it: the tangent of the
         recorded adjoints' way back; ``rate=None`` is zero. Rδ_x is None when zero or not needed.
+        ``into``: tensors (K, *shape) that take the rates of the weights.
         """
         names = frozenset(self.weights) if wanted is None else frozenset(wanted)
         if unknown := names - set(self.weights):
             raise ValueError(
                 f"the block has no weight {sorted(unknown)[0]!r}: it has {', '.join(self.weights)}."
             )
-        if tangent is not None and self.delta is None:
+        if tangent is not None and not self.recorded:
             raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
-        flat = None if rate is None else rate.reshape(rate.shape[0], -1, self.width)
-        found, moved = self._pull(flat, tangent, names, needs_input)
-        return found, None if moved is None else moved.view(-1, *self.output.shape)
+        given = rate if rate is not None else tangent
+        directions = 1
+        way = Way(self.space, names, into or {})
+        moved: Tensor | None = None
+        if given is not None:
+            directions = given.shape[0] if isinstance(given, Tensor) else given.directions
+            flat = None if rate is None else rate.reshape(directions, -1, self.width)
+            moved = self._pull(flat, tangent, way, needs_input=needs_input)
+        shaped = None if moved is None else moved.view(-1, *self.output.shape)
+        return self._complete(way, directions), shaped
 
     def jvp(self, tangents: Weights, x_dot: Tensor | None = None) -> Tensor:
         """J v (K, n, L, d)."""
         state = self.push(tangents, x_dot)
         if state.output is None:
             return self.output.new_zeros(state.directions, *self.output.shape)
-        return state.output.view(-1, *self.output.shape)
+        return state.output
 
     def vjp(
         self, delta: Tensor, *, wanted: Collection[str] | None = None
@@ -163,70 +190,52 @@ class LinearisedBlock:
         state = self.push(tangents, x_dot)
         rate = None
         if part != "functional" and state.output is not None:
-            rate = curvature(state.output.view(-1, *self.output.shape))
+            rate = curvature(state.output)
         found, rate_x = self.pull(
-            rate,
-            None if part == "outer" else state,
-            wanted=wanted,
-            needs_input=needs_input,
+            rate, None if part == "outer" else state, wanted=wanted, needs_input=needs_input
         )
         if needs_input and rate_x is None:
             rate_x = self.output.new_zeros(state.directions, *self.output.shape)
         return found, rate_x
 
     def _pull(
-        self,
-        rate: Tensor | None,
-        tangent: BlockTangent | None,
-        wanted: frozenset[str],
-        needs_input: bool,
-        *,
-        record: bool = False,
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        found: dict[str, Tensor | None] = {}
+        self, rate: Tensor | None, tangent: BlockTangent | None, way: Way, *, needs_input: bool
+    ) -> Tensor | None:
         for index in reversed(range(len(self.sublayers))):
             earlier = self.sublayers[:index]
-            reaches = needs_input or any(wanted & s.all_names for s in earlier)
+            reaches = needs_input or any(way.wanted & (s.names | s.norm_names) for s in earlier)
             rate = self.sublayers[index].pull(
                 rate,
                 None if tangent is None else tangent.sublayers[index],
-                wanted=wanted,
+                way,
                 needs_input=reaches,
-                found=found,
-                record=record,
             )
             if not reaches:
-                break
-        directions = 1 if tangent is None else tangent.directions
-        if rate is not None:
-            directions = rate.shape[0]
-        return self._complete(found, wanted, directions), rate if needs_input else None
+                return None
+        return rate
 
-    def _complete(
-        self, found: Mapping[str, Tensor | None], wanted: frozenset[str], directions: int
-    ) -> dict[str, Tensor]:
-        """The wanted rates in order; one that nothing reaches is zero."""
-        complete = {}
+    def _complete(self, way: Way, directions: int) -> dict[str, Tensor]:
+        """The wanted rates in order; one that nothing reached is zero."""
         for name, weight in self.weights.items():
-            if name in wanted:
-                value = found.get(name)
-                zero = value is None
-                complete[name] = weight.new_zeros(directions, *weight.shape) if zero else value
-        return complete  # type: ignore[return-value]
+            if name in way.wanted and name not in way.found:
+                way.slot(name, directions, *weight.shape, like=weight).zero_()
+        return {name: way.found[name] for name in self.weights if name in way.wanted}
 
 
 def _sublayers(
     spec: BlockSpec, weights: Weights, x: Tensor, samples: int, mask: Tensor | None
 ) -> list[Sublayer]:
-    def make_norm(prefix: str) -> Callable[[Tensor], Normalization] | None:
-        gamma, beta = weights.get(f"{prefix}_weight"), weights.get(f"{prefix}_bias")
-        if spec.norm == "none" and gamma is None and beta is None:
+    def make_norm(name: str) -> Callable[[Tensor], Normalization] | None:
+        if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(weights):
             return None
-        return lambda value: Normalization(value, gamma, beta, norm=spec.norm, eps=spec.eps)
+        return partial(Normalization, name, weights, norm=spec.norm, eps=spec.eps)
+
+    def make_attention(value: Tensor) -> Attention:
+        return Attention(spec, weights, value, samples=samples, mask=mask)
 
     attention = Sublayer(
         x,
-        partial(_attention, spec, weights, samples, mask),
+        make_attention,
         make_norm("norm1") if spec.residual else None,
         norm_name="norm1",
         names=_ATTENTION,
@@ -245,9 +254,3 @@ def _sublayers(
         residual=spec.residual,
     )
     return [attention, feed_forward]
-
-
-def _attention(
-    spec: BlockSpec, weights: Weights, samples: int, mask: Tensor | None, x: Tensor
-) -> Attention:
-    return Attention(spec, weights, x, samples=samples, mask=mask)

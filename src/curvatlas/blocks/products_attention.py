@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvatlas.blocks.products_core import AttentionCore, CoreTangent
-from curvatlas.blocks.products_linear import Linear, add
+from curvatlas.blocks.products_linear import Linear
 from curvatlas.blocks.products_mask import attention_mask
+from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 from curvatlas.blocks.rope import Rotation
 from curvatlas.blocks.structure import BlockSpec, Weights
 
@@ -26,7 +27,7 @@ class AttentionTangent:
     """What the way back needs of the way forward."""
 
     x_dot: Tensor | None  # (K, N, d)
-    output_dot: Tensor | None  # Ȯ as tokens (K, N, H·dv)
+    mixed_dot: Tensor | None  # Ȯ as tokens (K, N, H·dv)
     core: CoreTangent
     weights: Mapping[str, Tensor]
 
@@ -38,10 +39,8 @@ class Attention:
         self, spec: BlockSpec, weights: Weights, x: Tensor, *, samples: int, mask: Tensor | None
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
-        self.inputs = {
-            name: Linear(x, weights[f"{name}_weight"], weights.get(f"{name}_bias"))
-            for name in PROJECTIONS
-        }
+        self._key = stage_number()
+        self.inputs = {name: Linear(name, weights, x) for name in PROJECTIONS}
         self.rotation: Rotation | None = None
         if spec.rope_base is not None:
             self.rotation = Rotation.from_base(
@@ -54,117 +53,122 @@ class Attention:
         bias, allowed = attention_mask(
             spec, mask, samples=samples, length=self.length, dtype=x.dtype, device=x.device
         )
-        heads = {name: self._split(self.inputs[name].value()[None], name) for name in PROJECTIONS}
+        fresh = Workspace(keep=False)
+        q, k, v = (
+            self._split(self.inputs[name].value().unsqueeze(0), name, fresh).squeeze(1)
+            for name in PROJECTIONS
+        )
         self.core = AttentionCore(
-            heads["query"].squeeze(1),
-            heads["key"].squeeze(1),
-            heads["value"].squeeze(1),
+            q,
+            k,
+            v,
             scale=spec.logit_scale,
             softmax=spec.softmax,
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
-        mixed = self._merge(self.core.output.unsqueeze(1), "output")[0]
+        self._mixed = self._merge(self.core.output.unsqueeze(1), "output", fresh)[0]
         self.output: Linear | None = None
         if "output_weight" in weights:
-            self.output = Linear(mixed, weights["output_weight"], weights.get("output_bias"))
-        self._mixed = mixed
+            self.output = Linear("output", weights, self._mixed)
 
     def value(self) -> Tensor:
         """F (N, d)."""
         return self._mixed if self.output is None else self.output.value()
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor]
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
     ) -> tuple[Tensor | None, AttentionTangent]:
         """Ḟ (K, N, d) and what ``pull`` needs."""
-        heads = []
+        heads: list[Tensor | None] = []
+        directions = x_dot.shape[0] if x_dot is not None else next(iter(dots.values())).shape[0]
         for name in PROJECTIONS:
-            moved = self.inputs[name].push(
-                x_dot, dots.get(f"{name}_weight"), dots.get(f"{name}_bias")
-            )
-            heads.append(None if moved is None else self._split(moved, name))
-        mixed, core = self.core.push(*heads)
-        tokens = None if mixed is None else self._merge(mixed, "output")
+            layer = self.inputs[name]
+            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
+            moved = layer.push(x_dot, dots, space.take("attention." + name, *shape, like=layer.x))
+            heads.append(None if moved is None else self._split(moved, name, space))
+        mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
+        tokens = None if mixed is None else self._merge(mixed, "output", space)
         tangent = AttentionTangent(x_dot, tokens, core, dots)
         if self.output is None:
-            return tokens, tangent
-        result = self.output.push(tokens, dots.get("output_weight"), dots.get("output_bias"))
-        return result, tangent
+            return (None if tokens is None else tokens.clone()), tangent
+        shape = (directions, *self.inputs["query"].x.shape)
+        out = space.take(self._key + "out", *shape, like=self._mixed)
+        return self.output.push(tokens, dots, out), tangent
 
     def pull(
         self,
         rate: Tensor | None,
         tangent: AttentionTangent | None,
+        way: Way,
         *,
-        wanted: frozenset[str],
         needs_input: bool,
-        found: dict[str, Tensor | None],
-        record: bool = False,
     ) -> Tensor | None:
-        """Rδ_x from Rδ_F; puts the wanted weights' rates into ``found``."""
+        """Rδ_x from Rδ_F; finds the wanted weights' rates on the way."""
         dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
+        x_dot = None if tangent is None else tangent.x_dot
         if self.output is not None:
-            if record:
-                assert rate is not None
-                self.output.delta = rate[0]
-            if "output_weight" in wanted:
-                moved = None if tangent is None else tangent.output_dot
-                found["output_weight"] = self.output.weight_rate(rate, moved)
-            if "output_bias" in wanted:
-                found["output_bias"] = self.output.bias_rate(rate)
-        needs = tuple(
-            needs_input or f"{name}_weight" in wanted or f"{name}_bias" in wanted
+            self.output.rates(rate, None if tangent is None else tangent.mixed_dot, way)
+        needs = [
+            needs_input or f"{name}_weight" in way.wanted or f"{name}_bias" in way.wanted
             for name in PROJECTIONS
-        )
-        if not any(needs):
+        ]
+        if not (any(needs) or way.record):
             return None
+        given = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
+        if given is None:
+            return None
+        directions = given.shape[0]
         if self.output is not None:
-            rate = self.output.pull(rate, dots.get("output_weight"))
-        heads = None if rate is None else self._split(rate, "output")
+            shape = (directions, *self._mixed.shape)
+            buffer = way.space.take("attention.mixed", *shape, like=self._mixed)
+            rate = buffer if self.output.pull(rate, dots, buffer) else None
         rates = self.core.pull(
-            heads,
+            None if rate is None else self._split(rate, "output", way.space),
             None if tangent is None else tangent.core,
-            needs=(needs[0], needs[1], needs[2]),
-            record=record,
+            way,
+            needs=(True, True, True) if way.record else (needs[0], needs[1], needs[2]),
         )
-        result: Tensor | None = None
+        shape = (directions, *self.inputs["query"].x.shape)
+        out = way.space.take("attention.x", *shape, like=self._mixed)
+        done = False
         for name, head_rate in zip(PROJECTIONS, rates, strict=True):
             layer = self.inputs[name]
-            tokens = None if head_rate is None else self._merge(head_rate, name)
-            if record:
-                assert tokens is not None
-                layer.delta = tokens[0]
-            if f"{name}_weight" in wanted:
-                moved = None if tangent is None else tangent.x_dot
-                found[f"{name}_weight"] = layer.weight_rate(tokens, moved)
-            if f"{name}_bias" in wanted:
-                found[f"{name}_bias"] = layer.bias_rate(tokens)
+            tokens = None if head_rate is None else self._merge(head_rate, name, way.space)
+            layer.rates(tokens, x_dot, way)
             if needs_input:
-                result = add(result, layer.pull(tokens, dots.get(f"{name}_weight")))
-        return result
+                done = layer.pull(tokens, dots, out, accumulate=done)
+        return out if done else None
 
-    def _split(self, tokens: Tensor, name: str) -> Tensor:
+    def _split(self, tokens: Tensor, name: str, space: Workspace) -> Tensor:
         """Tokens (K, n·L, heads·s) → slots (n·G, K, (H/G)·L, s); queries and keys are rotated."""
-        spec, shared = self.spec, self.spec.kv_heads
-        repeats = spec.n_heads // shared if name in ("query", "output") else 1
+        shared = self.spec.kv_heads
+        repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
         k, size = tokens.shape[0], tokens.shape[-1] // (shared * repeats)
         heads = tokens.view(k, self.samples, self.length, shared, repeats, size)
         heads = heads.permute(1, 3, 0, 4, 2, 5)  # (n, G, K, H/G, L, s)
         if self.rotation is not None and name in ("query", "key"):
             heads = self.rotation.apply(heads)
-        return heads.reshape(self.samples * shared, k, repeats * self.length, size)
+        # Tangents of q, k, v wait for the way back: their buffers are this stage's own.
+        key = "attention.split" if name == "output" else self._key + name
+        out = space.take(key, self.samples * shared, k, repeats * self.length, size, like=tokens)
+        out.view(heads.shape).copy_(heads)
+        return out
 
-    def _merge(self, heads: Tensor, name: str) -> Tensor:
+    def _merge(self, heads: Tensor, name: str, space: Workspace) -> Tensor:
         """The adjoint of ``_split``."""
-        spec, shared = self.spec, self.spec.kv_heads
-        repeats = spec.n_heads // shared if name in ("query", "output") else 1
+        shared = self.spec.kv_heads
+        repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
         k, size = heads.shape[1], heads.shape[-1]
         parts = heads.view(self.samples, shared, k, repeats, self.length, size)
         if self.rotation is not None and name in ("query", "key"):
             parts = self.rotation.adjoint(parts)
         tokens = parts.permute(2, 0, 4, 1, 3, 5)  # (K, n, L, G, H/G, s)
-        return tokens.reshape(k, self.samples * self.length, shared * repeats * size)
+        key = self._key + "merged" if name == "output" else "attention." + name
+        width = shared * repeats * size
+        out = space.take(key, k, self.samples * self.length, width, like=heads)
+        out.view(tokens.shape).copy_(tokens)
+        return out
 
     def _rows_of(self, pairs: Tensor | None) -> Tensor | None:
         """A mask (n or 1, H or 1, L or 1, L) as the slots see it: (n·G or 1, (H/G)·L or 1, L)."""

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
+
 
 @dataclass
 class CoreTangent:
@@ -34,6 +36,9 @@ class CoreTangent:
     v_dot: Tensor | None
     logits_dot: Tensor | None
     centre: Tensor | None
+
+
+_STILL = CoreTangent(None, None, None, None, None)
 
 
 class AttentionCore:
@@ -51,6 +56,7 @@ class AttentionCore:
         allowed: Tensor | None,
     ) -> None:
         self.q, self.k, self.v, self.scale, self.softmax = q, k, v, scale, softmax
+        self._key = stage_number()
         logits = torch.bmm(q, k.mT).mul_(scale)  # (S, M, L)
         self.allowed = None if softmax or allowed is None else allowed.to(q.dtype)
         if softmax:
@@ -65,146 +71,200 @@ class AttentionCore:
         self.w_keys: Tensor | None = None  # w K (S, M, dk)
 
     def push(
-        self, q_dot: Tensor | None, k_dot: Tensor | None, v_dot: Tensor | None
+        self,
+        q_dot: Tensor | None,
+        k_dot: Tensor | None,
+        v_dot: Tensor | None,
+        space: Workspace,
     ) -> tuple[Tensor | None, CoreTangent]:
         """Ȯ (S, K, M, dv) and what ``pull`` needs."""
-        logits_dot = self._logits_dot(q_dot, k_dot)
-        result, centre = None, None
+        logits_dot = self._logits_dot(q_dot, k_dot, space)
+        given = next((t for t in (logits_dot, v_dot) if t is not None), None)
+        centre: Tensor | None = None
+        if given is None:
+            return None, _STILL
+        s, m, dv = self.output.shape
+        out = space.take("core.mixed", s, given.shape[1], m, dv, like=self.q)
         if logits_dot is not None:
-            # B is needed once here and once on the way back; keeping Ṫ serves both.
-            moved = logits_dot * self.A.unsqueeze(1) if self.softmax else logits_dot
-            result = _rows(moved, self.v)
+            moved = self._moved(logits_dot, space)
+            _rows(moved, self.v, out)
             if self.softmax:
                 centre = moved.sum(-1, keepdim=True)
-                result.addcmul_(centre, self.output.unsqueeze(1), value=-1)
+                out.addcmul_(centre, self.output.unsqueeze(1), value=-1)
         if v_dot is not None:
-            result = _add_columns(result, self.A, v_dot)
-        return result, CoreTangent(q_dot, k_dot, v_dot, logits_dot, centre)
+            _columns(self.A, v_dot, out, accumulate=logits_dot is not None)
+        return out, CoreTangent(q_dot, k_dot, v_dot, logits_dot, centre)
 
     def pull(
         self,
         rate: Tensor | None,
-        tangent: CoreTangent | None = None,
+        tangent: CoreTangent | None,
+        way: Way,
         *,
         needs: tuple[bool, bool, bool] = (True, True, True),
-        record: bool = False,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, M, dv), those that ``needs`` asks for.
-
-        ``record`` (K = 1, no tangent): what comes out are the adjoints themselves; keep w and wK.
-        """
-        curved = tangent is not None and self.delta is not None
-        state = tangent if curved and tangent is not None else _NO_TANGENT
-        rate_v = self._value_rate(rate, state) if needs[2] else None
+        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, M, dv), those that ``needs`` asks for."""
+        state = tangent if tangent is not None and self.delta is not None else _STILL
+        rate_v = self._value_rate(rate, state, way.space) if needs[2] else None
         if not (needs[0] or needs[1]):
             return None, None, rate_v
-        e = self._logits_rate(rate, state)
-        rate_q = self._query_rate(e, state) if needs[0] else None
-        rate_k = self._key_rate(e, state) if needs[1] else None
-        if record:
+        e = self._logits_rate(rate, state, way.space)
+        rate_q = self._query_rate(e, state, way.space) if needs[0] else None
+        rate_k = self._key_rate(e, state, way.space) if needs[1] else None
+        if way.record:
             assert e is not None
             assert rate is not None
             self.w, self.delta = e.squeeze(1), rate.squeeze(1)
             self.w_keys = torch.bmm(self.w, self.k)
         return rate_q, rate_k, rate_v
 
-    def _logits_dot(self, q_dot: Tensor | None, k_dot: Tensor | None) -> Tensor | None:
-        """Ṫ (S, K, M, L)."""
-        result = _bilinear(q_dot, self.k, self.q, k_dot)
-        if result is None:
-            return None
-        result *= self.scale
-        return result if self.allowed is None else result.mul_(self.allowed.unsqueeze(1))
-
-    def _logits_rate(self, rate: Tensor | None, state: CoreTangent) -> Tensor | None:
-        """E with its row sums removed (S, K, M, L)."""
-        e = _bilinear(rate, self.v, self.delta, state.v_dot)
+    def _moved(self, logits_dot: Tensor, space: Workspace) -> Tensor:
+        """B (S, K, M, L): needed on both ways, cheaper to form twice than to keep."""
         if not self.softmax:
-            return e if e is None or self.allowed is None else e.mul_(self.allowed.unsqueeze(1))
+            return logits_dot
+        out = space.take("core.moved", *logits_dot.shape, like=self.q)
+        return torch.mul(logits_dot, self.A.unsqueeze(1), out=out)
+
+    def _logits_dot(
+        self, q_dot: Tensor | None, k_dot: Tensor | None, space: Workspace
+    ) -> Tensor | None:
+        """Ṫ (S, K, M, L)."""
+        given = q_dot if q_dot is not None else k_dot
+        if given is None:
+            return None
+        s, m, length = self.A.shape
+        out = space.take(self._key + "logits", s, given.shape[1], m, length, like=self.q)
+        _bilinear(q_dot, self.k, self.q, k_dot, out, self.scale)
+        return out if self.allowed is None else out.mul_(self.allowed.unsqueeze(1))
+
+    def _logits_rate(
+        self, rate: Tensor | None, state: CoreTangent, space: Workspace
+    ) -> Tensor | None:
+        """E with its row sums removed (S, K, M, L)."""
+        terms = (rate, state.v_dot, state.logits_dot if self.softmax else None)
+        given = next((t for t in terms if t is not None), None)
+        if given is None:
+            return None
+        s, m, length = self.A.shape
+        e = space.take("core.rate", s, given.shape[1], m, length, like=self.q)
+        done = _bilinear(rate, self.v, self.delta, state.v_dot, e, 1.0)
+        if not self.softmax:
+            return e if self.allowed is None else e.mul_(self.allowed.unsqueeze(1))
         weights = self.A.unsqueeze(1)
-        if e is not None:
+        if done:
             e *= weights
         if state.logits_dot is not None:
             assert self.w is not None
             w = self.w.unsqueeze(1)
-            e = w * state.logits_dot if e is None else e.addcmul_(w, state.logits_dot)
-        return None if e is None else e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
+            e.addcmul_(w, state.logits_dot) if done else torch.mul(w, state.logits_dot, out=e)
+        return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
 
-    def _query_rate(self, e: Tensor | None, state: CoreTangent) -> Tensor | None:
-        result = None if e is None else _rows(e, self.k)
-        if state.centre is not None:
-            assert self.w_keys is not None
-            correction = state.centre * self.w_keys.unsqueeze(1)
-            result = correction.neg_() if result is None else result.sub_(correction)
+    def _query_rate(self, e: Tensor | None, state: CoreTangent, space: Workspace) -> Tensor | None:
+        given = e if e is not None else state.k_dot
+        if given is None:
+            return None
+        s, m, dk = self.q.shape
+        out = space.take("core.query", s, given.shape[1], m, dk, like=self.q)
+        if e is not None:
+            _rows(e, self.k, out)
         if state.k_dot is not None:
             assert self.w is not None
-            result = _add_columns(result, self.w, state.k_dot)
-        return None if result is None else result.mul_(self.scale)
-
-    def _key_rate(self, e: Tensor | None, state: CoreTangent) -> Tensor | None:
-        result = None if e is None else _transposed_rows(e, self.q)
-        inner = state.q_dot
+            _columns(self.w, state.k_dot, out, accumulate=e is not None)
         if state.centre is not None:
-            moved = state.centre * self.q.unsqueeze(1)
-            inner = moved.neg_() if inner is None else inner - moved
+            assert self.w_keys is not None
+            out.addcmul_(state.centre, self.w_keys.unsqueeze(1), value=-1)
+        return out.mul_(self.scale)
+
+    def _key_rate(self, e: Tensor | None, state: CoreTangent, space: Workspace) -> Tensor | None:
+        given = next((t for t in (e, state.q_dot, state.centre) if t is not None), None)
+        if given is None:
+            return None
+        s, length, dk = self.k.shape
+        out = space.take("core.key", s, given.shape[1], length, dk, like=self.q)
+        if e is not None:
+            _transposed_rows(e, self.q, out)
+        inner = _minus_scaled(state.q_dot, state.centre, self.q, "core.turned", space)
         if inner is not None:
             assert self.w is not None
-            result = _add_columns(result, self.w.mT, inner)
-        return None if result is None else result.mul_(self.scale)
+            _columns(self.w.mT, inner, out, accumulate=e is not None)
+        return out.mul_(self.scale)
 
-    def _value_rate(self, rate: Tensor | None, state: CoreTangent) -> Tensor | None:
-        inner = rate
-        result = None
+    def _value_rate(
+        self, rate: Tensor | None, state: CoreTangent, space: Workspace
+    ) -> Tensor | None:
+        given = rate if rate is not None else state.logits_dot
+        if given is None:
+            return None
+        s, length, dv = self.v.shape
+        out = space.take("core.value", s, given.shape[1], length, dv, like=self.q)
+        inner, curved = rate, state.logits_dot is not None
         if state.logits_dot is not None:
             assert self.delta is not None
-            moved = state.logits_dot * self.A.unsqueeze(1) if self.softmax else state.logits_dot
-            result = _transposed_rows(moved, self.delta)
-            if state.centre is not None:
-                shift = state.centre * self.delta.unsqueeze(1)
-                inner = shift.neg_() if inner is None else inner - shift
-        return result if inner is None else _add_columns(result, self.A.mT, inner)
+            _transposed_rows(self._moved(state.logits_dot, space), self.delta, out)
+            inner = _minus_scaled(rate, state.centre, self.delta, "core.turned", space)
+        if inner is not None:
+            _columns(self.A.mT, inner, out, accumulate=curved)
+        return out
 
 
-_NO_TANGENT = CoreTangent(None, None, None, None, None)
+def _minus_scaled(
+    moved: Tensor | None, centre: Tensor | None, base: Tensor, key: str, space: Workspace
+) -> Tensor | None:
+    """moved − c base (S, K, M, a)."""
+    if centre is None:
+        return moved
+    out = space.take(key, *centre.shape[:3], base.shape[-1], like=base)
+    if moved is None:
+        return torch.mul(centre, base.unsqueeze(1), out=out).neg_()
+    return torch.addcmul(moved, centre, base.unsqueeze(1), value=-1, out=out)
 
 
 def _bilinear(
-    left_dot: Tensor | None, right: Tensor, left: Tensor | None, right_dot: Tensor | None
-) -> Tensor | None:
-    """left_dot rightᵀ + left right_dotᵀ:  (S, K, M, a), (S, L, a), … → (S, K, M, L)."""
-    result = None if left_dot is None else _rows(left_dot, right.mT)
+    left_dot: Tensor | None,
+    right: Tensor,
+    left: Tensor | None,
+    right_dot: Tensor | None,
+    out: Tensor,
+    scale: float,
+) -> bool:
+    """out = s(left_dot rightᵀ + left right_dotᵀ):  (S, K, M, a), (S, L, a), … → (S, K, M, L)."""
+    s, k, m, length = out.shape
+    done = left_dot is not None
+    if left_dot is not None:
+        rows = out.view(s, k * m, length)
+        torch.baddbmm(rows, left_dot.view(s, k * m, -1), right.mT, beta=0, alpha=scale, out=rows)
     if right_dot is None or left is None:
-        return result
-    s, k, length, a = right_dot.shape
-    shared = left.unsqueeze(1).expand(s, k, -1, a).reshape(s * k, -1, a)
-    columns = right_dot.reshape(s * k, length, a).mT
-    if result is None:
-        return torch.bmm(shared, columns).view(s, k, -1, length)
-    result.view(s * k, -1, length).baddbmm_(shared, columns)
-    return result
+        return done
+    shared = left if k == 1 else left.unsqueeze(1).expand(s, k, m, -1).reshape(s * k, m, -1)
+    result = out.view(s * k, m, length)
+    columns = right_dot.view(s * k, length, -1).mT
+    torch.baddbmm(result, shared, columns, beta=1 if done else 0, alpha=scale, out=result)
+    return True
 
 
-def _rows(left: Tensor, right: Tensor) -> Tensor:
-    """(S, K, M, L) @ (S, L, a) with the directions as more rows → (S, K, M, a)."""
+def _rows(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left right:  (S, K, M, L), (S, L, a) → (S, K, M, a), the directions as more rows."""
     s, k, m, length = left.shape
-    return torch.bmm(left.reshape(s, k * m, length), right).view(s, k, m, -1)
+    torch.bmm(left.view(s, k * m, length), right, out=out.view(s, k * m, -1))
 
 
-def _transposed_rows(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ right:  (S, K, M, L), (S, M, a) → (S, K, L, a)."""
+def _transposed_rows(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = leftᵀ right:  (S, K, M, L), (S, M, a) → (S, K, L, a)."""
     s, k, m, length = left.shape
-    shared = right.unsqueeze(1).expand(s, k, m, -1).reshape(s * k, m, -1)
-    return torch.bmm(left.reshape(s * k, m, length).mT, shared).view(s, k, length, -1)
+    shared = right if k == 1 else right.unsqueeze(1).expand(s, k, m, -1).reshape(s * k, m, -1)
+    torch.bmm(left.view(s * k, m, length).mT, shared, out=out.view(s * k, length, -1))
 
 
-def _add_columns(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + (S, M, L) @ (S, K, L, a), the left factor common to all K → (S, K, M, a)."""
+def _columns(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out (+)= left right:  (S, M, L), (S, K, L, a) → (S, K, M, a), the left factor shared."""
     s, k, length, a = right.shape
     if k == 1:
-        if total is None:
-            return torch.bmm(left, right.squeeze(1)).unsqueeze(1)
-        total.squeeze(1).baddbmm_(left, right.squeeze(1))
-        return total
+        result = out.squeeze(1)
+        if accumulate:
+            result.baddbmm_(left, right.squeeze(1))
+        else:
+            torch.bmm(left, right.squeeze(1), out=result)
+        return
     columns = right.permute(0, 2, 1, 3).reshape(s, length, k * a)
     product = torch.bmm(left, columns).view(s, -1, k, a).transpose(1, 2)
-    return product.contiguous() if total is None else total.add_(product)
+    out.add_(product) if accumulate else out.copy_(product)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from curvatlas.blocks.activations import hidden_units
-from curvatlas.blocks.products_linear import Linear, add
+from curvatlas.blocks.products_linear import Linear
+from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 from curvatlas.blocks.structure import BlockSpec, Weights
 
 
@@ -32,120 +34,122 @@ class FeedForward:
     """The feed-forward part at its input x (N, d)."""
 
     def __init__(self, spec: BlockSpec, weights: Weights, x: Tensor) -> None:
-        self.up = Linear(x, weights["up_weight"], weights.get("up_bias"))
-        self.gate: Linear | None = None
-        if spec.gated:
-            self.gate = Linear(x, weights["gate_weight"], weights.get("gate_bias"))
+        self._key = stage_number()
+        self.up = Linear("up", weights, x)
+        self.gate = Linear("gate", weights, x) if spec.gated else None
         gate = None if self.gate is None else self.gate.value()
         units = hidden_units(spec.activation, self.up.value(), gate)
-        self.down = Linear(units.value, weights["down_weight"], weights.get("down_bias"))
+        self.down = Linear("down", weights, units.value)
         self.slope_up, self.slope_gate = units.slope_up, units.slope_gate
-        # D2 until an adjoint is recorded, D2 ⊙ t after: the products only ever need the latter.
+        # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter.
         straight = spec.activation in ("relu", "identity")
         self._bend_up = None if straight else units.bend_up
         self._bend_gate = None if straight else units.bend_gate
         self._bend_cross = units.bend_cross
-        self._up_bend: Tensor | None = None
-        self._gate_bend: Tensor | None = None
-        self._cross_bend: Tensor | None = None
+        self._recorded = False
 
     def value(self) -> Tensor:
         """(N, d)."""
         return self.down.value()
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor]
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
     ) -> tuple[Tensor | None, FeedForwardTangent]:
         """The output's tangent (K, N, d) and what ``pull`` needs."""
-        up_dot = self.up.push(x_dot, dots.get("up_weight"), dots.get("up_bias"))
-        gate_dot = None
+        directions = _directions(x_dot, dots)
+        shape = (directions, *self.slope_up.shape)
+        up = space.take(self._key + "up", *shape, like=self.slope_up)
+        up_dot = self.up.push(x_dot, dots, up)
+        gate_dot, hidden_dot = None, None
         if self.gate is not None:
-            gate_dot = self.gate.push(x_dot, dots.get("gate_weight"), dots.get("gate_bias"))
-        hidden_dot = None if up_dot is None else up_dot * self.slope_up
-        if gate_dot is not None:
-            assert self.slope_gate is not None
-            hidden_dot = (
-                gate_dot * self.slope_gate
-                if hidden_dot is None
-                else hidden_dot.addcmul_(gate_dot, self.slope_gate)
-            )
+            gate = space.take(self._key + "gate", *shape, like=self.slope_up)
+            gate_dot = self.gate.push(x_dot, dots, gate)
+        if up_dot is not None or gate_dot is not None:
+            hidden_dot = space.take(self._key + "hidden", *shape, like=self.slope_up)
+            _sum_of_products(hidden_dot, (self.slope_up, up_dot), (self.slope_gate, gate_dot))
         tangent = FeedForwardTangent(x_dot, up_dot, gate_dot, hidden_dot, dots)
-        result = self.down.push(hidden_dot, dots.get("down_weight"), dots.get("down_bias"))
-        return result, tangent
+        out = space.take(self._key + "out", directions, *self.up.x.shape, like=self.slope_up)
+        return self.down.push(hidden_dot, dots, out), tangent
 
     def pull(
         self,
         rate: Tensor | None,
         tangent: FeedForwardTangent | None,
+        way: Way,
         *,
-        wanted: frozenset[str],
         needs_input: bool,
-        found: dict[str, Tensor | None],
-        record: bool = False,
     ) -> Tensor | None:
-        """Rδ_x from the output's Rδ; puts the wanted weights' rates into ``found``."""
-        if record:
-            assert rate is not None
-            self.down.delta = rate[0]
-        if "down_weight" in wanted:
-            moved = None if tangent is None else tangent.hidden_dot
-            found["down_weight"] = self.down.weight_rate(rate, moved)
-        if "down_bias" in wanted:
-            found["down_bias"] = self.down.bias_rate(rate)
+        """Rδ_x from the output's Rδ; finds the wanted weights' rates on the way."""
+        if tangent is None:
+            x_dot, up_dot, gate_dot, hidden_dot = None, None, None, None
+            dots: Mapping[str, Tensor] = {}
+        else:
+            x_dot, up_dot, gate_dot = tangent.x_dot, tangent.up_dot, tangent.gate_dot
+            hidden_dot, dots = tangent.hidden_dot, tangent.weights
+        self.down.rates(rate, hidden_dot, way)
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}
-        if not (needs_input or wanted & inner):
+        if not (needs_input or way.wanted & inner or way.record):
             return None
-        dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
-        hidden_rate = self.down.pull(rate, dots.get("down_weight"))
-        up_rate, gate_rate = self._through_units(hidden_rate, tangent)
-        if record:
-            assert hidden_rate is not None
-            self._keep(hidden_rate[0], up_rate, gate_rate)
-        result: Tensor | None = None
-        layers = {"up": (self.up, up_rate), "gate": (self.gate, gate_rate)}
-        for name, (layer, layer_rate) in layers.items():
-            if layer is None:
-                continue
-            if f"{name}_weight" in wanted:
-                moved = None if tangent is None else tangent.x_dot
-                found[f"{name}_weight"] = layer.weight_rate(layer_rate, moved)
-            if f"{name}_bias" in wanted:
-                found[f"{name}_bias"] = layer.bias_rate(layer_rate)
-            if needs_input:
-                result = add(result, layer.pull(layer_rate, dots.get(f"{name}_weight")))
-        return result
+        directions = _directions(rate if rate is not None else x_dot, dots)
+        shape = (directions, *self.slope_up.shape)
+        buffer = way.space.take("ffn.hidden", *shape, like=self.slope_up)
+        t = buffer if self.down.pull(rate, dots, buffer) else None
+        up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, way, shape)
+        self.up.rates(up_rate, x_dot, way)
+        out = way.space.take("ffn.x", directions, *self.up.x.shape, like=self.slope_up)
+        if self.gate is not None:
+            self.gate.rates(gate_rate, x_dot, way)
+        if not needs_input:
+            return None
+        done = self.up.pull(up_rate, dots, out)
+        if self.gate is not None:
+            done = self.gate.pull(gate_rate, dots, out, accumulate=done)
+        return out if done else None
 
     def _through_units(
-        self, rate: Tensor | None, tangent: FeedForwardTangent | None
+        self,
+        t: Tensor | None,
+        up_dot: Tensor | None,
+        gate_dot: Tensor | None,
+        way: Way,
+        shape: tuple[int, ...],
     ) -> tuple[Tensor | None, Tensor | None]:
         """Rδ_h of both channels from Rt."""
-        up_dot = None if tangent is None else tangent.up_dot
-        gate_dot = None if tangent is None else tangent.gate_dot
-        up_rate = None if rate is None else rate * self.slope_up
-        up_rate = _add_scaled(up_rate, self._up_bend, up_dot)
-        up_rate = _add_scaled(up_rate, self._cross_bend, gate_dot)
-        if self.gate is None:
-            return up_rate, None
-        gate_rate = None
-        if rate is not None:
-            assert self.slope_gate is not None
-            gate_rate = rate * self.slope_gate
-        gate_rate = _add_scaled(gate_rate, self._gate_bend, gate_dot)
-        gate_rate = _add_scaled(gate_rate, self._cross_bend, up_dot)
-        return up_rate, gate_rate
-
-    def _keep(self, t: Tensor, up_rate: Tensor | None, gate_rate: Tensor | None) -> None:
-        """Keep the adjoints δ_h and ρ = D2 ⊙ t."""
-        self.up.delta = None if up_rate is None else up_rate[0]
+        gate_rate: Tensor | None = None
+        bends = (self._bend_up, self._bend_gate, self._bend_cross)
+        bend_up, bend_gate, bend_cross = bends if self._recorded else (None, None, None)
         if self.gate is not None:
-            self.gate.delta = None if gate_rate is None else gate_rate[0]
-        self._up_bend = None if self._bend_up is None else self._bend_up * t
-        self._gate_bend = None if self._bend_gate is None else self._bend_gate * t
-        self._cross_bend = None if self._bend_cross is None else self._bend_cross * t
+            gate_rate = way.space.take("ffn.gate", *shape, like=self.slope_up)
+            gate_terms = ((self.slope_gate, t), (bend_gate, gate_dot), (bend_cross, up_dot))
+            gate_rate = _sum_of_products(gate_rate, *gate_terms)
+        up_rate = t if t is not None else way.space.take("ffn.hidden", *shape, like=self.slope_up)
+        if way.record:
+            assert t is not None
+            self._record(t[0])
+        # Over t itself: nothing needs Rt after this.
+        up_terms = ((self.slope_up, t), (bend_up, up_dot), (bend_cross, gate_dot))
+        return _sum_of_products(up_rate, *up_terms), gate_rate
+
+    def _record(self, t: Tensor) -> None:
+        """Turn D2 into ρ = D2 ⊙ t."""
+        if self._recorded:
+            raise ValueError("this block already keeps an adjoint: linearise again for another.")
+        self._bend_up = None if self._bend_up is None else self._bend_up * t
+        self._bend_gate = None if self._bend_gate is None else self._bend_gate * t
+        self._bend_cross = None if self._bend_cross is None else self._bend_cross * t
+        self._recorded = True
 
 
-def _add_scaled(total: Tensor | None, scale: Tensor | None, moved: Tensor | None) -> Tensor | None:
-    """total + scale ⊙ moved in place, ``None`` being zero."""
-    if scale is None or moved is None:
-        return total
-    return moved * scale if total is None else total.addcmul_(moved, scale)
+def _directions(moved: Tensor | None, dots: Mapping[str, Tensor]) -> int:
+    return moved.shape[0] if moved is not None else next(iter(dots.values())).shape[0]
+
+
+def _sum_of_products(out: Tensor, *terms: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """out = Σ scale ⊙ moved over the terms that are there; ``out`` may be the first ``moved``."""
+    done = False
+    for scale, moved in terms:
+        if scale is None or moved is None:
+            continue
+        out.addcmul_(moved, scale) if done else torch.mul(moved, scale, out=out)
+        done = True
+    return out if done else None

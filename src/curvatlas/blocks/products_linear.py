@@ -13,85 +13,137 @@ directions. ``None`` stands for zero everywhere, and costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
+
+from curvatlas.blocks.products_workspace import Way
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right where ``None`` is zero."""
+    """left + right where ``None`` is zero; written over ``left``."""
     if left is None:
         return right
-    return left if right is None else left + right
+    return left if right is None else left.add_(right)
 
 
 class Linear:
-    """A linear layer at its input ``x`` (N, in); ``delta`` is its output's adjoint, when known."""
+    """A linear layer at its input ``x`` (N, in); ``delta`` is its output's adjoint, when known.
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.x, self.weight, self.bias = x, weight, bias
+    ``name`` is the prefix of its weights: ``{name}_weight`` and ``{name}_bias``.
+    """
+
+    def __init__(self, name: str, weights: Mapping[str, Tensor], x: Tensor) -> None:
+        self.weight_name, self.bias_name = f"{name}_weight", f"{name}_bias"
+        self.x = x
+        self.weight = weights[self.weight_name]
+        self.bias = weights.get(self.bias_name)
         self.delta: Tensor | None = None  # (N, out)
 
     def value(self) -> Tensor:
         """(N, out)."""
         if self.bias is None:
             return self.x @ self.weight.T
-        return self.bias.addmm(self.x, self.weight.T)
+        return torch.addmm(self.bias, self.x, self.weight.T)
 
-    def push(
-        self, x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None
-    ) -> Tensor | None:
-        """ẏ (K, N, out)."""
-        result = None if x_dot is None else _times_shared(x_dot, self.weight.T)
+    def push(self, x_dot: Tensor | None, dots: Mapping[str, Tensor], out: Tensor) -> Tensor | None:
+        """ẏ (K, N, out), written to ``out``; None when it is zero."""
+        bias_dot = dots.get(self.bias_name)
+        done = False
+        if x_dot is not None:
+            _times_shared(x_dot, self.weight.T, out, bias_dot)
+            done = True
+        weight_dot = dots.get(self.weight_name)
         if weight_dot is not None:
-            result = _add_product(result, self.x, weight_dot.mT)
-        if bias_dot is not None:
-            shift = bias_dot.unsqueeze(1)
-            if result is None:
-                return shift.expand(-1, self.x.shape[0], -1).contiguous()
-            result += shift
-        return result
+            _shared_times(self.x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
+            done = True
+        if not done and bias_dot is not None:
+            out.copy_(bias_dot.unsqueeze(1).expand_as(out))
+            done = True
+        return out if done else None
 
-    def pull(self, rate: Tensor | None, weight_dot: Tensor | None = None) -> Tensor | None:
-        """Rδ_x (K, N, in) from Rδ_y ``rate`` (K, N, out)."""
-        result = None if rate is None else _times_shared(rate, self.weight)
-        if weight_dot is not None and self.delta is not None:
-            result = _add_product(result, self.delta, weight_dot)
-        return result
+    def pull(
+        self,
+        rate: Tensor | None,
+        dots: Mapping[str, Tensor],
+        out: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> bool:
+        """Rδ_x (K, N, in) from Rδ_y ``rate``, written or added to ``out``; whether it now holds it.
 
-    def weight_rate(self, rate: Tensor | None, x_dot: Tensor | None = None) -> Tensor | None:
-        """R ∂ℓ/∂W (K, out, in)."""
-        result = None
+        ``dots`` empty: the adjoint alone.
+        """
         if rate is not None:
-            result = _shared_right(rate.mT, self.x)
-        if x_dot is not None and self.delta is not None:
-            result = _add_product(result, self.delta.T, x_dot)
-        return result
+            _times_shared(rate, self.weight, out, None, accumulate=accumulate)
+            accumulate = True
+        weight_dot = dots.get(self.weight_name)
+        if weight_dot is not None and self.delta is not None:
+            _shared_times(self.delta, weight_dot, out, None, accumulate=accumulate)
+            accumulate = True
+        return accumulate
 
-    @staticmethod
-    def bias_rate(rate: Tensor | None) -> Tensor | None:
-        """R ∂ℓ/∂b (K, out)."""
-        return None if rate is None else rate.sum(1)
+    def rates(self, rate: Tensor | None, x_dot: Tensor | None, way: Way) -> None:
+        """R ∂ℓ/∂W (K, out, in) and R ∂ℓ/∂b (K, out), those that are wanted and not zero."""
+        if way.record:
+            assert rate is not None
+            self.delta = rate[0]
+        moved = x_dot if self.delta is not None else None
+        if self.weight_name in way.wanted and (rate is not None or moved is not None):
+            directions = (rate if rate is not None else moved).shape[0]  # type: ignore[union-attr]
+            out = way.slot(self.weight_name, directions, *self.weight.shape, like=self.x)
+            if rate is not None:
+                _transposed_times(rate, self.x, out)
+            if moved is not None:
+                assert self.delta is not None
+                _shared_times(self.delta.T, moved, out, None, accumulate=rate is not None)
+        if self.bias_name in way.wanted and rate is not None:
+            out = way.slot(self.bias_name, rate.shape[0], rate.shape[2], like=self.x)
+            torch.sum(rate, 1, out=out)
 
 
-def _times_shared(left: Tensor, right: Tensor) -> Tensor:
-    """(K, N, a) @ (a, b) as one GEMM."""
+def _times_shared(
+    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool = False
+) -> None:
+    """out (+)= (K, N, a) @ (a, b) + bias (K, b), the directions as more rows of one GEMM."""
     k, n, a = left.shape
-    return (left.reshape(k * n, a) @ right).view(k, n, -1)
+    rows, result = left.view(k * n, a), out.view(k * n, -1)
+    if accumulate:
+        result.addmm_(rows, right)
+    elif bias is not None and k == 1:
+        torch.addmm(bias[0], rows, right, out=result)
+    else:
+        torch.mm(rows, right, out=result)
+        if bias is not None:
+            out += bias.unsqueeze(1)
 
 
-def _shared_right(left: Tensor, right: Tensor) -> Tensor:
-    """(K, a, N) @ (N, b), the right factor common to all K."""
-    if left.shape[0] == 1:
-        return (left[0] @ right).unsqueeze(0)
-    return left @ right.expand(left.shape[0], -1, -1)
-
-
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + (a, N) @ (K, N, b) in place, the left factor common to all K."""
+def _shared_times(
+    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
+) -> None:
+    """out (+)= (a, N) @ (K, N, b) + bias (K, b), the left factor common to all directions."""
     k = right.shape[0]
     if k == 1:
-        if total is None:
-            return (left @ right[0]).unsqueeze(0)
-        total[0].addmm_(left, right[0])
-        return total
+        if accumulate:
+            out[0].addmm_(left, right[0])
+        elif bias is not None:
+            torch.addmm(bias[0], left, right[0], out=out[0])
+        else:
+            torch.mm(left, right[0], out=out[0])
+        return
     shared = left.expand(k, -1, -1)
-    return shared @ right if total is None else total.baddbmm_(shared, right)
+    if accumulate:
+        out.baddbmm_(shared, right)
+    else:
+        torch.bmm(shared, right, out=out)
+        if bias is not None:
+            out += bias.unsqueeze(1)
+
+
+def _transposed_times(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = leftᵀ right:  (K, N, a), (N, b) → (K, a, b)."""
+    if left.shape[0] == 1:
+        torch.mm(left[0].T, right, out=out[0])
+    else:
+        torch.bmm(left.mT, right.expand(left.shape[0], -1, -1), out=out)

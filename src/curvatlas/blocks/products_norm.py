@@ -2,43 +2,53 @@ r"""A normalisation y = γ ⊙ n(x) + β with its tangent and the tangent of its
 
     ṅ = J ẋ,   ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇
     δ_x = J(γ ⊙ δ_y)
-    R δ_x = J(γ ⊙ Rδ_y + γ̇ ⊙ δ_y) + Ψ(γ ⊙ δ_y) ẋ
+    R δ_x = J u + Ψ(γ ⊙ δ_y) ẋ,   u = γ ⊙ Rδ_y + γ̇ ⊙ δ_y
     R ∂ℓ/∂γ = Σ_i (n ⊙ Rδ_y + ṅ ⊙ δ_y),   R ∂ℓ/∂β = Σ_i Rδ_y
 
-Ψ(δ) ẋ = −[Jδ (n·ẋ) + n (Jδ·ẋ) + (n·δ) Jẋ]/(dσ) needs only the row sums kept below.
+With J and Ψ of THEORY 3.2, Jδ·ẋ = δ·ṅ, and everything over one common factor 1/σ:
+
+    R δ_x = { C u − [ n (n·u + γδ_y·ṅ) + δ_x (n·ẋ) + ṅ (n·γδ_y) ]/d } / σ.
+
 ``None`` is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from curvatlas.blocks.normalization import norm_jacobian_product, normalize
+from curvatlas.blocks.normalization import normalize
+from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 from curvatlas.blocks.structure import Norm
 
 
 @dataclass
 class NormTangent:
-    """What the way back needs of the way forward: ẋ, ṅ and n·ẋ, for K directions."""
+    """What the way back needs of the way forward, for K directions."""
 
-    x_dot: Tensor | None  # (K, N, d)
-    n_dot: Tensor | None  # (K, N, d)
+    n_dot: Tensor | None  # ṅ (K, N, d)
     along: Tensor | None  # n·ẋ (K, N, 1)
-    weight_dot: Tensor | None  # (K, d)
+    weight_dot: Tensor | None  # γ̇ (K, d)
+
+
+_STILL = NormTangent(None, None, None)
 
 
 class Normalization:
-    """One norm at its input x (N, d)."""
+    """One norm at its input x (N, d); ``name`` is the prefix of its weights."""
 
     def __init__(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, norm: Norm, eps: float
+        self, name: str, weights: Mapping[str, Tensor], x: Tensor, *, norm: Norm, eps: float
     ) -> None:
-        self.norm, self.weight, self.bias = norm, weight, bias
+        self.name, self.norm, self._key = name, norm, stage_number()
+        self.weight_name, self.bias_name = f"{name}_weight", f"{name}_bias"
+        self.weight, self.bias = weights.get(self.weight_name), weights.get(self.bias_name)
         self.n, self.inv_std = normalize(x, eps=eps, norm=norm)
         self.delta: Tensor | None = None  # δ_y (N, d)
-        self._pulled: Tensor | None = None  # J(γ δ_y) (N, d)
+        self._pulled: Tensor | None = None  # δ_x = J(γ δ_y) (N, d)
         self._along: Tensor | None = None  # n·(γ δ_y) (N, 1)
 
     def value(self) -> Tensor:
@@ -47,63 +57,123 @@ class Normalization:
         return y if self.bias is None else y + self.bias
 
     def push(
-        self, x_dot: Tensor | None, weight_dot: Tensor | None, bias_dot: Tensor | None
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
     ) -> tuple[Tensor | None, NormTangent]:
         """ẏ (K, N, d) and what ``pull`` needs."""
-        n_dot, along = None, None
-        if x_dot is not None:
-            n_dot = norm_jacobian_product(self.n, self.inv_std, x_dot, norm=self.norm)
-            if self.norm != "none":
-                along = (self.n * x_dot).sum(-1, keepdim=True)
-        result = n_dot
+        weight_dot, bias_dot = dots.get(self.weight_name), dots.get(self.bias_name)
+        n_dot, along = self._push_normalized(x_dot, space)
+        state = NormTangent(n_dot, along, weight_dot)
+        if n_dot is not None and self.weight is None and weight_dot is None and bias_dot is None:
+            return n_dot, state
+        given = next((t for t in (n_dot, weight_dot, bias_dot) if t is not None), None)
+        if given is None:
+            return None, state
+        y = space.take(self._key + "y", given.shape[0], *self.n.shape, like=self.n)
+        done = n_dot is not None
         if n_dot is not None and self.weight is not None:
-            result = n_dot * self.weight
+            torch.mul(n_dot, self.weight, out=y)
+        elif n_dot is not None:
+            y.copy_(n_dot)
         if weight_dot is not None:
-            scaled = self.n * weight_dot.unsqueeze(1)
-            result = scaled if result is None else scaled.add_(result)
+            gain = weight_dot.unsqueeze(1)
+            y.addcmul_(self.n, gain) if done else torch.mul(self.n, gain, out=y)
+            done = True
         if bias_dot is not None:
             shift = bias_dot.unsqueeze(1)
-            result = (
-                shift.expand(-1, self.n.shape[0], -1).contiguous()
-                if result is None
-                else result + shift
-            )
-        return result, NormTangent(x_dot, n_dot, along, weight_dot)
+            y.add_(shift) if done else y.copy_(shift.expand_as(y))
+        return y, state
 
-    def pull(self, rate: Tensor | None, tangent: NormTangent | None = None) -> Tensor | None:
-        """Rδ_x (K, N, d) from Rδ_y ``rate``; the tangent adds the second-order terms."""
-        inner = rate if rate is None or self.weight is None else rate * self.weight
-        if tangent is None or self.delta is None:
-            return None if inner is None else self._jacobian(inner)
-        if tangent.weight_dot is not None:
-            moved = tangent.weight_dot.unsqueeze(1) * self.delta
-            inner = moved if inner is None else moved.add_(inner)
-        result = None if inner is None else self._jacobian(inner)
-        if tangent.x_dot is None or self.norm == "none":
-            return result
-        assert tangent.n_dot is not None
-        assert tangent.along is not None
-        assert self._pulled is not None
-        assert self._along is not None
-        bend = self._pulled * tangent.along
-        bend.addcmul_(self.n, (self._pulled * tangent.x_dot).sum(-1, keepdim=True))
-        bend.addcmul_(tangent.n_dot, self._along)
-        bend.mul_(self.inv_std * (-1.0 / self.n.shape[-1]))
-        return bend if result is None else bend.add_(result)
+    def pull(self, rate: Tensor | None, tangent: NormTangent | None, way: Way) -> Tensor | None:
+        """Rδ_x (K, N, d) from Rδ_y; the tangent adds the second-order terms. Finds γ and β too."""
+        state = tangent if tangent is not None and self.delta is not None else _STILL
+        first = next((t for t in (rate, state.n_dot, state.weight_dot) if t is not None), None)
+        if first is None:
+            return None
+        shape = (first.shape[0], *self.n.shape)
+        if self.bias_name in way.wanted and rate is not None:
+            out = way.slot(self.bias_name, shape[0], shape[2], like=self.n)
+            torch.sum(rate, 1, out=out)
+        scratch = way.space.take("norm.scratch", *shape, like=self.n)
+        crossed = self._crossed(rate, state, scratch)
+        if self.weight_name in way.wanted and crossed is not None:
+            out = way.slot(self.weight_name, shape[0], shape[2], like=self.n)
+            torch.sum(crossed, 1, out=out)
+        along = None if crossed is None else self._row_sums(crossed)
+        pulled = way.space.take(self.name + ".pulled", *shape, like=self.n)
+        pulled = self._through_jacobian(rate, state, along, pulled, scratch)
+        if way.record:
+            assert rate is not None
+            assert along is not None
+            self.delta, self._pulled, self._along = rate[0], pulled[0], along[0]
+        return pulled
 
-    def record(self, delta: Tensor, pulled: Tensor) -> None:
-        """Keep the adjoint δ_y (N, d) and δ_x = J(γδ_y) for second-order terms."""
-        self.delta, self._pulled = delta, pulled
-        inner = delta if self.weight is None else delta * self.weight
-        self._along = (self.n * inner).sum(-1, keepdim=True)
+    def _push_normalized(
+        self, x_dot: Tensor | None, space: Workspace
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """ṅ = (Cẋ − n (n·ẋ)/d)/σ and n·ẋ."""
+        if x_dot is None or self.norm == "none":
+            return x_dot, None
+        scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
+        along = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True)
+        n_dot = space.take(self._key + "n", *x_dot.shape, like=self.n)
+        if self.norm == "layer":
+            torch.sub(x_dot, x_dot.mean(-1, keepdim=True), out=n_dot)
+            n_dot.addcmul_(self.n, along, value=-1.0 / self.n.shape[-1])
+        else:
+            torch.addcmul(x_dot, self.n, along, value=-1.0 / self.n.shape[-1], out=n_dot)
+        return n_dot.mul_(self.inv_std), along
 
-    def weight_rate(self, rate: Tensor | None, tangent: NormTangent | None = None) -> Tensor | None:
-        """R ∂ℓ/∂γ (K, d)."""
-        result = None if rate is None else (rate * self.n).sum(1)
-        if tangent is not None and tangent.n_dot is not None and self.delta is not None:
-            moved = (tangent.n_dot * self.delta).sum(1)
-            result = moved if result is None else result.add_(moved)
-        return result
+    def _crossed(self, rate: Tensor | None, state: NormTangent, out: Tensor) -> Tensor | None:
+        """n ⊙ Rδ_y + ṅ ⊙ δ_y: its token sum is γ's rate, its product with γ the row sums."""
+        if rate is not None:
+            torch.mul(rate, self.n, out=out)
+        if state.n_dot is not None:
+            assert self.delta is not None
+            if rate is None:
+                torch.mul(state.n_dot, self.delta, out=out)
+            else:
+                out.addcmul_(state.n_dot, self.delta)
+        return None if rate is None and state.n_dot is None else out
 
-    def _jacobian(self, v: Tensor) -> Tensor:
-        return norm_jacobian_product(self.n, self.inv_std, v, norm=self.norm)
+    def _row_sums(self, crossed: Tensor) -> Tensor:
+        """γ · crossed (K, N, 1)."""
+        if self.weight is None:
+            return crossed.sum(-1, keepdim=True)
+        return (crossed @ self.weight).unsqueeze(-1)
+
+    def _through_jacobian(
+        self,
+        rate: Tensor | None,
+        state: NormTangent,
+        along: Tensor | None,
+        out: Tensor,
+        scratch: Tensor,
+    ) -> Tensor:
+        """R δ_x of the module's last equation, written to ``out``."""
+        if rate is None:
+            out.zero_()
+        elif self.weight is None:
+            out.copy_(rate)
+        else:
+            torch.mul(rate, self.weight, out=out)
+        if state.weight_dot is not None:
+            assert self.delta is not None
+            gain = state.weight_dot.unsqueeze(1)
+            out.addcmul_(self.delta, gain)
+            torch.mul(self.delta, gain, out=scratch)
+            turned = scratch.mul_(self.n).sum(-1, keepdim=True)
+            along = turned if along is None else along + turned
+        if self.norm == "none":
+            return out
+        if self.norm == "layer":
+            out -= out.mean(-1, keepdim=True)
+        share = -1.0 / self.n.shape[-1]
+        if along is not None:
+            out.addcmul_(self.n, along, value=share)
+        if state.n_dot is not None:
+            assert state.along is not None
+            assert self._pulled is not None
+            assert self._along is not None
+            out.addcmul_(self._pulled, state.along, value=share)
+            out.addcmul_(state.n_dot, self._along, value=share)
+        return out.mul_(self.inv_std)

@@ -16,6 +16,7 @@ from curvatlas.blocks.products_attention import Attention, AttentionTangent
 from curvatlas.blocks.products_feed_forward import FeedForward, FeedForwardTangent
 from curvatlas.blocks.products_linear import add
 from curvatlas.blocks.products_norm import Normalization, NormTangent
+from curvatlas.blocks.products_workspace import Way, Workspace
 
 
 @dataclass
@@ -46,8 +47,7 @@ class Sublayer:
         residual: bool,
     ) -> None:
         self.norm_first, self.residual, self.names = norm_first, residual, names
-        self.gamma, self.beta = f"{norm_name}_weight", f"{norm_name}_bias"
-        self.all_names = names | {self.gamma, self.beta}
+        self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
         self.norm: Normalization | None = None
         inner_input = x
         if norm_first and make_norm is not None:
@@ -62,82 +62,52 @@ class Sublayer:
             y = self.norm.value()
         self.output: Tensor = y
 
-    def push(self, x_dot: Tensor | None, dots: Mapping[str, Tensor]) -> SublayerTangent:
+    def push(
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+    ) -> SublayerTangent:
         """The tangent of the output for K directions; ``x_dot`` (K, N, d)."""
         norm_tangent: NormTangent | None = None
         inner_dot = x_dot
         if self.norm is not None and self.norm_first:
-            inner_dot, norm_tangent = self.norm.push(
-                x_dot, dots.get(self.gamma), dots.get(self.beta)
-            )
-        moved, inner = self.inner.push(inner_dot, dots)
+            inner_dot, norm_tangent = self.norm.push(x_dot, dots, space)
+        moved, inner = self.inner.push(inner_dot, dots, space)
         if self.residual:
             moved = add(moved, x_dot)
         if self.norm is not None and not self.norm_first:
-            moved, norm_tangent = self.norm.push(moved, dots.get(self.gamma), dots.get(self.beta))
+            moved, norm_tangent = self.norm.push(moved, dots, space)
         return SublayerTangent(moved, inner, norm_tangent)
 
     def pull(
         self,
         rate: Tensor | None,
         tangent: SublayerTangent | None,
+        way: Way,
         *,
-        wanted: frozenset[str],
         needs_input: bool,
-        found: dict[str, Tensor | None],
-        record: bool = False,
     ) -> Tensor | None:
-        """Rδ_x from Rδ_y, putting the rates of the wanted weights into ``found``.
+        """Rδ_x from Rδ_y, finding the rates of the wanted weights.
 
         With ``tangent`` (and adjoints recorded before) this is R of the way back: products with
-        the Hessian. Without it, plain vector-Jacobian products. ``record`` keeps the adjoints.
+        the Hessian. Without it, plain vector-Jacobian products.
         """
+        state = None if tangent is None else tangent.norm
         after = self.norm is not None and not self.norm_first
-        before = self.norm is not None and self.norm_first
-        inner_wanted = bool(wanted & self.names)
-        if after:
-            reaches = inner_wanted or needs_input
-            rate = self._pull_norm(rate, tangent, wanted, reaches, found, record)
-            if not reaches:
+        if self.norm is not None and after:
+            rate = self.norm.pull(rate, state, way)
+            if not (needs_input or way.wanted & self.names):
                 return None
-        norm_wanted = before and not wanted.isdisjoint({self.gamma, self.beta})
-        inner_rate: Tensor | None = None
-        if inner_wanted or needs_input or norm_wanted:
-            inner_tangent = None if tangent is None else tangent.inner
-            inner_rate = self.inner.pull(
-                rate,
-                inner_tangent,  # type: ignore[arg-type]
-                wanted=wanted,
-                needs_input=needs_input or norm_wanted,
-                found=found,
-                record=record,
-            )
-        if before and (norm_wanted or needs_input):
-            inner_rate = self._pull_norm(inner_rate, tangent, wanted, needs_input, found, record)
+        before = self.norm is not None and self.norm_first
+        through = needs_input or (before and bool(way.wanted & self.norm_names))
+        inner_rate = self.inner.pull(
+            rate,
+            None if tangent is None else tangent.inner,  # type: ignore[arg-type]
+            way,
+            needs_input=through,
+        )
+        if self.norm is not None and before and through:
+            inner_rate = self.norm.pull(inner_rate, state, way)
         if not needs_input:
             return None
+        if way.record and inner_rate is not None:
+            inner_rate = inner_rate.clone()  # the norm keeps the other one as its δ_x
         return add(inner_rate, rate) if self.residual else inner_rate
-
-    def _pull_norm(
-        self,
-        rate: Tensor | None,
-        tangent: SublayerTangent | None,
-        wanted: frozenset[str],
-        needs_input: bool,
-        found: dict[str, Tensor | None],
-        record: bool,
-    ) -> Tensor | None:
-        norm, state = self.norm, None if tangent is None else tangent.norm
-        assert norm is not None
-        if self.gamma in wanted:
-            found[self.gamma] = norm.weight_rate(rate, state)
-        if self.beta in wanted:
-            found[self.beta] = None if rate is None else rate.sum(1)
-        if not (needs_input or record):
-            return None
-        pulled = norm.pull(rate, state)
-        if record:
-            assert rate is not None
-            assert pulled is not None
-            norm.record(rate[0], pulled[0])
-        return pulled
