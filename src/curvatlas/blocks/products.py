@@ -63,7 +63,8 @@ class LinearisedBlock:
     """A block at one input; see ``linearise``.
 
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
-    workspace every result lives in a buffer that the next product overwrites.
+    workspace every result lives in a buffer that the next product overwrites. Neighbours that share
+    one differ in ``turn`` (0 or 1).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LinearisedBlock:
         mask: Tensor | None = None,
         *,
         space: Workspace | None = None,
+        turn: int = 0,
     ) -> None:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
@@ -81,6 +83,7 @@ class LinearisedBlock:
         check_block(spec, weights, x)
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec = spec
+        self.turn = turn
         self.space = space if space is not None else Workspace(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
@@ -113,7 +116,7 @@ class LinearisedBlock:
     def push(self, tangents: Weights, x_dot: Tensor | None = None) -> BlockTangent:
         """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d)."""
         directions = check_directions(self.weights, tangents, x_dot, self.output)
-        moved = None if x_dot is None else x_dot.reshape(directions, -1, self.width)
+        moved = None if x_dot is None else self._tokens(x_dot)
         states = []
         for sublayer in self.sublayers:
             state = sublayer.push(moved, tangents, self.space)
@@ -146,11 +149,11 @@ class LinearisedBlock:
             raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
         given = rate if rate is not None else tangent
         directions = 1
-        way = Way(self.space, names, into or {})
+        way = Way(self.space, names, into or {}, turn=self.turn)
         moved: Tensor | None = None
         if given is not None:
             directions = given.shape[0] if isinstance(given, Tensor) else given.directions
-            flat = None if rate is None else rate.reshape(directions, -1, self.width)
+            flat = None if rate is None else self._tokens(rate)
             moved = self._pull(flat, tangent, way, needs_input=needs_input)
         shaped = None if moved is None else moved.view(-1, *self.output.shape)
         return self._complete(way, directions), shaped
@@ -213,6 +216,10 @@ class LinearisedBlock:
             if not reaches:
                 return None
         return rate
+
+    def _tokens(self, samples: Tensor) -> Tensor:
+        """(K, n, L, d) → (K, n·L, d), contiguous."""
+        return samples.reshape(samples.shape[0], -1, self.width).contiguous()
 
     def _complete(self, way: Way, directions: int) -> dict[str, Tensor]:
         """The wanted rates in order; one that nothing reached is zero."""

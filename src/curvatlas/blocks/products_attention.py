@@ -130,7 +130,7 @@ class Attention:
             needs=(True, True, True) if way.record else (needs[0], needs[1], needs[2]),
         )
         shape = (directions, *self.inputs["query"].x.shape)
-        out = way.space.take("attention.x", *shape, like=self._mixed)
+        out = way.space.take(f"attention.x{way.turn}", *shape, like=self._mixed)
         done = False
         for name, head_rate in zip(PROJECTIONS, rates, strict=True):
             layer = self.inputs[name]

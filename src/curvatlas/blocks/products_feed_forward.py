@@ -96,7 +96,7 @@ class FeedForward:
         t = buffer if self.down.pull(rate, dots, buffer) else None
         up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, way, shape)
         self.up.rates(up_rate, x_dot, way)
-        out = way.space.take("ffn.x", directions, *self.up.x.shape, like=self.slope_up)
+        out = way.space.take(f"ffn.x{way.turn}", directions, *self.up.x.shape, like=self.slope_up)
         if self.gate is not None:
             self.gate.rates(gate_rate, x_dot, way)
         if not needs_input:

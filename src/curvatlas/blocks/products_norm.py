@@ -99,7 +99,7 @@ class Normalization:
             out = way.slot(self.weight_name, shape[0], shape[2], like=self.n)
             torch.sum(crossed, 1, out=out)
         along = None if crossed is None else self._row_sums(crossed)
-        pulled = way.space.take(self.name + ".pulled", *shape, like=self.n)
+        pulled = way.space.take(f"{self.name}.pulled{way.turn}", *shape, like=self.n)
         pulled = self._through_jacobian(rate, state, along, pulled, scratch)
         if way.record:
             assert rate is not None

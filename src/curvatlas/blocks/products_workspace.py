@@ -56,6 +56,7 @@ class Way:
     into: Mapping[str, Tensor] = field(default_factory=dict)  # name → (K, *shape) to write to
     found: dict[str, Tensor] = field(default_factory=dict)
     record: bool = False
+    turn: int = 0  # alternates from block to block: a result must not overwrite what it came from
 
     def slot(self, name: str, *shape: int, like: Tensor) -> Tensor:
         """The tensor that takes the rate of weight ``name``."""

@@ -124,8 +124,10 @@ class LinearisedStack:
         self.space = Workspace(keep=True)
         self.blocks: list[LinearisedBlock] = []
         z = x
-        for spec, weights in zip(stack.specs, stack.weights, strict=True):
-            self.blocks.append(LinearisedBlock(spec, weights, z, mask, space=self.space))
+        for index, (spec, weights) in enumerate(zip(stack.specs, stack.weights, strict=True)):
+            self.blocks.append(
+                LinearisedBlock(spec, weights, z, mask, space=self.space, turn=index % 2)
+            )
             z = self.blocks[-1].output
         tokens = z.reshape(-1, z.shape[-1])
         self._readout = LinearisedReadout(stack.readout, tokens, samples=x.shape[0])
