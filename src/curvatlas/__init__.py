@@ -25,6 +25,9 @@ _PUBLIC: dict[str, str] = {
     "Tags": "curvatlas.operators.base",
     "eigenpairs": "curvatlas.spectra.eigenpairs",
     "Result": "curvatlas.results",
+    "visualize_hessian_spectrum": "curvatlas.report.figures",
+    "visualize_curvature_flow": "curvatlas.report.figures",
+    "plot_scaling_law_predictions": "curvatlas.report.figures",
     "load": "curvatlas.results",
 }
 _MODULES = frozenset(

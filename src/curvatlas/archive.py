@@ -31,7 +31,9 @@ _DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 # Packages whose modules define results; a module that needs an absent extra is passed over.
-_RESULT_PACKAGES = ("operators", "spectra", "blocks", "theory", "analysis", "training", "runs")
+_RESULT_PACKAGES = (
+    "problem", "operators", "spectra", "blocks", "theory", "analysis", "training", "runs", "zoo",
+)  # fmt: skip
 
 
 def read(path: Path, *, follow_links: bool = True) -> bytearray:

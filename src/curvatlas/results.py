@@ -93,15 +93,22 @@ def _fields(result: Result) -> dict[str, Any]:
     return {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}  # type: ignore[arg-type]
 
 
-def _plain(value: Any) -> Any:
+def brief(result: Result, *, largest: int) -> dict[str, Any]:
+    """``to_dict`` with tensors of more than ``largest`` numbers replaced by their shape."""
+    return {"kind": result.kind, **{k: _plain(v, largest) for k, v in _fields(result).items()}}
+
+
+def _plain(value: Any, largest: int | None = None) -> Any:
     if isinstance(value, Result):
-        return value.to_dict()
+        return value.to_dict() if largest is None else brief(value, largest=largest)
     if isinstance(value, Tensor):
+        if largest is not None and value.numel() > largest:
+            return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         return _plain(value.tolist())
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, largest) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_plain(v, largest) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no inf or nan; a string is honest and loads everywhere
     return value

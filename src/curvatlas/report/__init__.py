@@ -1,1 +1,15 @@
-"""."""
+"""The report: one self-contained HTML page from any run folder, and figures for papers."""
+
+from curvatlas.report.figures import (
+    plot_scaling_law_predictions,
+    visualize_curvature_flow,
+    visualize_hessian_spectrum,
+)
+from curvatlas.report.html import write_report
+
+__all__ = [
+    "plot_scaling_law_predictions",
+    "visualize_curvature_flow",
+    "visualize_hessian_spectrum",
+    "write_report",
+]

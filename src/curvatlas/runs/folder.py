@@ -21,7 +21,7 @@ import torch
 import curvatlas
 from curvatlas import archive
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, write_json
-from curvatlas.results import Result
+from curvatlas.results import Result, brief
 from curvatlas.runs import loading
 from curvatlas.runs import manifest as manifests
 from curvatlas.runs.locking import LOCK_NAME, FolderLock
@@ -29,7 +29,7 @@ from curvatlas.runs.manifest import Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
 
-_LARGEST_IN_JSON = 4096  # numbers; longer arrays stand in the safetensors file only
+_LARGEST_IN_JSON = 4096  # numbers; of longer tensors the JSON copy has the shape only
 
 
 class RunWriteError(OSError):
@@ -154,7 +154,7 @@ class Run:
         try:
             written = result.save(f"{stem}.safetensors")
             digest = hashlib.sha256(archive.read(written)).hexdigest()
-            text = write_json(Path(f"{stem}.json"), shortened(result.to_dict(), name))
+            text = write_json(Path(f"{stem}.json"), brief(result, largest=_LARGEST_IN_JSON))
             entry = StepEntry(
                 kind=result.kind,
                 sha256=digest,
@@ -192,21 +192,6 @@ def environment() -> dict[str, str]:
         "platform": f"{sys.platform} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
     }
-
-
-def shortened(value: Any, name: str) -> Any:
-    """``to_dict`` output with long arrays replaced by a note of where they are."""
-    if isinstance(value, dict):
-        return {key: shortened(item, name) for key, item in value.items()}
-    if isinstance(value, list):
-        if _count(value) > _LARGEST_IN_JSON:
-            return {"numbers": _count(value), "in": f"{name}.safetensors"}
-        return [shortened(item, name) for item in value]
-    return value
-
-
-def _count(value: Any) -> int:
-    return sum(_count(item) for item in value) if isinstance(value, list) else 1
 
 
 def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""The ``curvatlas`` command: parses arguments, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the computation failed, 2 wrong use or unreadable input, 130 interrupted.
+Nothing heavy is imported before a command runs: ``curvatlas --help`` does not load PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from curvatlas.commands import COMMANDS
+
+# typer ≥ 0.26 carries its own click: its exceptions are found from the one it exports
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    name="curvatlas",
+    help="The whole second-order picture of a Transformer: exact where exact is possible, "
+    "with an error bar where it is not.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _name, _function in COMMANDS.items():
+    app.command(name=_name)(_function)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from curvatlas import __version__
+
+        print(f"curvatlas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if hasattr(signal, "SIGTERM"):
+        signal.signal(signal.SIGTERM, _terminate)
+    code = _run(given)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) went away: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
+    except KeyboardInterrupt as interruption:
+        _complain(str(interruption) or "interrupted")
+        return 130
+    except typer.Abort:
+        _complain("interrupted")
+        return 130
+    except BrokenPipeError:
+        return 0
+    except _UsageError as error:
+        return _wrong_use(error)
+    except Exception as error:
+        if debug:
+            raise
+        return _failure(error)
+    return code if isinstance(code, int) else 0
+
+
+def _wrong_use(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "curvatlas"
+    _complain(f"{error.format_message()} See '{where} --help'.")
+    return 2
+
+
+def _failure(error: Exception) -> int:
+    """One line, and 2 when what the user gave is at fault, 1 when the computation is."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    ours = isinstance(error, (ValueError, TypeError, OSError, ImportError, KeyError))
+    if isinstance(error, KeyError):
+        message = str(error.args[0]) if error.args else message
+    elif isinstance(error, OSError) and error.strerror:
+        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif not ours:
+        message = f"{type(error).__name__}: {message} (--debug shows where)"
+    _complain(message)
+    full = isinstance(error, OSError) and error.errno in (28, 122)
+    return 2 if ours and not full else 1
+
+
+def _complain(message: str) -> None:
+    print(f"curvatlas: {message}", file=sys.stderr)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt  # ends as Ctrl-C does: the run is kept and can be resumed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The commands, one a file; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from curvatlas.commands.analyze import analyze
+from curvatlas.commands.demo import demo
+from curvatlas.commands.doctor import doctor
+from curvatlas.commands.report import report
+
+# in the order a newcomer meets them
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "demo": demo,
+    "analyze": analyze,
+    "report": report,
+    "doctor": doctor,
+}

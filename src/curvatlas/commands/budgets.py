@@ -1,0 +1,53 @@
+"""Budgets of a command: time, memory, products."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+class TimeUp(KeyboardInterrupt):
+    """The time budget is used up: ends a run as Ctrl-C does, resumable."""
+
+
+def parse_time(text: str) -> float:
+    """``"90"``, ``"90s"``, ``"1.5m"`` or ``"2h"`` in seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min|h|)\s*", text.lower())
+    if match is None or not float(match[1]) > 0:
+        raise ValueError(f"cannot read {text!r} as a time: write for example 90s, 5m or 1h.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What one run may use; None means no limit beyond each estimate's own."""
+
+    seconds: float | None = None
+    memory: str | None = None
+    products: int | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """Raise ``TimeUp`` when the time is used up."""
+        if self.seconds is not None and time.monotonic() - self.started > self.seconds:
+            raise TimeUp(f"the time budget of {self.seconds:g} s is used up")
+
+    def watch(self, operator: Any) -> Any:
+        """Let every product of ``operator`` look at the clock first; returns the operator.
+
+        An estimate that keeps a checkpoint is then stopped between two products and goes on there
+        when the run is resumed, with the same numbers as if it had never stopped.
+        """
+        if self.seconds is not None:
+            original = operator._columns
+
+            def watched(columns: Any) -> Any:
+                self.check()
+                return original(columns)
+
+            operator._columns = watched
+        return operator

@@ -1,0 +1,69 @@
+"""``curvatlas demo``: the whole way on the embedded default, in about a minute."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from curvatlas.commands.options import AsJson, Debug, Output, Quiet, Seed, Time, Verbose
+
+
+def demo(
+    output: Output = None,
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
+    samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 512,
+    time: Time = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Train a small ViT on digits and show its curvature before and after."""
+    import torch
+
+    import curvatlas as ca
+    from curvatlas import zoo
+    from curvatlas.commands.budgets import Budget, parse_time
+    from curvatlas.commands.console import Console
+    from curvatlas.commands.execution import carry_out, open_run
+    from curvatlas.commands.survey import Effort, survey
+    from curvatlas.runs import fingerprints
+    from curvatlas.runs.weights import TrainedWeights, weights_of
+
+    console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
+    budget = Budget(seconds=None if time is None else parse_time(time))
+    model, data = zoo.reference_vit(seed=seed).double().eval(), zoo.digits()
+    batch = data.train.take(samples).to(torch.float64)
+    run = open_run(
+        "demo",
+        output,
+        options={"command": "demo", "seed": seed, "steps": steps, "samples": samples},
+        model_fingerprint=fingerprints.of_model(model),
+        data_fingerprint=fingerprints.of_data(tuple(batch)),
+    )
+
+    def look(stage: str) -> None:
+        problem = ca.Problem(model, "cross_entropy", tuple(batch))
+        survey(
+            run, problem, name="reference ViT", data=f"{batch.size} digits of 8 × 8 pixels",
+            stage=stage, effort=Effort(seed=seed), budget=budget, console=console,
+        )  # fmt: skip
+
+    def training() -> TrainedWeights:
+        model.float()  # training needs no more than float32; curvature is measured in float64
+        history = zoo.train(model, data, steps=steps, seed=seed)
+        return weights_of(model, history)
+
+    def work() -> None:
+        console.say(f"curvatlas demo: a small ViT on digits, into {run.path}")
+        look("initial")
+        budget.check()
+        trained = run.step("training", training)
+        console.say(f"training: {trained}")
+        trained.load_into(model)
+        model.double().eval()
+        look("trained")
+
+    carry_out(run, work, console)

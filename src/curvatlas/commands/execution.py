@@ -1,0 +1,101 @@
+"""Carry out a command's work in a run folder: resume, interrupt, report, answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from curvatlas import runs
+from curvatlas.commands.budgets import TimeUp
+from curvatlas.commands.console import Console
+from curvatlas.results import brief
+from curvatlas.runs import LoadedRun, Run
+
+OUT_OF_TIME = 3  # exit code: stopped by the time budget, resumable
+_LARGEST_PRINTED = 512  # numbers of one tensor in the JSON answer
+
+
+def open_run(
+    command: str,
+    output: Path | None,
+    *,
+    options: Mapping[str, Any],
+    model_fingerprint: str = "",
+    data_fingerprint: str = "",
+) -> Run:
+    """The folder the user named, or one named after what is computed: the same command resumes."""
+    if output is None:
+        told = json.dumps([dict(options), model_fingerprint, data_fingerprint], sort_keys=True)
+        digest = hashlib.sha256(told.encode()).hexdigest()
+        output = Path("curvatlas-runs") / f"{command}-{digest[:8]}"
+    return Run.create(
+        output,
+        options=options,
+        model_fingerprint=model_fingerprint,
+        data_fingerprint=data_fingerprint,
+        command=_command_line(output),
+    )
+
+
+def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
+    """Do the work, write the report, print the answer; leave a resumable run when stopped."""
+    stopped: TimeUp | None = None
+    try:
+        with run:
+            work()
+    except TimeUp as error:
+        stopped = error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_resume(run, "interrupted")) from None
+    loaded = runs.load(run.path)
+    page = _write_report(loaded)
+    console.answer(_as_json(loaded, page), f"report: {page}")
+    if stopped is not None:
+        print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
+        raise typer.Exit(OUT_OF_TIME)
+
+
+def _write_report(loaded: LoadedRun) -> Path:
+    from curvatlas.report.html import write_report
+
+    return write_report(loaded)
+
+
+def _how_to_resume(run: Run, reason: str) -> str:
+    count = len(run.manifest.steps)
+    command = shlex.join(_command_line(run.path))
+    return f"{reason}: {count} results are kept in {run.path}. Resume with: {command}"
+
+
+def _command_line(output: Path) -> list[str]:
+    given = sys.argv[1:]
+    named = any(a in ("--output", "-o") or a.startswith(("--output=", "-o")) for a in given)
+    return ["curvatlas", *given, *([] if named else ["--output", str(output)])]
+
+
+def _as_json(loaded: LoadedRun, page: Path) -> dict[str, Any]:
+    return {
+        "run": str(loaded.path),
+        "report": str(page),
+        "status": loaded.status,
+        "warnings": list(loaded.warnings),
+        "results": {n: brief(r, largest=_LARGEST_PRINTED) for n, r in loaded.results.items()},
+    }
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Nothing but our own words on stderr while a library loads."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

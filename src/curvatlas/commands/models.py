@@ -1,0 +1,155 @@
+"""MODEL on the command line: a Python reference, a Hugging Face folder on disk, or a zoo name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from curvatlas import archive
+from curvatlas.commands import references
+
+ZOO = ("vit", "gpt", "benchmark-gpt", "mlp")
+_HEADS = {  # ending of a Hugging Face architecture → the class that loads it
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model in evaluation mode with what the user called it."""
+
+    model: nn.Module
+    name: str
+    folder: Path | None = None  # of a Hugging Face model: where its tokenizer is
+
+
+def find_model(
+    text: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    weights: Path | None = None,
+) -> NamedModel:
+    """The model that ``text`` names, converted, moved, in evaluation mode."""
+    folder: Path | None = None
+    torch.manual_seed(seed)  # a factory that draws weights draws the same ones every time
+    if text in ZOO:
+        model = _from_zoo(text, seed)
+    elif references.is_reference(text):
+        model = _from_reference(text)
+    elif Path(text).is_dir():
+        folder = Path(text)
+        model = _from_folder(folder)
+    else:
+        raise ValueError(
+            f"cannot find the model {text!r}: give pkg.module:make_model, a Hugging Face folder "
+            f"on disk, or one of {', '.join(ZOO)}."
+        )
+    if weights is not None:
+        _load_weights(model, weights)
+    model = model.to(device=_device(device), dtype=dtype).eval()
+    return NamedModel(model=model, name=text if folder is None else folder.name, folder=folder)
+
+
+def _from_zoo(name: str, seed: int) -> nn.Module:
+    from curvatlas import zoo
+
+    makers = {
+        "vit": zoo.reference_vit,
+        "gpt": zoo.reference_gpt,
+        "benchmark-gpt": zoo.benchmark_gpt,
+    }
+    if name == "mlp":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return zoo.MLP(zoo.MLPConfig())
+    return makers[name](seed=seed)
+
+
+def _from_reference(text: str) -> nn.Module:
+    value = references.resolve(text)
+    if not isinstance(value, nn.Module) and callable(value):
+        value = value()
+    if not isinstance(value, nn.Module):
+        raise ValueError(f"{text!r} gives a {type(value).__name__}, expected an nn.Module.")
+    return value
+
+
+def _from_folder(folder: Path) -> nn.Module:
+    """A Hugging Face model from disk: no network, no code of the folder, no pickled weights."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a Hugging Face model: it has no config.json.")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} needs transformers: pip install 'curvatlas[huggingface]'."
+        ) from error
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    safe = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **safe)
+        architecture = (config.architectures or [""])[0]
+        loader = next((a for end, a in _HEADS.items() if architecture.endswith(end)), None)
+        if loader is None:
+            raise ValueError(f"its architecture {architecture!r} has no head with a loss")
+        model = getattr(transformers, loader).from_pretrained(
+            folder, config=config, use_safetensors=True, **safe
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot load {folder} as a Hugging Face model: {reason}") from error
+    result: nn.Module = model
+    return result
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path}: weights are read from .safetensors files only.")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist.")
+    _, tensors = archive.parse(archive.read(path), str(path))
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not fit the model: {' '.join(str(error).split())}"
+        ) from error
+    if missing or unexpected:
+        raise ValueError(
+            f"{path} does not fit the model: missing {sorted(missing)}, "
+            f"unknown {sorted(unexpected)}."
+        )
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {text!r} cannot be used here: {reason}.") from error
+    return device
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """``float32`` or ``float64``; in half precision curvature would be lost in rounding."""
+    if text is None:
+        return None
+    if text not in ("float32", "float64"):
+        raise ValueError(f"dtype must be float32 or float64, got {text!r}.")
+    dtype: Any = getattr(torch, text)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,22 @@
+"""The sections of the page, in reading order; each appears when the run has its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from curvatlas.report.contents import Contents, Section
+from curvatlas.report.sections.findings import findings
+from curvatlas.report.sections.provenance import cautions, others, reproduction
+from curvatlas.report.sections.spectrum import spectrum
+from curvatlas.report.sections.subject import subject
+from curvatlas.report.sections.training import training
+
+SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
+    subject,
+    findings,
+    spectrum,
+    training,
+    others,
+    cautions,
+    reproduction,
+)

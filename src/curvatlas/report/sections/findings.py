@@ -1,0 +1,128 @@
+"""The headline findings, in plain words, each with its number and interval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from curvatlas.report.contents import (
+    Contents,
+    Section,
+    as_number,
+    eigenvalues,
+    quantity,
+    stage_words,
+    with_interval,
+)  # fmt: skip
+from curvatlas.report.markup import Markup, number, tag
+
+
+def findings(contents: Contents) -> Section | None:
+    sentences = [*_losses(contents), *_sharpness(contents), *_saddles(contents), *_traces(contents)]
+    if not sentences:
+        return None
+    items = [tag("li", sentence) for sentence in sentences]
+    return Section(
+        identifier="findings", title="Findings", body=tag("ul", items, class_="findings")
+    )
+
+
+def _at(stage: str) -> str:
+    words = stage_words(stage)
+    return f"{words[0].upper()}{words[1:]}, the" if words else "The"
+
+
+def _losses(contents: Contents) -> Iterator[Markup]:
+    entries = contents.of_kind("Subject")
+    if len(entries) < 2:
+        return
+    first, last = entries[0].content, entries[-1].content
+    before, after = as_number(first.get("loss")), as_number(last.get("loss"))
+    if before is None or after is None:
+        return
+    yield tag(
+        "span",
+        "Training took the loss from ",
+        tag("strong", number(before)),
+        " to ",
+        tag("strong", number(after)),
+        ".",
+    )
+
+
+def _largest(contents: Contents, stage: str) -> tuple[float, tuple[float, float]] | None:
+    content = contents.find("Eigenpairs", stage=stage, part="total")
+    pairs = list(eigenvalues(content)) if content else []
+    return max(pairs, default=None)
+
+
+def _sharpness(contents: Contents) -> Iterator[Markup]:
+    seen = []
+    for stage in contents.stages("Eigenpairs"):
+        top = _largest(contents, stage)
+        if top is None:
+            continue
+        value, interval = top
+        seen.append((stage, value, interval))
+        step = ""
+        if value > 0:
+            limit = number(2 / value)
+            step = f" Plain gradient descent is stable along it for steps below 2/λmax = {limit}."
+        yield tag(
+            "span",
+            f"{_at(stage)} sharpest direction has curvature ",
+            tag("strong", f"λmax = {with_interval(value, interval)}"),
+            f".{step}",
+        )
+    if len(seen) >= 2:
+        (_, before, low), (_, after, high) = seen[0], seen[-1]
+        apart = low[1] < high[0] or high[1] < low[0]
+        if not apart:
+            text = "The change of λmax over training lies within its uncertainty."
+        elif before > 0 and after > 0:
+            text = f"λmax changed by a factor of {number(after / before)} over training."
+        else:
+            text = f"λmax went from {number(before)} to {number(after)} over training."
+        yield tag("span", text)
+
+
+def _saddles(contents: Contents) -> Iterator[Markup]:
+    for stage in contents.stages("Eigenpairs"):
+        content = contents.find("Eigenpairs", stage=stage, part="total")
+        pairs = list(eigenvalues(content)) if content else []
+        if not pairs or content is None or content.get("which") not in ("both", "smallest"):
+            continue
+        value, interval = min(pairs)
+        if interval[1] < 0:
+            yield tag(
+                "span",
+                f"{_at(stage)} loss also curves downwards: the most negative eigenvalue is ",
+                tag("strong", with_interval(value, interval)),
+                ", so the point is a saddle in that direction, not a minimum.",
+            )
+        elif interval[0] >= 0:
+            yield tag("span", f"{_at(stage)} loss shows no downward curvature.")
+        else:
+            yield tag(
+                "span",
+                f"{_at(stage)} smallest eigenvalue is {with_interval(value, interval)}: its sign "
+                "cannot be told from zero.",
+            )
+
+
+def _traces(contents: Contents) -> Iterator[Markup]:
+    for stage in contents.stages("TraceEstimate"):
+        found = {}
+        for part in ("total", "outer", "functional"):
+            content = contents.find("TraceEstimate", stage=stage, part=part)
+            if content is not None:
+                found[part] = quantity(content)
+        if "total" not in found or found["total"][0] is None:
+            continue
+        words = [f"{_at(stage)} total curvature is "]
+        pieces: list[object] = [*words, tag("strong", f"tr H = {with_interval(*found['total'])}")]
+        if "outer" in found and "functional" in found:
+            pieces.append(
+                f": {with_interval(*found['outer'])} from the outer-product part H_o and "
+                f"{with_interval(*found['functional'])} from the functional part H_f"
+            )
+        yield tag("span", *pieces, ".")

@@ -1,0 +1,93 @@
+"""Warnings, other results, and how to reproduce the run."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from curvatlas.report.contents import Contents, Section, as_interval, as_number, with_interval
+from curvatlas.report.markup import join, table, tag
+
+# classes that have a section of their own
+_SHOWN = {
+    "Subject", "Eigenpairs", "TraceEstimate", "SpectralDensity", "TrainedWeights",
+    "TrainingHistory",
+}  # fmt: skip
+
+
+def cautions(contents: Contents) -> Section | None:
+    warnings = [str(warning) for warning in contents.manifest["warnings"]]
+    status, error = contents.manifest["status"], contents.manifest["error"]
+    if status != "complete":
+        said = f" ({error})" if error else ""
+        warnings.insert(0, f"This run is {status}{said}: what is missing was not computed.")
+    for entry in contents.entries:
+        if entry.content.get("converged") is False:
+            warnings.append(f"{entry.name} did not converge within its budget.")
+    if not warnings:
+        return None
+    items = [tag("li", warning) for warning in warnings]
+    return Section(
+        identifier="warnings", title="Warnings", body=tag("ul", items, class_="cautions")
+    )
+
+
+def others(contents: Contents) -> Section | None:
+    rows: list[list[object]] = []
+    for entry in contents.entries:
+        if entry.kind in _SHOWN:
+            continue
+        for key, value in entry.content.items():
+            shown = _simple(key, value, entry.content)
+            if shown is not None:
+                rows.append([entry.name, key, shown])
+    if not rows:
+        return None
+    return Section(
+        identifier="others",
+        title="Other results",
+        body=table(["step", "field", "value"], rows, caption="Results without a picture"),
+    )
+
+
+def _simple(key: str, value: Any, content: dict[str, Any]) -> object | None:
+    if key in ("kind", "interval") or isinstance(value, (dict, list)) or value is None:
+        return None
+    number = as_number(value)
+    if number is not None and not isinstance(value, int):
+        return with_interval(
+            number, as_interval(content.get("interval")) if key == "value" else None
+        )
+    return value if isinstance(value, (bool, int)) else str(value)
+
+
+def reproduction(contents: Contents) -> Section:
+    manifest = contents.manifest
+    command = shlex.join(manifest["command"]) if manifest["command"] else "(run from Python)"
+    versions = {"curvatlas": manifest["version"], **manifest["environment"]}
+    settings: dict[str, object] = {
+        **{f"option {key}": _option(value) for key, value in manifest["options"].items()},
+        **versions,
+        **{f"{key} fingerprint": value for key, value in manifest["fingerprints"].items() if value},
+        "started": manifest["created"],
+        "last written": manifest["updated"],
+    }
+    seconds: list[list[object]] = [
+        [name, step["kind"], float(step["seconds"])] for name, step in manifest["steps"].items()
+    ]
+    return Section(
+        identifier="reproduce",
+        title="How to reproduce",
+        body=join(
+            tag("pre", tag("code", command), tabindex=0),
+            tag("p", "The same command on the same machine gives the same numbers."),
+            tag("details", tag("summary", "Settings and versions"),
+                table(["setting", "value"], [[key, value] for key, value in settings.items()])),
+            tag("details", tag("summary", "Steps and their time"),
+                table(["step", "result", "seconds"], seconds)),
+        ),
+    )  # fmt: skip
+
+
+def _option(value: Any) -> str:
+    return "–" if value is None else str(value)

@@ -1,0 +1,174 @@
+"""The spectrum: bulk and outliers, before and after, for H, H_o and H_f."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from curvatlas.report.charts import Series, chart
+from curvatlas.report.contents import (
+    PART_WORDS,
+    PARTS,
+    Contents,
+    Section,
+    eigenvalues,
+    numbers,
+    quantity,
+    stage_words,
+    with_interval,
+)  # fmt: skip
+from curvatlas.report.markup import Markup, join, table, tag
+from curvatlas.report.scales import linear_scale, log_scale, symlog_scale
+from curvatlas.report.switches import switch
+
+_FLOOR = 1e-5  # densities below this share of the highest are not drawn
+
+
+def spectrum(contents: Contents) -> Section | None:
+    panels = {}
+    for part, symbol in PARTS.items():
+        body = join(_density(contents, part), _outliers(contents, part))
+        if body:
+            panels[f"{symbol}: {PART_WORDS[part]}"] = tag("div", body, class_="pair")
+    tables = [_eigenvalue_table(contents), _trace_table(contents)]
+    if not panels and not any(tables):
+        return None
+    pictures = (
+        switch("spectrum", panels, label="Matrix whose spectrum is shown") if panels else None
+    )
+    return Section(
+        identifier="spectrum",
+        title="Spectrum",
+        body=join(_introduction(), pictures, tables),
+    )
+
+
+def _introduction() -> Markup:
+    return tag(
+        "p",
+        "Most directions hardly curve (the bulk near zero); a few curve strongly (the outliers). "
+        "Curvature is H = H_o + H_f: H_o comes from the loss at fixed network slopes and is never "
+        "negative, H_f from the network's own bending.",
+    )
+
+
+def _density(contents: Contents, part: str) -> Markup | None:
+    found = []
+    for index, stage in enumerate(contents.stages("SpectralDensity")):
+        content = contents.find("SpectralDensity", stage=stage, part=part)
+        if content is None:
+            continue
+        grid, density = numbers(content.get("grid")), numbers(content.get("density"))
+        if len(grid) > 1 and len(grid) == len(density):
+            found.append((index, stage, grid, density))
+    if not found:
+        return None
+    top = max(max(density) for _, _, _, density in found)
+    series = [
+        Series(
+            name=stage_words(stage) or "density",
+            x=[x for x, y in zip(grid, density, strict=True) if y > _FLOOR * top],
+            y=[y for y in density if y > _FLOOR * top],
+            style="area",
+            colour=index,
+        )
+        for index, stage, grid, density in found
+    ]
+    everything = [x for one in series for x in one.x]
+    return chart(
+        series,
+        x_scale=symlog_scale(everything),
+        y_scale=log_scale([_FLOOR * top, top]),
+        x_label="eigenvalue",
+        y_label="density",
+        title=f"Density of {PARTS[part]}",
+        description="How the eigenvalues are spread; smoothed for drawing, both axes compressed.",
+    )
+
+
+def _outliers(contents: Contents, part: str) -> Markup | None:
+    series = []
+    for index, stage in enumerate(contents.stages("Eigenpairs")):
+        content = contents.find("Eigenpairs", stage=stage, part=part)
+        pairs = sorted(eigenvalues(content), reverse=True) if content else []
+        if not pairs:
+            continue
+        name = stage_words(stage) or "eigenvalues"
+        series.append(
+            Series(
+                name=name,
+                x=[float(rank) for rank in range(1, len(pairs) + 1)],
+                y=[value for value, _ in pairs],
+                style="points",
+                intervals=[interval for _, interval in pairs],
+                colour=index,
+                labels=[
+                    f"{name}, no. {rank}: {with_interval(value, interval)}"
+                    for rank, (value, interval) in enumerate(pairs, 1)
+                ],
+            )
+        )
+    if not series:
+        return None
+    heights = [y for one in series for y in one.y]
+    wide = max(map(abs, heights)) > 100 * (min(map(abs, heights)) or 1e-30)
+    return chart(
+        series,
+        x_scale=linear_scale([x for one in series for x in one.x]),
+        y_scale=symlog_scale(heights) if wide else linear_scale(heights, zero=True),
+        x_label="rank",
+        y_label="eigenvalue",
+        title=f"Outliers of {PARTS[part]}",
+        description="The eigenvalues at the ends of the spectrum, with their certified intervals.",
+    )
+
+
+def _eigenvalue_table(contents: Contents) -> Markup | None:
+    rows: list[list[object]] = []
+    for entry in contents.of_kind("Eigenpairs"):
+        content = entry.content
+        pairs = sorted(eigenvalues(content), reverse=True)
+        shown = ", ".join(with_interval(*pair) for pair in pairs)
+        rows.append([_title(entry.stage, entry.part), shown, content.get("products"),
+                     _certainty(content)])  # fmt: skip
+    if not rows:
+        return None
+    return table(
+        ["matrix", "eigenvalues", "products", "certainty"], rows,
+        caption="Eigenvalues at the ends; each interval contains an eigenvalue for certain",
+    )  # fmt: skip
+
+
+def _certainty(content: dict[str, Any]) -> str:
+    if content.get("exact"):
+        return "exact"
+    if not content.get("converged"):
+        return "not converged"
+    missed = quantity(content, "missed_probability")[0]
+    return f"one overlooked: at most {missed:.1%}" if missed is not None else "converged"
+
+
+def _trace_table(contents: Contents) -> Markup | None:
+    rows: list[list[object]] = []
+    for entry in contents.of_kind("TraceEstimate"):
+        value, interval = quantity(entry.content)
+        converged = "yes" if entry.content.get("converged") else "no"
+        rows.append([_title(entry.stage, entry.part), with_interval(value, interval),
+                     entry.content.get("products"), converged])  # fmt: skip
+    for entry in contents.of_kind("SpectralDensity"):
+        mass, interval = quantity(entry.content, "negative_mass")
+        if mass is not None:
+            rows.append([
+                f"{_title(entry.stage, entry.part)}: share of negative eigenvalues",
+                with_interval(mass, interval), entry.content.get("products"), "–",
+            ])  # fmt: skip
+    if not rows:
+        return None
+    return table(
+        ["quantity", "value [95 % interval]", "products", "converged"], rows,
+        caption="Traces and negative mass",
+    )  # fmt: skip
+
+
+def _title(stage: str, part: str) -> str:
+    words = stage_words(stage)
+    return f"{PARTS[part]} {words}".strip()

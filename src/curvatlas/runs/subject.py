@@ -1,0 +1,84 @@
+"""What a run is about: the model, its parameters by role, the data and the loss on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from curvatlas.results import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSize(Result):
+    """How many parameters one role has in one layer."""
+
+    layer: int | None  # None outside the stack of blocks
+    sublayer: str
+    role: str
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject(Result):
+    """The model and data of a run, with the loss and gradient at which curvature was measured."""
+
+    name: str  # as the user called it
+    model: str  # the class
+    state: str  # "initial", "trained", or "" when the user's own
+    parameters: int
+    dtype: str
+    device: str
+    data: str
+    loss_name: str
+    batches: int
+    targets: float  # valid targets over all batches: what the mean is taken over
+    loss: float
+    gradient_norm: float
+    roles: tuple[RoleSize, ...]
+
+    @property
+    def value(self) -> float:
+        """The loss."""
+        return self.loss
+
+    def by_role(self) -> dict[str, int]:
+        """Parameters of each role, summed over layers, in the order they first appear."""
+        totals: dict[str, int] = {}
+        for entry in self.roles:
+            totals[entry.role] = totals.get(entry.role, 0) + entry.parameters
+        return totals
+
+    def __str__(self) -> str:
+        roles = ", ".join(f"{role} {size:,}" for role, size in self.by_role().items())
+        state = f" ({self.state})" if self.state else ""
+        return (
+            f"{self.name}{state}: {self.model} with {self.parameters:,} parameters ({roles}); "
+            f"{self.loss_name} {self.loss:.6g} on {self.data}, "
+            f"gradient norm {self.gradient_norm:.3g}"
+        )
+
+
+def subject_of(problem: Any, *, name: str, data: str, state: str = "") -> Subject:
+    """Describe a ``Problem``; costs one gradient."""
+    sizes: dict[tuple[int | None, str, str], int] = {}
+    for piece in problem.anatomy:
+        key = (piece.layer, piece.sublayer, piece.role)
+        sizes[key] = sizes.get(key, 0) + piece.size
+    return Subject(
+        name=name,
+        model=type(problem.model).__name__,
+        state=state,
+        parameters=problem.size,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        device=str(problem.device),
+        data=data,
+        loss_name=problem.loss.name,
+        batches=sum(1 for _ in problem.batches()),
+        targets=problem.total_count,
+        loss=problem.value(),
+        gradient_norm=float(problem.gradient().norm()),
+        roles=tuple(
+            RoleSize(layer=layer, sublayer=sublayer, role=role, parameters=size)
+            for (layer, sublayer, role), size in sizes.items()
+        ),
+    )
