@@ -22,12 +22,11 @@ def top(matrix: Tensor) -> Tensor:
 
 
 def weighted_top(alpha: Tensor, weight: Tensor) -> Tensor:
-    """λ_max(Σ_i w_i α_iα_iᵀ), alpha (N, a), w (N,) ≥ 0."""
-    scaled = alpha * weight.clamp_min(0.0).unsqueeze(1)
+    """λ_max(Σ_i w_i α_iα_iᵀ), alpha (N, a), w (…, N) ≥ 0 → (…)."""
     if alpha.shape[0] < alpha.shape[1]:  # the Gram matrix has the same spectrum and is smaller
         root = _root(weight)
-        return top((alpha @ alpha.T) * root.unsqueeze(0) * root.unsqueeze(1))
-    return top(alpha.T @ scaled)
+        return top((alpha @ alpha.T) * root.unsqueeze(-2) * root.unsqueeze(-1))
+    return top(alpha.T @ (alpha * weight.unsqueeze(-1)))
 
 
 def _root(values: Tensor) -> Tensor:
@@ -72,22 +71,21 @@ def plain_sum(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:
     alpha: (N, a), beta: (N, b), middle: (N, r, s)
     """
     u, s, vh = torch.linalg.svd(middle, full_matrices=False)
-    norm = s[:, 0]
     a2, b2 = alpha.pow(2).sum(1), beta.pow(2).sum(1)
-    left = torch.einsum("nrk,nk,nsk->nrs", u, s, u)
-    right = torch.einsum("nkr,nk,nks->nrs", vh, s, vh)
-    found = []
+    left = (u * s.unsqueeze(1)) @ u.mT
+    right = vh.mT @ (vh * s.unsqueeze(2))
     balance = ((b2 + 1e-300) / (a2 + 1e-300)).sqrt()
-    for w in (torch.ones_like(balance), balance):
-        rows = torch.minimum(
-            weighted_top(alpha, w * norm), top(torch.einsum("n,nrs->rs", w * a2, left))
-        )
-        columns = torch.minimum(
-            weighted_top(beta, norm / w), top(torch.einsum("n,nrs->rs", b2 / w, right))
-        )
-        found.append(_root(rows) * _root(columns))
-    found.append(plain_frobenius(alpha, beta, middle))
-    return torch.stack(found).amin()
+    w = torch.stack([torch.ones_like(balance), balance])  # two choices at once
+    rows = torch.minimum(weighted_top(alpha, w * s[:, 0]), _summed_top(w * a2, left))
+    columns = torch.minimum(weighted_top(beta, s[:, 0] / w), _summed_top(b2 / w, right))
+    crossed = (_root(rows) * _root(columns)).amin()
+    return torch.minimum(crossed, plain_frobenius(alpha, beta, middle))
+
+
+def _summed_top(weight: Tensor, middle: Tensor) -> Tensor:
+    """λ_max(Σ_i w_i M_i) for w (…, N), M (N, r, r)."""
+    summed = weight @ middle.reshape(len(middle), -1)
+    return top(summed.unflatten(-1, middle.shape[1:]))
 
 
 def plain_frobenius(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:

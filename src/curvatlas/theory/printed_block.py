@@ -186,7 +186,7 @@ def block_second_derivatives(effort: Effort) -> Outcome:
     name="block-hessian-symmetry",
     source="Petrov et al., slides, remark after Theorem 5",
     title="H^{(i,j)} = H^{(j,i)}",
-    formula="printed: the stacked blocks are equal; true: contracted with ∂ℓ/∂Z they are transposes",
+    formula="printed: stacked blocks are equal; true: contracted with ∂ℓ/∂Z they are transposes",
     tested_by="shapes and entries of the stacked blocks; contraction with a random gradient",
     verdict=CORRECTED,
     counterexample="H^{(Q,1)} and H^{(1,Q)} do not even have the same shape",

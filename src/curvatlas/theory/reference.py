@@ -219,6 +219,7 @@ def spectral_norm(matrix: Tensor) -> Tensor:
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """‖got − want‖_F / ‖want‖_F, absolute when ``want`` is zero."""
+    got, want = got.detach(), want.detach()
     scale = float(torch.linalg.norm(want))
     error = float(torch.linalg.norm(got - want))
     return error / scale if scale > 0 else error

@@ -51,12 +51,17 @@ class EntryBounds:
     high: Tensor
     low: Tensor
 
-    def norm(self) -> Tensor:
-        """‖H‖ ≤ the larger of the two signed comparisons."""
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """(u, l) with −l ≤ H ≤ u: each the top of [b] with that end on the diagonal."""
         off = self.matrix - torch.diag(torch.diagonal(self.matrix))
-        return torch.stack(
-            [torch.linalg.eigvalsh(off + torch.diag(end))[-1] for end in (self.high, self.low)]
-        ).amax()
+        high, low = (
+            torch.linalg.eigvalsh(off + torch.diag(end))[-1] for end in (self.high, self.low)
+        )
+        return high, low
+
+    def norm(self) -> Tensor:
+        """‖H‖ ≤ the larger of the two ends."""
+        return torch.maximum(*self.ends())
 
 
 class _Table:
@@ -115,7 +120,7 @@ def entry_bounds(
             "the token-structured bound needs a loss that does not couple tokens: "
             "use token cross-entropy or mse."
         )
-    n, length, d = x.shape
+    d = x.shape[-1]
     lam = seeds.blocks(slice(None))
     delta = seeds.delta.reshape(-1, d)
     inside = affine_norm(x, weights, "norm1", spec) if spec.norm_first and spec.residual else x

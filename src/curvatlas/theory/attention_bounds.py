@@ -1,0 +1,61 @@
+"""Norm bounds of single-head attention: the draft's Theorem 1 and its corrected form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvatlas.theory.kronecker import SingleHead
+
+
+def _norm(matrix: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+def printed_theorem_1(head: SingleHead) -> dict[str, Tensor]:
+    """The four terms of the draft's Theorem 1; its bound is their maximum. Not valid: see verify.
+
+    Xmax = ‖X‖₂, Wmax = max‖W‖₂, Rmax = ‖F − Y‖_F, Smax = √d_v.
+    """
+    length, d = head.target.shape
+    d_k = head.query.shape[1]
+    x = _norm(head.x)
+    w = torch.stack([_norm(p) for p in head.parameters]).amax()
+    r, s = (head.output() - head.target).norm(), float(d) ** 0.5
+    qq = 2.0 * (w**4 * x**6 + r * w**3 * x**5) / (length * d * d_k)
+    return {
+        "VV": 2.0 * x**2 / (length * d),
+        "QQ": qq,
+        "VQ": 2.0 * (x**4 * w**2 + r * s * x**3 * w) / (length * d * d_k**0.5),
+        "QK": qq + 2.0 * r * w * x**3 * s / (length * d * d_k**0.5),
+    }
+
+
+def corrected_blocks(head: SingleHead) -> Tensor:
+    """Corrected block bounds (THEORY §14.2) as the symmetric 3×3 matrix over (Q, K, V).
+
+    Uses ‖M2_i‖ ≤ r² with r the largest distance of a token from the mean token, |e_ij| ≤ 2r‖u_i‖.
+    """
+    c, s = head.reduction, head.scale
+    x = head.x
+    q, k, v = (_norm(p) for p in head.parameters)
+    residual = c * (head.output() - head.target)
+    u = (residual @ head.value.T).norm(dim=1)
+    size = _norm(x)
+    r = (x - x.mean(0)).norm(dim=1).amax()
+    # ‖A X‖ ≤ √L max‖x_j‖: rows of A are averages, but ‖A‖₂ may exceed 1
+    mu = x.norm(dim=1).amax() * float(len(x)) ** 0.5
+    omega = torch.linalg.eigvalsh((x * u.unsqueeze(1)).T @ x)[-1]
+    inner = c * size**2 * v**2 * r**2 + 2.0 * omega * r
+    side = r**2 * size * (c * mu * v + residual.norm())
+    qq = s**2 * k**2 * r**2 * inner
+    kk = s**2 * q**2 * r**2 * inner
+    qk = s**2 * q * k * r**2 * inner + s * size * u.norm() * r**2
+    vv = c * mu**2
+    rows = [[qq, qk, s * k * side], [qk, kk, s * q * side], [s * k * side, s * q * side, vv]]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def corrected_bound(head: SingleHead) -> Tensor:
+    """‖H‖ ≤ the norm of the matrix of block bounds (≤ 3 times the largest block)."""
+    return torch.linalg.eigvalsh(corrected_blocks(head))[-1]
