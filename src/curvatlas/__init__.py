@@ -24,6 +24,7 @@ _PUBLIC: dict[str, str] = {
     "MatrixOperator": "curvatlas.operators.base",
     "Tags": "curvatlas.operators.base",
     "eigenpairs": "curvatlas.spectra.eigenpairs",
+    "trace": "curvatlas.spectra.trace",
     "Result": "curvatlas.results",
     "visualize_hessian_spectrum": "curvatlas.report.figures",
     "visualize_curvature_flow": "curvatlas.report.figures",

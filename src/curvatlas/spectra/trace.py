@@ -1,0 +1,140 @@
+"""Trace with an interval, adaptive until it is good enough."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from curvatlas.operators.base import LinearOperator, MatrixOperator
+from curvatlas.progress import bar, track
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
+from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
+from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
+
+_FIRST_STEPS = 8
+_EXACT_UP_TO = 64  # so few products that reading the whole diagonal is cheaper than estimating
+
+
+def trace(
+    op: LinearOperator,
+    *,
+    rtol: float = 0.01,
+    seed: int = 0,
+    max_products: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Estimate:
+    """tr A until the 95 % interval is within ``rtol`` of the value.
+
+    A dense matrix or an operator with ``exact_trace()`` answers exactly. Otherwise outliers are
+    captured by Lanczos and the rest is sampled; when sampling would take more products than the
+    operator has columns, the diagonal is read exactly.
+    """
+    n = require_square(op, "trace")
+    check_rtol(rtol)
+    known = _closed_form(op)
+    if known is not None:
+        return known
+    budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
+    check_budget(budget)
+    if n <= _EXACT_UP_TO and budget >= n:
+        return _read_diagonal(op, 0)
+    mark = fingerprint(op, estimate="trace", rtol=rtol, seed=seed, max_products=max_products)
+    file = Checkpoint(checkpoint, mark)
+    sampler = DeflatedSampler(op, min(budget, n), generator(seed))
+    stored = file.load()
+    if stored is not None:
+        sampler.restore(*stored)
+    with bar("trace", total=budget) as progress, file.kept(sampler.state):
+        while True:
+            progress.update(sampler.products - progress.n)
+            if file.due():
+                file.save(*sampler.state())
+            if sampler.probes.shape[1] < FEWEST_PROBES or sampler.basis.multiplied == 0:
+                if not _begin(sampler, budget):
+                    break
+                continue
+            reached = _reached(sampler, rtol)
+            step = plan(sampler, rtol * abs(reached.value), reached.error)
+            if reached.converged or sampler.products >= budget:
+                file.save(*sampler.state())
+                return reached
+            if step.products >= n and sampler.products + n <= budget:
+                return _read_diagonal(op, sampler.products)
+            count = min(step.count, budget - sampler.products)
+            if step.deflate:
+                sampler.deflate(count)
+            else:
+                sampler.probe(count)
+    return _reached(sampler, rtol)
+
+
+def _begin(sampler: DeflatedSampler, budget: int) -> bool:
+    """The first probes and Lanczos steps; False when the budget does not allow them."""
+    left = budget - sampler.products
+    missing = FEWEST_PROBES - sampler.probes.shape[1]
+    if missing > 0 and left > 0:
+        sampler.probe(min(missing, left))
+    elif left > 0:
+        sampler.deflate(min(_FIRST_STEPS, left))
+    return left > 0
+
+
+def _reached(sampler: DeflatedSampler, rtol: float) -> Estimate:
+    captured = np.diag(sampler.captured)
+    rest = sampler.rest()
+    m = sampler.probes.shape[1]
+    value = float(captured.sum() + rest.values.mean())
+    eps = torch.finfo(sampler.op.dtype).eps
+    rounding = 16 * eps * (np.abs(captured).sum() + np.abs(rest.values).mean())
+    below, above = rest.bounds()
+    low, high = value - below - float(rounding), value + above + float(rounding)
+    return Estimate(
+        quantity="trace",
+        value=value,
+        interval=(low, high),
+        products=sampler.products,
+        converged=m >= FEWEST_PROBES and close_enough(value, (high - low) / 2, rtol),
+        exact=False,
+        method="Lanczos deflation and sphere probes",
+    )
+
+
+def _read_diagonal(op: LinearOperator, spent: int) -> Estimate:
+    """Σ e_iᵀ A e_i, a block of columns at a time."""
+    n = op.shape[0]
+    entries = []
+    step = 64
+    for start in track(range(0, n, step), "exact trace"):
+        stop = min(start + step, n)
+        block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
+        block[start:stop].fill_diagonal_(1)
+        entries.append((op @ block)[start:stop].diagonal().double().cpu())
+    diagonal = torch.cat(entries)
+    if not bool(torch.isfinite(diagonal).all()):
+        raise FloatingPointError(
+            "a product with the operator gave NaN or infinity: check the loss and the parameters."
+        )
+    return exact_estimate(
+        "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()),
+        eps=torch.finfo(op.dtype).eps, products=spent + n, method="diagonal, column by column",
+    )  # fmt: skip
+
+
+def _closed_form(op: LinearOperator) -> Estimate | None:
+    eps = torch.finfo(op.dtype).eps
+    if isinstance(op, MatrixOperator):
+        diagonal = op.matrix.diagonal().double()
+        return exact_estimate(
+            "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()), eps=eps,
+            products=0, method="diagonal of the matrix",
+        )  # fmt: skip
+    known = getattr(op, "exact_trace", None)
+    value = known() if callable(known) else None
+    if value is None:
+        return None
+    return exact_estimate(
+        "trace", float(value), scale=abs(float(value)), eps=eps, products=0, method="closed form"
+    )
