@@ -12,10 +12,11 @@ from torch import Tensor
 from curvatlas import parallel
 from curvatlas.anatomy import Slice
 from curvatlas.budget import default_budget, parse_bytes
-from curvatlas.errors import DifferentiationError, NonFiniteError
+from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
 from curvatlas.operators.kept import KeptLinearisations
 from curvatlas.operators.linearisation import Columns, Linearisation
+from curvatlas.operators.probes import probe_by_differences, probe_symmetry
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.guards import listed
 
@@ -75,8 +76,8 @@ class CurvatureOperator(LinearOperator):
         total = torch.zeros(
             count, sum(sizes[name] for name in rows), dtype=self.dtype, device=self.device
         )
+        kept = self._kept_for({*columns, *rows})
         with problem.evaluating():
-            kept = self._kept_for({*columns, *rows})
             for weight, linear in kept:
                 step = min(linear.columns_at_once, kept.columns_that_fit())
                 for start in range(0, count, step):
@@ -109,9 +110,12 @@ class CurvatureOperator(LinearOperator):
         if self._checks:
             self.problem.check()
         sample = _probe_batch(self.problem)
-        linear = self._linearise(sample, names)
-        if self._checks:
-            self._probe_symmetry(linear, names)
+        with self.problem.evaluating():
+            linear = self._linearise(sample, names)
+            if self._checks and self.tags.symmetric:
+                probe_symmetry(linear, names)
+            if self._checks and linear.size.custom:
+                probe_by_differences(self.problem, sample, names, linear.size.custom)
         return KeptLinearisations(
             self._linearise,
             self.problem,
@@ -120,41 +124,6 @@ class CurvatureOperator(LinearOperator):
             probe=linear.size,
             probe_samples=sample.samples,
         )
-
-    def _probe_symmetry(self, linear: Linearisation, names: list[str]) -> None:
-        """uᵀ(Hv) against vᵀ(Hu) on one sample: two products of 1/batch the cost."""
-        if not self.tags.symmetric:
-            return
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        leaves = linear.leaves
-
-        def draw() -> dict[str, Tensor]:
-            return {
-                n: torch.randn(leaves[n].shape, generator=generator, dtype=self.dtype)
-                .to(self.device)
-                .unsqueeze(0)
-                for n in names
-            }
-
-        def flat(tensors: Any) -> Tensor:
-            pieces = [
-                torch.zeros_like(leaves[n]) if t is None else t
-                for n, t in zip(names, tensors, strict=True)
-            ]
-            return torch.cat([t.reshape(-1) for t in pieces])
-
-        u, v = draw(), draw()
-        hu, hv = flat(linear.product(u, names)), flat(linear.product(v, names))
-        left, right = float(flat(u.values()) @ hv), float(flat(v.values()) @ hu)
-        typical = float(hv.norm() * flat(u.values()).norm()) / max(hv.numel(), 1) ** 0.5
-        scale = max(abs(left), abs(right), typical)
-        tolerance = 1e-7 if self.dtype == torch.float64 else 5e-3
-        if scale > 0 and not abs(left - right) <= tolerance * scale:
-            raise DifferentiationError(
-                f"the second derivative is not symmetric (uᵀHv = {left:.6g}, vᵀHu = {right:.6g}): "
-                "an operation of the model has a wrong double backward; replace it, or pass "
-                "checks=False to look at the operator all the same."
-            )
 
     def _after_first_pass(self, kept: KeptLinearisations) -> None:
         if self._checks and kept.unused:

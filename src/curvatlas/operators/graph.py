@@ -1,4 +1,4 @@
-"""What an autograd graph holds in memory, read off its saved tensors."""
+"""What an autograd graph holds: its memory, and nodes that would break a second derivative."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from curvatlas.errors import DifferentiationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,7 @@ class GraphSize:
 
     bytes: int
     tensors: int
+    custom: frozenset[str] = frozenset()  # hand-written torch.autograd.Function nodes
 
     @property
     def mean_bytes(self) -> float:
@@ -30,20 +34,31 @@ def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = 
     known = {t.untyped_storage().data_ptr() for t in excluding}
     storages: dict[int, int] = {}
     seen: set[Any] = set()
-    stack = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
+    stack: list[Any] = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
     tensors = 0
+    custom: set[str] = set()
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
+        kind = node.name()
+        if kind == "torch::autograd::Error":
+            # It has no edges, so autograd would skip it and return zeros without a word.
+            raise DifferentiationError(
+                "an operation of the model has no second derivative (its backward is marked "
+                "once_differentiable): replace it by plain PyTorch operations or use eager or sdpa "
+                "attention instead of a fused kernel."
+            )
+        if isinstance(node, BackwardCFunction):
+            custom.add(kind)
         for tensor in _saved_tensors(node):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 tensors += 1
                 storages[storage.data_ptr()] = storage.nbytes()
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return GraphSize(bytes=sum(storages.values()), tensors=tensors)
+    return GraphSize(bytes=sum(storages.values()), tensors=tensors, custom=frozenset(custom))
 
 
 def _saved_tensors(node: Any) -> list[Tensor]:

@@ -40,7 +40,8 @@ class Linearisation:
         self.unused: frozenset[str] = frozenset()
         self._build()
         self.size: GraphSize = graph_size(
-            self._roots(), excluding=[*problem.model.parameters(), *problem.model.buffers()]
+            [*self._roots(), *differentiable_leaves(self.outputs)[0]],
+            excluding=[*problem.model.parameters(), *problem.model.buffers()],
         )
         self.columns_at_once = 1
         if self.size.mean_bytes < BATCHED_BELOW_BYTES:

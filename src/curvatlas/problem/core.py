@@ -43,7 +43,8 @@ class Problem:
     parameters: names, globs, roles or parameters that vary; the others are held fixed.
     count: number of valid targets of a callable loss (default: entries, ignoring −100).
     shift: whether ``labels`` are next-token labels (default: told from the model and the data).
-    strict_float64: keep float64 models in float64 where libraries round to float32 inside.
+    keep_float64: keep float64 models in float64 where libraries round to float32 inside
+        (Llama's norms, eager softmax); False follows the model as it is.
     distributed: sum over the process group's ranks (default: when one is initialised).
     shard: every rank passes the same data and works on its own share of the batches.
     """
@@ -57,13 +58,13 @@ class Problem:
         parameters: Parameters | None = None,
         count: Callable[[Any], float] | None = None,
         shift: bool | None = None,
-        strict_float64: bool = False,
+        keep_float64: bool = True,
         distributed: bool | None = None,
         shard: bool = False,
     ) -> None:
         self.model = unwrap(model)
         self.loss = as_loss(loss, count=count)
-        self.strict_float64 = strict_float64
+        self.keep_float64 = keep_float64
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
         self._everything = dict(self.model.named_parameters())
         refuse_sharded(self._everything)
@@ -217,7 +218,7 @@ class Problem:
             data,
             parameters=list(self.parameter_names),
             shift=self._shift,
-            strict_float64=self.strict_float64,
+            keep_float64=self.keep_float64,
             distributed=self.distributed,
             shard=self._shard,
         )
@@ -238,7 +239,7 @@ class Problem:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """The scope in which the model is called and differentiated."""
-        strict = self.strict_float64 and self.dtype == torch.float64
+        strict = self.keep_float64 and self.dtype == torch.float64
         with evaluation(self.model, stay_double=strict), explained():
             yield
 

@@ -63,23 +63,51 @@ def refuse_sharded(named: Mapping[str, Tensor]) -> None:
 
 
 class _StayDouble(TorchFunctionMode):
-    """Inside, nothing that is float64 is rounded to float32 on the way.
+    """Inside, no float64 tensor is rounded to float32 on the way.
 
-    Some libraries upcast half precision by ``x.to(torch.float32)`` or ``softmax(dtype=float32)``
-    and thereby round a float64 model to 5e-8.
+    Some libraries compute norms and softmax by ``x.to(torch.float32)`` or ``dtype=torch.float32``,
+    which rounds a float64 model to 5e-8 and makes its second derivatives asymmetric.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            func, args = torch.Tensor.to, (args[0], torch.float64)
-        elif kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        elif func is torch.Tensor.to and torch.float32 in args[1:]:
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        first = args[0] if args else None
+        if not self.paused and isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return first
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            elif func is torch.Tensor.to:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def with_pauses(self, model: nn.Module) -> Iterator[None]:
+        """Leave position tables alone: they are constants, and the model's to round."""
+
+        def pause(*_: Any) -> None:
+            self.paused += 1
+
+        def resume(*_: Any) -> None:
+            self.paused -= 1
+
+        handles = []
+        for module in model.modules():
+            if "Rotary" in type(module).__name__:
+                handles.append(module.register_forward_pre_hook(pause))
+                handles.append(module.register_forward_hook(resume, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextlib.contextmanager
@@ -100,7 +128,7 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.autocast(device_type=device, enabled=False))
         if stay_double:
-            stack.enter_context(_StayDouble())
+            stack.enter_context(_StayDouble().with_pauses(model))
         try:
             for module in training:
                 module.training = False

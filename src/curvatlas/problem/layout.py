@@ -25,7 +25,7 @@ class Layout:
     def split(self, columns: Tensor) -> list[Tensor]:
         """(P, K) → one (K, *shape) tensor a parameter."""
         rows = columns.T.contiguous() if columns.ndim == 2 else columns.unsqueeze(0)  # (K, P)
-        pieces = torch.split(rows, self.sizes, dim=1)
+        pieces = torch.split(rows, list(self.sizes), dim=1)
         return [p.reshape(-1, *s) for p, s in zip(pieces, self.shapes, strict=True)]
 
     def join(self, tensors: Sequence[Tensor | None], *, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Adding one: derive from ``Loss``, give ``value`` and ``count``; give ``curvature
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -205,7 +206,7 @@ class MeanSquaredError(Loss):
     def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
         size = outputs.shape[-1] if outputs.ndim > 1 else 1
         noise: Tensor = torch.special.ndtri(uniform(outputs.shape)).to(outputs)
-        return noise * (2.0 / size) ** 0.5
+        return noise * math.sqrt(2.0 / size)
 
 
 class CallableLoss(Loss):
