@@ -38,6 +38,7 @@ class Readout:
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
     eps: float = 1e-5
+    frozen_head: bool = False  # the head is part of the function, not of the parameters
 
     def __post_init__(self) -> None:
         if self.pooling is not None and self.pooling not in _POOLINGS:
@@ -52,6 +53,15 @@ class Readout:
     @property
     def weights(self) -> dict[str, Tensor]:
         """The parameters that are there, in flat order."""
+        return {
+            name: value
+            for name, value in self.tensors.items()
+            if not (self.frozen_head and name.startswith("head"))
+        }
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that are there, parameters or not."""
         named = {
             "norm_weight": self.norm_weight,
             "norm_bias": self.norm_bias,
@@ -76,7 +86,7 @@ class LinearisedReadout:
 
     def __init__(self, readout: Readout, z: Tensor, *, samples: int) -> None:
         self.samples, self.pooling = samples, readout.pooling
-        self.length, self.weights = z.shape[0] // samples, readout.weights
+        self.length, self.weights = z.shape[0] // samples, readout.tensors
         _check(self.weights, z)
         self._key = stage_number()
         self.norm: Normalization | None = None

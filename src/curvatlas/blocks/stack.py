@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from curvatlas.blocks.adapters import FlatOrder
+from curvatlas.blocks.adapters_stack import map_stack
 from curvatlas.blocks.losses import Loss, resolve_loss
 from curvatlas.blocks.products import PARTS, BlockTangent, LinearisedBlock, Part
 from curvatlas.blocks.products_check import check_spec
@@ -56,6 +58,23 @@ class BlockStack:
         ]
         self.readout = readout if readout is not None else Readout()
         self.loss = resolve_loss(loss)
+        self.order: FlatOrder | None = None  # set by from_module
+
+    @classmethod
+    def from_module(
+        cls, module: nn.Module, *, loss: str | Loss = "mse", head: bool = True
+    ) -> BlockStack:
+        """The blocks, final norm and linear head of a model; the input is the embeddings' output.
+
+        Reads ``nn.TransformerEncoder``, the zoo's ViT and GPT, and Hugging Face GPT-2, Llama, BERT
+        and ViT models. ``head=False`` leaves the head away. A head tied to the embedding stays in
+        the function but is no parameter of the stack: its other use lies outside. ``stack.order``
+        translates between the stack's flat vectors and the model's.
+        """
+        mapped = map_stack(module, head=head)
+        stack = cls(mapped.blocks, loss=loss, readout=mapped.readout)
+        stack.order = mapped
+        return stack
 
     @property
     def named_weights(self) -> dict[str, Tensor]:
