@@ -1,6 +1,7 @@
 """The ``curvatlas`` command: parses arguments, turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 the computation failed, 2 wrong use or unreadable input, 130 interrupted.
+Exit codes: 0 done, 1 the computation failed, 2 wrong use or unreadable input, 3 stopped by the time
+budget, 130 interrupted; after 3 and 130 the same command goes on.
 Nothing heavy is imported before a command runs: ``curvatlas --help`` does not load PyTorch.
 """
 
@@ -16,9 +17,12 @@ from typing import Any, NoReturn
 import typer
 
 from curvatlas.commands import COMMANDS
+from curvatlas.commands.budgets import Interrupted
 
 # typer ≥ 0.26 carries its own click: its exceptions are found from the one it exports
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+_INTERRUPTED = 130
 
 app = typer.Typer(
     name="curvatlas",
@@ -67,12 +71,11 @@ def _run(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
-    except KeyboardInterrupt as interruption:
-        _complain(str(interruption) or "interrupted")
-        return 130
-    except typer.Abort:
-        _complain("interrupted")
-        return 130
+    except Interrupted as interruption:
+        _complain(str(interruption))
+        return _INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
     except BrokenPipeError:
         return 0
     except _UsageError as error:
@@ -81,6 +84,8 @@ def _run(arguments: list[str]) -> int:
         if debug:
             raise
         return _failure(error)
+    if code == _INTERRUPTED:  # before there was a run to resume
+        _complain("interrupted")
     return code if isinstance(code, int) else 0
 
 

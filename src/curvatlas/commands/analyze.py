@@ -70,7 +70,7 @@ def analyze(
     from curvatlas.commands.data import find_data
     from curvatlas.commands.execution import carry_out, open_run, quiet_libraries
     from curvatlas.commands.models import find_model, parse_dtype
-    from curvatlas.commands.survey import Effort, survey
+    from curvatlas.commands.survey import Effort, Survey
     from curvatlas.runs import fingerprints
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
@@ -87,7 +87,9 @@ def analyze(
             data, named, samples=samples, batch_size=batch_size, context=context,
             tokenizer=tokenizer, loss=loss, seed=seed,
         )  # fmt: skip
-        problem = ca.Problem(named.model, found.loss, found.batches, parameters=roles or None)
+        problem = ca.Problem(named.model, found.loss, found.batches)
+        if roles:
+            problem.anatomy.select(*roles)  # a wrong name is told before anything is computed
     options = {
         "command": "analyze", "model": model, "data": data, "loss": found.loss, "roles": roles,
         "weights": None if weights is None else str(weights), "samples": samples,
@@ -107,9 +109,9 @@ def analyze(
 
     def work() -> None:
         console.say(f"curvatlas analyze {model} {data}, into {run.path}")
-        survey(
-            run, problem, name=named.name, data=found.name, stage="model",
-            effort=Effort(eigenvalues=eigenvalues, seed=seed), budget=budget, console=console,
-        )  # fmt: skip
+        Survey(
+            run, problem, stage="model", effort=Effort(eigenvalues=eigenvalues, seed=seed),
+            budget=budget, console=console, roles=roles,
+        ).carry_out(name=named.name, data=found.name)  # fmt: skip
 
     carry_out(run, work, console)

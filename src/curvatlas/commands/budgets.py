@@ -14,6 +14,10 @@ class TimeUp(KeyboardInterrupt):
     """The time budget is used up: ends a run as Ctrl-C does, resumable."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C, with the words that say how to resume. (typer swallows KeyboardInterrupt.)"""
+
+
 def parse_time(text: str) -> float:
     """``"90"``, ``"90s"``, ``"1.5m"`` or ``"2h"`` in seconds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min|h|)\s*", text.lower())

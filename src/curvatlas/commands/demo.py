@@ -13,7 +13,7 @@ def demo(
     output: Output = None,
     seed: Seed = 0,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
-    samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 512,
+    samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 256,
     time: Time = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -28,7 +28,7 @@ def demo(
     from curvatlas.commands.budgets import Budget, parse_time
     from curvatlas.commands.console import Console
     from curvatlas.commands.execution import carry_out, open_run
-    from curvatlas.commands.survey import Effort, survey
+    from curvatlas.commands.survey import Effort, Survey
     from curvatlas.runs import fingerprints
     from curvatlas.runs.weights import TrainedWeights, weights_of
 
@@ -46,10 +46,9 @@ def demo(
 
     def look(stage: str) -> None:
         problem = ca.Problem(model, "cross_entropy", tuple(batch))
-        survey(
-            run, problem, name="reference ViT", data=f"{batch.size} digits of 8 × 8 pixels",
-            stage=stage, effort=Effort(seed=seed), budget=budget, console=console,
-        )  # fmt: skip
+        Survey(
+            run, problem, stage=stage, effort=Effort(seed=seed), budget=budget, console=console
+        ).carry_out(name="reference ViT", data=f"{batch.size} digits of 8 × 8 pixels")
 
     def training() -> TrainedWeights:
         model.float()  # training needs no more than float32; curvature is measured in float64

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from curvatlas import runs
-from curvatlas.commands.budgets import TimeUp
+from curvatlas.commands.budgets import Interrupted, TimeUp
 from curvatlas.commands.console import Console
 from curvatlas.results import brief
 from curvatlas.runs import LoadedRun, Run
@@ -54,7 +54,7 @@ def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
     except TimeUp as error:
         stopped = error
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_resume(run, "interrupted")) from None
+        raise Interrupted(_how_to_resume(run, "interrupted")) from None
     loaded = runs.load(run.path)
     page = _write_report(loaded)
     console.answer(_as_json(loaded, page), f"report: {page}")

@@ -54,6 +54,11 @@ class Contents:
         """The results of these classes, in the order they were stored."""
         return [entry for entry in self.entries if entry.kind in kinds]
 
+    def of_quantity(self, quantity: str) -> list[Entry]:
+        """Estimated numbers of one quantity, such as "trace"."""
+        found = self.of_kind("Estimate")
+        return [entry for entry in found if entry.content.get("quantity") == quantity]
+
     def find(self, kind: str, *, stage: str, part: str) -> dict[str, Any] | None:
         """The content of one result, or None."""
         for entry in self.of_kind(kind):

@@ -110,16 +110,15 @@ def _saddles(contents: Contents) -> Iterator[Markup]:
 
 
 def _traces(contents: Contents) -> Iterator[Markup]:
-    for stage in contents.stages("TraceEstimate"):
-        found = {}
-        for part in ("total", "outer", "functional"):
-            content = contents.find("TraceEstimate", stage=stage, part=part)
-            if content is not None:
-                found[part] = quantity(content)
+    entries = contents.of_quantity("trace")
+    for stage in dict.fromkeys(entry.stage for entry in entries):
+        found = {e.part: quantity(e.content) for e in entries if e.stage == stage}
         if "total" not in found or found["total"][0] is None:
             continue
-        words = [f"{_at(stage)} total curvature is "]
-        pieces: list[object] = [*words, tag("strong", f"tr H = {with_interval(*found['total'])}")]
+        pieces: list[object] = [
+            f"{_at(stage)} total curvature is ",
+            tag("strong", f"tr H = {with_interval(*found['total'])}"),
+        ]
         if "outer" in found and "functional" in found:
             pieces.append(
                 f": {with_interval(*found['outer'])} from the outer-product part H_o and "

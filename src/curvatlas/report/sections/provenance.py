@@ -10,7 +10,7 @@ from curvatlas.report.markup import join, table, tag
 
 # classes that have a section of their own
 _SHOWN = {
-    "Subject", "Eigenpairs", "TraceEstimate", "SpectralDensity", "TrainedWeights",
+    "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
     "TrainingHistory",
 }  # fmt: skip
 
@@ -35,7 +35,7 @@ def cautions(contents: Contents) -> Section | None:
 def others(contents: Contents) -> Section | None:
     rows: list[list[object]] = []
     for entry in contents.entries:
-        if entry.kind in _SHOWN:
+        if entry.kind in _SHOWN or entry.content.get("quantity") == "trace":
             continue
         for key, value in entry.content.items():
             shown = _simple(key, value, entry.content)

@@ -149,7 +149,7 @@ def _certainty(content: dict[str, Any]) -> str:
 
 def _trace_table(contents: Contents) -> Markup | None:
     rows: list[list[object]] = []
-    for entry in contents.of_kind("TraceEstimate"):
+    for entry in contents.of_quantity("trace"):
         value, interval = quantity(entry.content)
         converged = "yes" if entry.content.get("converged") else "no"
         rows.append([_title(entry.stage, entry.part), with_interval(value, interval),

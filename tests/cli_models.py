@@ -1,0 +1,61 @@
+"""Models and data that the command-line tests name as ``cli_models:…``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return Tiny()
+
+
+def make_hostile_model() -> nn.Module:
+    """A model whose class and parameter names are HTML."""
+    model = make_model()
+    type_name = "<script>document.title='pwned'</script>"
+    model.__class__ = type(type_name, (Tiny,), {})
+    hostile = nn.Parameter(torch.ones(2))
+    model.register_parameter('"><img src=x onerror=alert(1)>', hostile)
+    forward = model.forward
+    model.forward = lambda x: forward(x) * hostile  # type: ignore[method-assign]
+    return model
+
+
+def make_data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(12, 3, generator=generator)
+    return [(inputs[:8], torch.arange(8) % 2), (inputs[8:], torch.arange(4) % 2)]
+
+
+def make_slow_model() -> nn.Module:
+    return SlowTiny()
+
+
+class SlowTiny(Tiny):
+    """Takes its time, so that a test can interrupt it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import time
+
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+not_a_model = 3
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("this factory always fails")
