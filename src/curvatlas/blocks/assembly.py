@@ -39,8 +39,11 @@ class Workspace:
     def take(self, name: str, size: int, like: Tensor) -> Tensor:
         """A flat buffer of ``size`` numbers, kept for the next call of the same name."""
         held = self.buffers.get(name)
-        if held is None or held.numel() < size or held.dtype != like.dtype or (
-            held.device != like.device
+        if (
+            held is None
+            or held.numel() < size
+            or held.dtype != like.dtype
+            or (held.device != like.device)
         ):
             held = torch.empty(size, dtype=like.dtype, device=like.device)
             self.buffers[name] = held
@@ -256,7 +259,7 @@ def _pair(
     (r, a), (c, b) = left.shape, right.shape
     n = active.shape[-1]
     core = x.core[slice(*left.core), slice(*right.core)]
-    both = (active.unsqueeze(1) * inner).view(a * b, n)
+    both = (active.unsqueeze(1) * inner).reshape(a * b, n)
     step = max(1, _PAIR // (c * a * b))
     for low in range(0, r, step):
         high = min(low + step, r)
@@ -271,7 +274,7 @@ def _pair(
         if first < last:
             slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
             width = last - first
-            mixed = (active[:, None, None] * slope).view(-1, n)  # (a r w, n)
+            mixed = (active[:, None, None] * slope).reshape(-1, n)  # (a r w, n)
             product = (mixed @ delta.mT).view(a, r, width, c)
             part = view.narrow(3, first - right.activation[0], width)
             part.add_(product.permute(1, 0, 3, 2))
@@ -367,7 +370,7 @@ def _products_of(active: Tensor) -> tuple[Tensor, Tensor | None]:
     """α_a α_b as (pairs, n), and the map from a·b to pairs when only a ≤ b are kept."""
     a, n = active.shape
     if n < _PACK_FROM or a < 4:
-        return (active.unsqueeze(1) * active).view(a * a, n), None
+        return (active.unsqueeze(1) * active).reshape(a * a, n), None
     upper = torch.triu_indices(a, a, device=active.device)
     place = torch.empty(a, a, dtype=torch.long, device=active.device)
     order = torch.arange(upper.shape[1], device=active.device)

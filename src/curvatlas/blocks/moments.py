@@ -33,9 +33,9 @@ class Moments:
     def __init__(self, evaluation: Evaluation, samples: slice, rows: slice) -> None:
         self.spec, self.weights = evaluation.spec, evaluation.weights
         spec, weights = self.spec, self.weights
-        self.augmented = any(
-            name in weights for name in ("key_bias", "value_bias")
-        ) or (spec.norm_first and "norm1_bias" in weights)
+        self.augmented = any(name in weights for name in ("key_bias", "value_bias")) or (
+            spec.norm_first and "norm1_bias" in weights
+        )
         self.attention = evaluation.attention[samples, :, rows]  # (b, H, r, L)
         self.query = evaluation.query[samples, :, rows]  # (b, H, r, dk)
         allowed = evaluation.allowed
@@ -261,6 +261,22 @@ class AdjointMoments:
     def T_KK(self) -> Tensor | None:
         """K̂ T K̂ᵀ (n, dk, dk)."""
         return None if self.T_K is None else self.T_K @ self.head.K_hat.mT
+
+    def T_diagonal(self) -> Tensor | None:
+        """The diagonal of T_input alone (n, d̂): Σ_j w_ij x_j² − 2 m_i ν_i, no d × d tensor."""
+        return self._diagonal(self.head.parent.centred, self.head.parent.scale)
+
+    def T_KK_diagonal(self) -> Tensor | None:
+        """The diagonal of T_KK alone (n, dk)."""
+        return self._diagonal(self.head.parent.centred @ self.head.K_hat.mT, None)
+
+    def _diagonal(self, tokens: Tensor, scale: Tensor | None) -> Tensor | None:
+        """Diagonal of Σ_j w_ij (y_j−ȳ)(y_j−ȳ)ᵀ for tokens y (b, L, ·)."""
+        head = self.head
+        if not head.parent.spec.softmax:
+            return None
+        diagonal = self.w @ tokens.square() - 2.0 * (head.A @ tokens) * (self.w @ tokens)
+        return head._flat(diagonal if scale is None else diagonal * scale.square())
 
     @cached_property
     def delta_q(self) -> Tensor:

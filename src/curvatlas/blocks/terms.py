@@ -118,6 +118,24 @@ class Terms:
         d = self.evaluation.spec.d_model
         return torch.eye(d, dtype=self.tail.delta_Z.dtype, device=self.tail.delta_Z.device)[None]
 
+    def pulled(self, f: Family, seeds: Tensor) -> Tensor:
+        """Adjoints of R seeds φ (n, R, d) at the output where the family acts: (n, R, core)."""
+        tail = self.tail
+        at_S = seeds if tail.final is None else tail.final.pull(seeds)
+        if f.kind == "final":
+            assert tail.final is not None
+            return tail.final.affine(seeds.mT, None).mT
+        if f.kind == "down":
+            return at_S
+        if f.kind in HIDDEN:
+            return at_S @ tail.jac_hS[:, self._hidden(f)].mT
+        at_v = at_S @ tail.jac_Sv if tail.feed_forward else at_S
+        if f.kind == "middle":
+            assert tail.middle is not None
+            return tail.middle.affine(at_v.mT, None).mT
+        at_U = tail.to_U(at_v, at_S) if tail.feed_forward else at_S
+        return at_U @ self.direction(f).mT
+
     def _key_core(self, f: Family, t: Tensor) -> Tensor:
         """Drop the constant coordinate (axis 1) where the key has no bias."""
         return t[:, : f.segments[-1].core[1]]

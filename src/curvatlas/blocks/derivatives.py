@@ -1,0 +1,370 @@
+"""Second derivatives of one evaluated block: dense, single blocks, diagonal, norms, factor.
+
+The Hessian is linear in the seeds at the output (THEORY P2), so one routine gives all three parts:
+total = H(Λ, δ), outer = H(Λ, 0), functional = H(0, δ). A loss that couples tokens has no token-wise
+Λ but a factor of low rank: then outer = V Vᵀ with V = Jᵀ φ, and total = functional + outer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from curvatlas.blocks.assembly import Operands, Workspace, add_block, mirror, prepare
+from curvatlas.blocks.diagonal import add_diagonal
+from curvatlas.blocks.evaluation import Evaluation
+from curvatlas.blocks.families import Family, Segment, build_families, parameter_offsets
+from curvatlas.blocks.losses import Seeds
+from curvatlas.blocks.products import PARTS, Part
+from curvatlas.blocks.structured import PairPart
+from curvatlas.blocks.terms import Terms
+from curvatlas.budget import available_bytes, default_budget, readable
+
+# Workspace beside the output: an eighth of it, but never less than this.
+_SMALLEST_BUDGET = 64 * 2**20
+
+
+class BlockDerivatives:
+    """All dense quantities of one block at one batch; tensors are built chunk by chunk."""
+
+    def __init__(self, evaluation: Evaluation, seeds: Seeds, *, budget: int | None = None) -> None:
+        self.evaluation, self.seeds = evaluation, seeds
+        self.families = build_families(evaluation.spec, evaluation.weights)
+        self.offsets = parameter_offsets(evaluation.weights)
+        self.names = tuple(self.offsets)
+        self.size = sum(size for _, size in self.offsets.values())
+        like = evaluation.output
+        self.dtype, self.device = like.dtype, like.device
+        share = max(_SMALLEST_BUDGET, self.size**2 * like.element_size() // 8)
+        self.budget = budget or min(share, default_budget())
+
+    # ---- chunks ----------------------------------------------------------------------------------
+
+    @property
+    def tokens_at_once(self) -> int:
+        """How many tokens' tensors fit the budget."""
+        spec = self.evaluation.spec
+        d, dk = spec.d_model + 1, spec.key_size
+        hidden = (spec.d_ff or 0) * (2 if spec.gated else 1)
+        attention = spec.n_heads * (4 * d * d + 4 * d * dk) + 2 * self.evaluation.length
+        numbers = attention + 14 * d * d + 6 * d * hidden + 2 * hidden * hidden
+        if spec.norm_first:
+            numbers += 12 * d * d
+        return max(1, self.budget // (numbers * self.evaluation.output.element_size()))
+
+    def chunks(self, part: Part, *, tokens: int | None = None) -> Iterator[Terms]:
+        """The batch in pieces: whole samples where they fit, else rows of one sample."""
+        samples, length = self.evaluation.samples, self.evaluation.length
+        fit = tokens or self.tokens_at_once
+        if fit >= length:
+            # Equal pieces: a short last one would waste a pass over the output.
+            pieces = -(-samples // (fit // length))
+            step = -(-samples // pieces)
+            for start in range(0, samples, step):
+                yield self._terms(slice(start, min(start + step, samples)), slice(0, length), part)
+            return
+        for sample in range(samples):
+            for start in range(0, length, fit):
+                rows = slice(start, min(start + fit, length))
+                yield self._terms(slice(sample, sample + 1), rows, part)
+
+    def _terms(self, samples: slice, rows: slice, part: Part) -> Terms:
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        length = self.evaluation.length
+        lam = delta = None
+        if part != "functional" and self.seeds.blocks is not None:
+            # Chunks are whole samples or rows of one sample: contiguous either way.
+            first = samples.start * length + rows.start
+            lam = self.seeds.blocks(slice(first, (samples.stop - 1) * length + rows.stop))
+        if part != "outer":
+            delta = self.seeds.delta[samples, rows].flatten(0, 1)
+        return Terms(self.evaluation, samples, rows, lam, delta)
+
+    # ---- dense -------------------------------------------------------------------------------------
+
+    def dense(
+        self,
+        part: Part = "total",
+        *,
+        out: Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> Tensor:
+        """The (P, P) matrix of one part, into ``out`` when given."""
+        workspace = workspace or Workspace()
+        out = self._output(out)
+        if self.seeds.couples_tokens and part == "outer":
+            factor = self.outer_factor()
+            return torch.mm(factor, factor.mT, out=out)
+        tied = self.evaluation.spec.kv_heads != self.evaluation.spec.n_heads
+        if tied:
+            out.zero_()
+        source: Part = "functional" if self.seeds.couples_tokens else part
+        for number, terms in enumerate(self.chunks(source)):
+            activations = {f.key: terms.activation(f) for f in self.families}
+            for i, f in enumerate(self.families):
+                for g in self.families[i:]:
+                    operands = prepare(terms.pair(f, g), activations[f.key], activations[g.key])
+                    accumulate = tied or number > 0
+                    if f.key != g.key and f.segments[0].start == g.segments[0].start:
+                        _add_tied(out, f, g, operands, workspace)
+                    else:
+                        add_block(out, f, g, operands, accumulate=accumulate, workspace=workspace)
+        for i, f in enumerate(self.families):
+            for g in self.families[i + 1 :]:
+                if f.segments[0].start != g.segments[0].start:
+                    mirror(out, f, g, workspace)
+        if self.seeds.couples_tokens and part == "total":
+            factor = self.outer_factor()
+            out.addmm_(factor, factor.mT)
+        return out
+
+    def _output(self, out: Tensor | None) -> Tensor:
+        shape = (self.size, self.size)
+        if out is None:
+            needed = self.size**2 * self.evaluation.output.element_size()
+            if self.device.type == "cpu" and needed > available_bytes():
+                raise MemoryError(
+                    f"the dense Hessian of {self.size} parameters takes {readable(needed)} and "
+                    f"{readable(available_bytes())} are free: use diagonal(), frobenius(), "
+                    "block(a, b) or products (matvec)."
+                )
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        if tuple(out.shape) != shape or out.dtype != self.dtype or out.device != self.device:
+            raise ValueError(
+                f"out must be {shape} of {self.dtype} on {self.device}, "
+                f"got {tuple(out.shape)} of {out.dtype} on {out.device}."
+            )
+        if not out.is_contiguous():
+            raise ValueError("out must be contiguous: blocks are written in place.")
+        return out
+
+    # ---- one block -----------------------------------------------------------------------------
+
+    def block(self, a: str, b: str, part: Part = "total") -> Tensor:
+        """Block (a, b) alone, (size of a, size of b), without the rest."""
+        for name in (a, b):
+            if name not in self.offsets:
+                raise KeyError(f"no parameter {name!r}: the block has {', '.join(self.names)}.")
+        (row, rows), (column, columns) = self.offsets[a], self.offsets[b]
+        if self.seeds.couples_tokens and part != "functional":
+            factor = self.outer_factor()
+            outer = factor[row : row + rows] @ factor[column : column + columns].mT
+            return outer if part == "outer" else outer + self.block(a, b, "functional")
+        out = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+        workspace = Workspace()
+        for terms in self.chunks(part):
+            for f, g in self._pairs_of(a, b):
+                flipped = self._order(f) > self._order(g)
+                first, second = (g, f) if flipped else (f, g)
+                operands = prepare(
+                    terms.pair(first, second), terms.activation(first), terms.activation(second)
+                )
+                names = (frozenset({b}), frozenset({a})) if flipped else (
+                    frozenset({a}), frozenset({b}),
+                )  # fmt: skip
+                add_block(
+                    out.mT if flipped else out,
+                    first,
+                    second,
+                    operands,
+                    accumulate=True,
+                    workspace=workspace,
+                    rows=names[0],
+                    columns=names[1],
+                    origin=(column, row) if flipped else (row, column),
+                )
+        return out
+
+    def _pairs_of(self, a: str, b: str) -> list[tuple[Family, Family]]:
+        return [(f, g) for f in self._holding(a) for g in self._holding(b)]
+
+    def _holding(self, name: str) -> list[Family]:
+        return [f for f in self.families if any(s.name == name for s in f.segments)]
+
+    def _order(self, f: Family) -> int:
+        return self.families.index(f)
+
+    # ---- low rank ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        if self.seeds.factor is None:
+            raise ValueError(
+                "this loss is token-wise and its outer part has no low-rank factor: "
+                "use a pooled or class-token loss, or dense(part='outer')."
+            )
+        phi = self.seeds.factor()  # (B, R, L, d)
+        samples, rank, length, _ = phi.shape
+        out = phi.new_zeros(self.size, samples, rank)
+        terms = self._terms(slice(0, samples), slice(0, length), "outer")
+        seeds = phi.transpose(1, 2).reshape(samples * length, rank, -1)  # (n, R, d)
+        for f in self.families:
+            adjoint = terms.pulled(f, seeds)  # (n, R, core)
+            active = terms.activation(f)
+            for segment in f.segments:
+                alpha = active[:, slice(*segment.activation)].view(samples, length, -1)
+                core = adjoint[..., slice(*segment.core)].reshape(samples, length, -1)
+                product = (alpha.mT @ core).view(samples, alpha.shape[-1], rank, -1)
+                order = (1, 3, 0, 2) if segment.activation_major else (3, 1, 0, 2)
+                out[segment.rows] += product.permute(order).reshape(-1, samples, rank)
+        return out.view(self.size, -1)
+
+    def outer_factor(self) -> Tensor:
+        """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (THEORY §8)."""
+        return self._factor
+
+    # ---- diagonal, norms, products with one block ---------------------------------------------
+
+    def diagonal(self, part: Part = "total") -> Tensor:
+        """The exact diagonal (P,); its sums over blocks are the exact traces."""
+        out = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        coupled = self.seeds.couples_tokens
+        if not (coupled and part == "outer"):
+            for terms in self.chunks("functional" if coupled else part):
+                for f in self.families:
+                    self._add_diagonal(out, terms, f)
+        if coupled and part != "functional":
+            out += self.outer_factor().square().sum(1)
+        return out
+
+    def _add_diagonal(self, out: Tensor, terms: Terms, f: Family) -> None:
+        add_diagonal(out, terms, f)
+        for g in self.families:  # heads that share a weight: their cross block has a diagonal too
+            if g.kind == f.kind and f.head < g.head and g.segments[0].start == f.segments[0].start:
+                core = terms.pair(f, g).core.diagonal(dim1=1, dim2=2)
+                both = terms.activation(f) * terms.activation(g)
+                for segment in f.segments:
+                    cut = core[:, slice(*segment.core)].mT @ both[:, slice(*segment.activation)]
+                    cut = cut.mT if segment.activation_major else cut
+                    out[segment.rows] += 2.0 * cut.reshape(-1)
+
+    def traces(self, part: Part = "total") -> dict[str, float]:
+        """The exact trace of every diagonal block."""
+        diagonal = self.diagonal(part)
+        return {n: float(diagonal[s : s + size].sum()) for n, (s, size) in self.offsets.items()}
+
+    def frobenius(self, part: Part = "total") -> Tensor:
+        """Exact Frobenius norms of all blocks, a symmetric (names × names) matrix."""
+        count = len(self.names)
+        squares = torch.zeros(count, count, dtype=self.dtype, device=self.device)
+        spec = self.evaluation.spec
+        if self.seeds.couples_tokens or spec.kv_heads != spec.n_heads:
+            # Sums of two kinds of terms, or of several heads in one place: block by block.
+            for i, a in enumerate(self.names):
+                for j, b in enumerate(self.names[i:], i):
+                    squares[i, j] = squares[j, i] = self.block(a, b, part).square().sum()
+            return squares.sqrt()
+        place = {name: i for i, name in enumerate(self.names)}
+        for first in self.chunks(part):
+            for second in self.chunks(part):
+                if (second.samples.start, second.rows.start) < (
+                    first.samples.start, first.rows.start,
+                ):  # fmt: skip
+                    continue
+                once = first.samples == second.samples and first.rows == second.rows
+                self._add_squares(squares, place, first, first if once else second)
+        return squares.clamp_min(0).sqrt()
+
+    def _add_squares(
+        self, squares: Tensor, place: dict[str, int], first: Terms, second: Terms
+    ) -> None:
+        weight = 1.0 if first is second else 2.0
+        for i, f in enumerate(self.families):
+            for g in self.families[i:]:
+                pairs = [first.pair(f, g)]
+                pairs.append(pairs[0] if second is first else second.pair(f, g))
+                for left in f.segments:
+                    for right in g.segments:
+                        p, q = (
+                            PairPart(pair, t.activation(f), t.activation(g), left, right)
+                            for pair, t in zip(pairs, (first, second), strict=True)
+                        )
+                        share = weight * p.squared_norm(q)
+                        a, b = place[left.name], place[right.name]
+                        squares[a, b] += share
+                        if f.key != g.key and a != b:
+                            squares[b, a] += share
+                        elif f.key != g.key:
+                            squares[a, b] += share  # (head h, head h') and its mirror image
+
+    def block_product(self, a: str, b: str, part: Part = "total") -> BlockProduct:
+        """Products with block (a, b), its per-token tensors kept: far cheaper than a full one."""
+        return BlockProduct(self, a, b, part)
+
+
+class BlockProduct:
+    """Block (a, b) as an operator: ``@ v`` for v (size of b,) or columns (size of b, k)."""
+
+    def __init__(self, source: BlockDerivatives, a: str, b: str, part: Part) -> None:
+        (self.row, rows), (self.column, columns) = source.offsets[a], source.offsets[b]
+        self.shape = (rows, columns)
+        self.factor: Tensor | None = None
+        if source.seeds.couples_tokens and part != "functional":
+            self.factor = source.outer_factor()
+        self.parts: list[tuple[PairPart, bool]] = []
+        if self.factor is not None and part == "outer":
+            return
+        for terms in source.chunks("functional" if self.factor is not None else part):
+            for f, g in source._pairs_of(a, b):
+                flipped = source._order(f) > source._order(g)
+                first, second = (g, f) if flipped else (f, g)
+                names = (b, a) if flipped else (a, b)
+                pair = terms.pair(first, second)
+                left = next(s for s in first.segments if s.name == names[0])
+                right = next(s for s in second.segments if s.name == names[1])
+                alpha, beta = terms.activation(first), terms.activation(second)
+                self.parts.append((PairPart(pair, alpha, beta, left, right), flipped))
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        columns = v.unsqueeze(-1) if v.ndim == 1 else v
+        if columns.ndim != 2 or columns.shape[0] != self.shape[1]:
+            raise ValueError(f"expected ({self.shape[1]},) or columns, got {tuple(v.shape)}.")
+        out = columns.new_zeros(self.shape[0], columns.shape[1])
+        for part, flipped in self.parts:
+            source, target = (part.left, part.right) if flipped else (part.right, part.left)
+            piece = _to_core_major(
+                columns.narrow(0, source.start - self.column, source.size), source
+            )
+            moved = part.transposed_times(piece) if flipped else part.times(piece)
+            out.narrow(0, target.start - self.row, target.size).add_(_to_flat(moved, target))
+        if self.factor is not None:
+            rows = self.factor.narrow(0, self.row, self.shape[0])
+            out += rows @ (self.factor.narrow(0, self.column, self.shape[1]).mT @ columns)
+        return out.squeeze(-1) if v.ndim == 1 else out
+
+
+def _to_core_major(v: Tensor, segment: Segment) -> Tensor:
+    """(size, k) in flat order → (core, activation, k)."""
+    r, a = segment.shape
+    if segment.activation_major:
+        return v.reshape(a, r, -1).transpose(0, 1)
+    return v.reshape(r, a, -1)
+
+
+def _to_flat(v: Tensor, segment: Segment) -> Tensor:
+    """(core, activation, k) → (size, k) in flat order."""
+    return (v.transpose(0, 1) if segment.activation_major else v).reshape(segment.size, -1)
+
+
+def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: Workspace) -> None:
+    """Two heads that share a weight: their cross block and its transpose add to one place."""
+    for left in f.segments:
+        for right in g.segments:
+            cross = out.new_zeros(left.size, right.size)
+            add_block(
+                cross,
+                f,
+                g,
+                operands,
+                accumulate=True,
+                workspace=workspace,
+                rows=frozenset({left.name}),
+                columns=frozenset({right.name}),
+                origin=(left.start, right.start),
+            )
+            out[left.rows, right.rows] += cross
+            out[right.rows, left.rows] += cross.mT
