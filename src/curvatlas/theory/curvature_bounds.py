@@ -84,11 +84,14 @@ def theorem_1(effort: Effort) -> Outcome:
         bound = torch.stack(list(printed_theorem_1(head).values())).amax()
         return reference.spectral_norm(head_hessian(head, graph=True)) / bound
 
-    climbed = []
-    for start in range(effort.trials(3, 12)):
+    climbed: list[float] = []
+    for start in range(effort.trials(8, 16)):
         h = draw_head(effort.generator(5000 + start), length=2, d=2, d_k=1)
-        best, _ = climb(ratio, [h.x, *h.parameters, h.target], steps=effort.trials(120, 500))
-        climbed.append(best)
+        # near its target a head's curvature is its outer part, where ‖A‖ > 1 bites
+        target = h.output() + 0.05 * h.target
+        climbed.append(climb(ratio, [h.x, *h.parameters, target], steps=150)[0])
+        if not effort.full and climbed[-1] > 1.2:
+            break  # one counterexample settles it; --full shows how far it goes
     return Outcome(
         verdict=judge(printed=max(*random, *climbed) <= _SLACK),
         figure=f"random ‖H‖/M {spread(random)}; after ascent {spread(climbed)}",
@@ -179,7 +182,8 @@ def block_maximum(effort: Effort) -> Outcome:
     name="theorem-6",
     source="Petrov et al., Theorem 6",
     title="Bound on the whole block's Hessian from the norms of its factors",
-    formula="‖H_tr‖ ≤ 5 max_ij [‖∂²L/∂Z²‖‖J_ZB_i‖‖J_ZB_j‖ + ‖∂L/∂Z‖(‖J_Z‖‖ξ_ij‖ + ‖B_i‖‖H_Z‖‖B_j‖)]",
+    formula="‖H_tr‖ ≤ 5 max_ij [‖∂²L/∂Z²‖‖J_ZB_i‖‖J_ZB_j‖"
+    " + ‖∂L/∂Z‖(‖J_Z‖‖ξ_ij‖ + ‖B_i‖‖H_Z‖‖B_j‖)]",
     assumptions="post-norm, ReLU, single head; norms of the factors exact",
     tested_by="exact factors at 2 tokens, against double backward; loose by the figure shown",
     verdict=HOLDS,
@@ -196,7 +200,7 @@ def theorem_6(effort: Effort) -> Outcome:
         true = float(reference.spectral_norm(reference.hessian(loss, list(block.w.values()))))
         j_z, h_z, b = block.output_jacobian(), block.output_hessian(), block.derivatives()
         curvature = 2.0 / target.numel()
-        gradient = float((curvature * (block.z - target)).norm())
+        gradient = float((curvature * (block.z - target)).detach().norm())
         norm = lambda m: float(torch.linalg.matrix_norm(m.detach(), 2))  # noqa: E731
         terms = [
             curvature * norm(j_z @ b[i]) * norm(j_z @ b[j])
@@ -296,12 +300,12 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
     name="token-structured-bound",
     source="ours; THEORY §14.3, extended to all parameters of post- and pre-norm blocks",
     title="Token-structured bound: never violated, within a small factor of the truth",
-    formula="‖Σ_i α_iβ_iᵀ⊗M_i‖ ≤ [λ_max(Σw_i αα ᵀ⊗U_iS_iU_iᵀ) λ_max(Σw_i⁻¹ββᵀ⊗V_iS_iV_iᵀ)]^½ per block, "
+    formula="‖Σ_i α_iβ_iᵀ⊗M_i‖ ≤ [λ_max(Σ w αα ᵀ⊗USUᵀ) λ_max(Σ w⁻¹ββᵀ⊗VSVᵀ)]^½ per block, "
     "signed on the diagonal, Frobenius norms from token Grams, γ and β rows exact; then "
     "λ_max of the matrix of block bounds",
-    assumptions="softmax attention (any heads, causal, grouped), LayerNorm or RMSNorm, any activation,"
-    " gated or not, biases, γ, β; loss that does not couple tokens",
-    tested_by="random blocks (2,000 with --full) and gradient ascent on true/bound (50 with --full)",
+    assumptions="softmax attention (any heads, causal, grouped), LayerNorm or RMSNorm, any "
+    "activation, gated or not, biases, γ, β; loss that does not couple tokens",
+    tested_by="random blocks (--full: 2,000) and gradient ascent on true/bound (--full: 50)",
     verdict=HOLDS,
     derivation=_DERIVATION,
     plot=looseness_figure,
@@ -346,7 +350,7 @@ def token_structured(effort: Effort) -> Outcome:
     formula="‖H_gh‖ ≤ ‖Λ‖ jac_g jac_h + ‖δ‖_F hess_gh, both carried through attention, norms and "
     "feed-forward from ‖X‖, ‖W‖, L, d_k, min σ",
     assumptions="as token-structured-bound; σ in front of each norm bounded below",
-    tested_by="random attention layers, post- and pre-norm blocks: every pair of groups and the whole",
+    tested_by="random attention layers, post- and pre-norm blocks against the exact norm",
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
@@ -368,8 +372,8 @@ def data_free(effort: Effort) -> Outcome:
     name="stack-bounds",
     source="ours: extension to stacks",
     title="Both bounds for stacks of blocks",
-    formula="H_ab = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b exact through N·d numbers; diagonal blocks: exact "
-    "outer part plus token-structured functional part",
+    formula="H_ab = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b exact through N·d numbers; diagonal blocks: "
+    "exact outer part plus token-structured functional part",
     tested_by="random stacks of two and three blocks, post- and pre-norm, against the exact norm",
     verdict=HOLDS,
     derivation=_DERIVATION,
@@ -417,6 +421,7 @@ def growth_table(effort: Effort) -> Outcome:
     quadratic = max(abs(float(slopes[0]) - 2.0), abs(float(slopes[-1]) - 2.0)) < 1e-2
     return Outcome(
         verdict=judge(printed=float(slopes.amin()) > 3.5, corrected=quadratic),
-        figure=f"slope of ‖H(V,V)‖ {float(slopes[0]):.3f} for small, {float(slopes[-1]):.3f} for large X",
+        figure=f"slope of ‖H(V,V)‖ {float(slopes[0]):.3f} for small X,"
+        f" {float(slopes[-1]):.3f} for large X",
         numbers={"slopes": slopes.tolist(), "worst": worst((slopes - 2.0).abs().tolist())},
     )

@@ -64,7 +64,8 @@ class CurvatureBounds(Result):
         return "\n".join(
             [
                 f"exact            {self.exact:.4g}",
-                f"token-structured {self.token_structured:.4g}  ({loose['token_structured']:.2f} ×)",
+                f"token-structured {self.token_structured:.4g}"
+                f"  ({loose['token_structured']:.2f} ×)",
                 f"data-free        {self.data_free:.4g}  ({loose['data_free']:.3g} ×)",
                 f"printed          {self.printed:.4g}  ({loose['printed']:.3g} ×,"
                 f" {self.printed_source}{note})",
@@ -161,7 +162,8 @@ def as_layers(block: Any) -> list[tuple[BlockSpec, dict[str, Tensor]]]:
         pairs = [(block.spec, weights)]
     else:
         raise TypeError(
-            f"bounds need a closed-form block, a stack or (spec, weights), got {type(block).__name__}."
+            "bounds need a closed-form block, a stack or (spec, weights), "
+            f"got {type(block).__name__}."
         )
     return [
         (spec, {n: weights[n].detach() for n in WEIGHT_NAMES if n in weights})
