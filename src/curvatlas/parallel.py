@@ -1,6 +1,9 @@
-"""Sums over the processes of a torch.distributed group; the identity without one."""
+"""Sums over the processes of a torch.distributed group; plain sums without one."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,16 +22,37 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of every process's tensor, the same on each; one reduction."""
-    if world_size() > 1:
-        tensor = tensor.contiguous()
-        dist.all_reduce(tensor)
-    return tensor
+def summed(
+    fill: Callable[[Tensor], None],
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    distributed: bool,
+) -> Tensor:
+    """The tensor of ``shape`` that ``fill`` adds to on every rank, summed over ranks.
 
-
-def sum_number_over_ranks(number: float, device: torch.device) -> float:
-    """The sum of a number over processes."""
-    if world_size() == 1:
-        return number
-    return float(sum_over_ranks(torch.tensor(number, dtype=torch.float64, device=device)))
+    One reduction carries the numbers and a failure flag, so that an error on one rank is raised on
+    all of them instead of leaving the others waiting.
+    """
+    buffer = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=device)
+    total = buffer[:-1].view(*shape)
+    failure: Exception | None = None
+    try:
+        fill(total)
+    except Exception as error:
+        if not distributed:
+            raise
+        failure = error
+        buffer.zero_()
+        buffer[-1] = 1
+    if distributed and world_size() > 1:
+        dist.all_reduce(buffer)
+        if float(buffer[-1]) > 0 and failure is None:
+            raise RuntimeError(
+                f"{int(buffer[-1])} of {world_size()} processes failed: their own error says why; "
+                f"process {rank()} stops with them."
+            )
+    if failure is not None:
+        raise failure
+    return total

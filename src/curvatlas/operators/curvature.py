@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,24 +70,45 @@ class CurvatureOperator(LinearOperator):
 
         columns: parameter name → (K, *shape); the result is (K, Σ sizes of rows).
         """
+        return self._batch_sums(columns, rows, lambda linear, some: (linear.product(some, rows),))[
+            0
+        ]
+
+    def _batch_sums(
+        self,
+        columns: Columns,
+        rows: Sequence[str],
+        product: Callable[[Any, Columns], Sequence[list[Tensor | None]]],
+        *,
+        parts: int = 1,
+    ) -> Tensor:
+        """Σ_b c_b product(b, columns) / Σ_b c_b for products of several parts: (parts, K, rows)."""
         problem = self.problem
-        sizes = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+        size_of = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+        sizes = [size_of[name] for name in rows]
         count = next(iter(columns.values())).shape[0]
-        total = torch.zeros(
-            count, sum(sizes[name] for name in rows), dtype=self.dtype, device=self.device
+
+        def fill(total: Tensor) -> None:
+            if next(problem.batches(), None) is None:
+                return  # this process has no share of the data
+            kept = self._kept_for({*columns, *rows})
+            with problem.evaluating():
+                for weight, linear in kept:
+                    step = min(linear.columns_at_once, kept.columns_that_fit())
+                    for start in range(0, count, step):
+                        some = slice(start, min(start + step, count))
+                        chunk = {name: column[some] for name, column in columns.items()}
+                        for part, results in enumerate(product(linear, chunk)):
+                            _add_pieces(total[part, some], results, sizes, weight)
+                self._after_first_pass(kept)
+
+        total = parallel.summed(
+            fill,
+            [parts, count, sum(sizes)],
+            dtype=self.dtype,
+            device=self.device,
+            distributed=problem.distributed,
         )
-        kept = self._kept_for({*columns, *rows})
-        with problem.evaluating():
-            for weight, linear in kept:
-                step = min(linear.columns_at_once, kept.columns_that_fit())
-                for start in range(0, count, step):
-                    part = slice(start, min(start + step, count))
-                    chunk = {name: column[part] for name, column in columns.items()}
-                    results = linear.product(chunk, rows)
-                    _add_pieces(total[part], results, [sizes[n] for n in rows], weight)
-            self._after_first_pass(kept)
-        if problem.distributed:
-            total = parallel.sum_over_ranks(total)
         total.div_(problem.total_count)
         if self.device.type == "cpu" and not bool(torch.isfinite(total).all()):
             raise NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
@@ -95,6 +116,8 @@ class CurvatureOperator(LinearOperator):
 
     def _kept_for(self, names: set[str]) -> KeptLinearisations:
         ordered = [name for name in self.problem.parameter_names if name in names]
+        if any(kept is not None and kept.stale for kept in (self._full, self._partial)):
+            self.release()  # the weights changed: check and linearise anew
         if self._full is not None:
             return self._full
         if len(ordered) == len(self.problem.parameter_names):
@@ -165,8 +188,13 @@ class CurvatureOperator(LinearOperator):
     # --- others ---------------------------------------------------------------------------------
 
     def per_batch(self) -> list[tuple[float, CurvatureOperator]]:
-        """(share of the valid targets, operator of that batch alone) for every batch."""
+        """(share of the valid targets, operator of that batch alone) for every batch.
+
+        Empty under several processes, where no process has all batches.
+        """
         problem = self.problem
+        if problem.distributed:
+            return []
         return [
             (batch.count / problem.total_count, self._on(problem.with_batches([batch])))
             for batch in problem.batches()

@@ -77,8 +77,6 @@ class KeptLinearisations:
                     yield piece
 
     def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
-        if self._problem.weights_version() != self._version:
-            self.clear()
         for place, batch in enumerate(self._pieces()):
             found = self._kept.get(place)
             if found is None:
@@ -98,11 +96,10 @@ class KeptLinearisations:
         needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
         return self._problem.held and needed <= self._room
 
-    def clear(self) -> None:
-        """Forget every graph (the weights changed, or the memory is wanted)."""
-        self._kept.clear()
-        self._kept_bytes = 0.0
-        self._version = self._problem.weights_version()
+    @property
+    def stale(self) -> bool:
+        """Whether the weights have changed since the graphs were made."""
+        return self._problem.weights_version() != self._version
 
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""

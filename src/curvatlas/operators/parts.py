@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvatlas import parallel
-from curvatlas.errors import NonFiniteError
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Columns, Linearisation
 from curvatlas.problem.guards import check_finite_loss
@@ -73,50 +71,17 @@ class CurvatureParts(CurvatureOperator):
 
     def parts(self, columns: Columns, rows: Sequence[str]) -> dict[str, Tensor]:
         """Part → (K, Σ sizes of rows), of columns given as parameter name → (K, *shape)."""
-        problem = self.problem
-        size_of = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
-        sizes = [size_of[name] for name in rows]
-        count = next(iter(columns.values())).shape[0]
-        self.products += count
-        outer = torch.zeros(count, sum(sizes), dtype=self.dtype, device=self.device)
-        functional = torch.zeros_like(outer)
-        with problem.evaluating():
-            kept = self._kept_for({*columns, *rows})
-            for weight, linear in kept:
-                assert isinstance(linear, AllPartsLinearisation)
-                step = min(linear.columns_at_once, kept.columns_that_fit())
-                for start in range(0, count, step):
-                    part = slice(start, min(start + step, count))
-                    chunk = {name: column[part] for name, column in columns.items()}
-                    pair = linear.parts(chunk, rows)
-                    for total, pieces in zip((outer, functional), pair, strict=True):
-                        _add(total[part], pieces, sizes, weight)
-            self._after_first_pass(kept)
-        if problem.distributed:
-            outer = parallel.sum_over_ranks(outer)
-            functional = parallel.sum_over_ranks(functional)
-        outer.div_(problem.total_count)
-        functional.div_(problem.total_count)
-        total = outer + functional
-        if self.device.type == "cpu" and not bool(torch.isfinite(total).all()):
-            raise NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
-        return {"total": total, "outer": outer, "functional": functional}
+        self.products += next(iter(columns.values())).shape[0]
+        outer, functional = self._batch_sums(
+            columns, rows, lambda linear, some: linear.parts(some, rows), parts=2
+        )
+        return {"total": outer + functional, "outer": outer, "functional": functional}
 
     def flat_parts(self, columns: Tensor) -> dict[str, Tensor]:
         """Part → (P, K), of flat columns (P, K)."""
         layout = self.problem.layout
         given = dict(zip(layout.names, layout.split(columns), strict=True))
         return {part: rows.T for part, rows in self.parts(given, layout.names).items()}
-
-
-def _add(
-    total: Tensor, pieces: Sequence[Tensor | None], sizes: Sequence[int], weight: float
-) -> None:
-    start = 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        if piece is not None:
-            total[:, start : start + size].add_(piece.reshape(-1, size), alpha=weight)
-        start += size
 
 
 def check_parts(chosen: Sequence[str] | str) -> tuple[str, ...]:

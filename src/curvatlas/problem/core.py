@@ -148,6 +148,30 @@ class Problem:
 
     def _read_data(self) -> None:
         """First pass: check and count; hold the batches when they are small enough."""
+
+        def fill(numbers: Tensor) -> None:
+            self._held, numbers[0], numbers[1] = self._first_pass()
+
+        total, seen = self._sum(fill, [2], dtype=torch.float64).tolist()
+        if not seen:
+            raise ProblemError("the data are empty: there is no batch to differentiate.")
+        if total <= 0:
+            raise ProblemError("no valid target in the data: every target is ignored.")
+        self._total = total
+
+    def _sum(
+        self, fill: Callable[[Tensor], None], shape: list[int], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return parallel.summed(
+            fill,
+            shape,
+            dtype=dtype or self.dtype,
+            device=self.device,
+            distributed=self.distributed,
+        )
+
+    def _first_pass(self) -> tuple[list[Batch] | None, float, bool]:
+        """Batches to hold (None: too large), valid targets, and whether there was any batch."""
         held: list[Batch] | None = []
         total, bytes_so_far, seen = 0.0, 0, False
         for batch in self._stream():
@@ -159,24 +183,24 @@ class Problem:
                 held.append(batch)
                 if bytes_so_far > HOLD_BYTES:
                     held = None
-        if self.distributed:
-            total = parallel.sum_number_over_ranks(total, self.device)
-            seen = bool(parallel.sum_number_over_ranks(float(seen), self.device))
-        if not seen:
-            raise ProblemError("the data are empty: there is no batch to differentiate.")
-        if total <= 0:
-            raise ProblemError("no valid target in the data: every target is ignored.")
-        self._held, self._total = held, total
+        return held, total, seen
 
     def _stream(self) -> Iterator[Batch]:
-        world, rank = (parallel.world_size(), parallel.rank()) if self._shard else (1, 0)
         for index, raw in enumerate(self.data):
-            if index % world != rank:
+            if self._shard and not self.loss.additive and not _is_mine(index):
                 continue
             inputs, targets = split_batch(raw, index, shift=self._is_next_token)
             inputs = checked(inputs, what="inputs", device=self.device, index=index)
             targets = checked(targets, what="targets", device=self.device, index=index)
-            yield Batch(inputs=inputs, targets=targets, count=self.loss.count(targets), index=index)
+            batch = Batch(
+                inputs=inputs, targets=targets, count=self.loss.count(targets), index=index
+            )
+            if self._shard and self.loss.additive:
+                first, last = _my_share(batch.samples)
+                if first == last:
+                    continue
+                batch = batch.part(first, last, self.loss.count)
+            yield batch
 
     def _is_next_token(self, inputs: Mapping[str, Any], labels: Any) -> bool:
         if self._shift is not None:
@@ -224,10 +248,10 @@ class Problem:
         )
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
-        """The same problem on some of its own batches."""
+        """The same problem on some of this process's own batches."""
         other = Problem.__new__(Problem)
         other.__dict__.update(self.__dict__)
-        other._held = list(batches)
+        other._held, other.distributed = list(batches), False
         other._total = sum(batch.count for batch in other._held)
         other.largest_samples = max((batch.samples for batch in other._held), default=1)
         if other._total <= 0:
@@ -278,35 +302,44 @@ class Problem:
 
     def value(self) -> float:
         """L(θ), the mean loss over all valid targets."""
-        self.check()
-        total = 0.0
-        with self.evaluating(), torch.no_grad():
-            for batch in self.batches():
-                value = float(self.loss.value(self.outputs(batch, {}), batch.targets))
-                guards.check_finite_loss(value, batch.index)
-                total += batch.count * value
-        if self.distributed:
-            total = parallel.sum_number_over_ranks(total, self.device)
-        return total / self.total_count
+
+        def fill(total: Tensor) -> None:
+            self.check()
+            with self.evaluating(), torch.no_grad():
+                for batch in self.batches():
+                    value = float(self.loss.value(self.outputs(batch, {}), batch.targets))
+                    guards.check_finite_loss(value, batch.index)
+                    total += batch.count * value
+
+        return float(self._sum(fill, [1], dtype=torch.float64)) / self.total_count
 
     def gradient(self) -> Tensor:
         """∇L(θ) as a flat vector (P,)."""
-        self.check()
-        result = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        with self.evaluating():
-            for batch in self.batches():
-                leaves = self.leaves()
-                loss = self.loss.value(self.outputs(batch, leaves), batch.targets)
-                guards.check_finite_loss(float(loss.detach()), batch.index)
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                result.add_(self.layout.join(grads, like=result), alpha=batch.count)
-        if self.distributed:
-            result = parallel.sum_over_ranks(result)
-        return result.div_(self.total_count)
+
+        def fill(total: Tensor) -> None:
+            self.check()
+            with self.evaluating():
+                for batch in self.batches():
+                    leaves = self.leaves()
+                    loss = self.loss.value(self.outputs(batch, leaves), batch.targets)
+                    guards.check_finite_loss(float(loss.detach()), batch.index)
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                    total.add_(self.layout.join(grads, like=total), alpha=batch.count)
+
+        return self._sum(fill, [self.size]).div_(self.total_count)
 
     def __repr__(self) -> str:
         size = f"{self.total_count:.0f} targets"
         return f"Problem({type(self.model).__name__}, {self.loss.name}, P={self.size}, {size})"
+
+
+def _is_mine(index: int) -> bool:
+    return index % parallel.world_size() == parallel.rank()
+
+
+def _my_share(samples: int) -> tuple[int, int]:
+    world, rank = parallel.world_size(), parallel.rank()
+    return samples * rank // world, samples * (rank + 1) // world
 
 
 def _leaf(parameter: Tensor) -> Tensor:
