@@ -43,9 +43,9 @@ class FeedForward:
         self.slope_up, self.slope_gate = units.slope_up, units.slope_gate
         # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter.
         straight = spec.activation in ("relu", "identity")
-        self._bend_up = None if straight else units.bend_up
-        self._bend_gate = None if straight else units.bend_gate
-        self._bend_cross = units.bend_cross
+        self.bend_up = None if straight else units.bend_up
+        self.bend_gate = None if straight else units.bend_gate
+        self.bend_cross = units.bend_cross
         self._recorded = False
 
     def value(self) -> Tensor:
@@ -116,7 +116,7 @@ class FeedForward:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Rδ_h of both channels from Rt."""
         gate_rate: Tensor | None = None
-        bends = (self._bend_up, self._bend_gate, self._bend_cross)
+        bends = (self.bend_up, self.bend_gate, self.bend_cross)
         bend_up, bend_gate, bend_cross = bends if self._recorded else (None, None, None)
         if self.gate is not None:
             gate_rate = way.space.take("ffn.gate", *shape, like=self.slope_up)
@@ -134,9 +134,9 @@ class FeedForward:
         """Turn D2 into ρ = D2 ⊙ t."""
         if self._recorded:
             raise ValueError("this block already keeps an adjoint: linearise again for another.")
-        self._bend_up = None if self._bend_up is None else self._bend_up * t
-        self._bend_gate = None if self._bend_gate is None else self._bend_gate * t
-        self._bend_cross = None if self._bend_cross is None else self._bend_cross * t
+        self.bend_up = None if self.bend_up is None else self.bend_up * t
+        self.bend_gate = None if self.bend_gate is None else self.bend_gate * t
+        self.bend_cross = None if self.bend_cross is None else self.bend_cross * t
         self._recorded = True
 
 

@@ -151,11 +151,7 @@ class LinearisedStack:
         tokens = z.reshape(-1, z.shape[-1])
         self._readout = LinearisedReadout(stack.readout, tokens, samples=x.shape[0])
         self.output = self._readout.output  # (n, L or 1, C)
-        if self._readout.pooling is not None and targets.ndim == (
-            1 if not targets.is_floating_point() else 2
-        ):
-            targets = targets.unsqueeze(1)  # one target a sample: (n,) → (n, 1)
-        self._seeds = stack.loss.seeds(self.output, targets)
+        self._seeds = stack.loss.seeds(self.output, with_sample_axis(targets, self._readout))
         self.value: Tensor = self._seeds.value
         if not bool(torch.isfinite(self.value)):
             raise ValueError(f"the loss is {float(self.value)}: no derivative is defined here.")
@@ -304,6 +300,12 @@ class LinearisedStack:
             )
         if v.device != self.output.device:
             raise ValueError(f"the vector is on {v.device}, the stack on {self.output.device}.")
+
+
+def with_sample_axis(targets: Tensor, readout: LinearisedReadout) -> Tensor:
+    """After a pooling one target a sample may come as (n,) or (n, C): add the axis of length 1."""
+    axes = 2 if targets.is_floating_point() else 1
+    return targets.unsqueeze(1) if readout.pooling and targets.ndim == axes else targets
 
 
 def _clear(slots: dict[str, Tensor], way: Way) -> None:
