@@ -25,6 +25,8 @@ _PUBLIC: dict[str, str] = {
     "Tags": "curvatlas.operators.base",
     "eigenpairs": "curvatlas.spectra.eigenpairs",
     "trace": "curvatlas.spectra.trace",
+    "compare_densities": "curvatlas.spectra.comparison",
+    "spectral_density": "curvatlas.spectra.density",
     "Result": "curvatlas.results",
     "visualize_hessian_spectrum": "curvatlas.report.figures",
     "visualize_curvature_flow": "curvatlas.report.figures",

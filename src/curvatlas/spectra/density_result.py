@@ -1,0 +1,232 @@
+"""What ``spectral_density`` returns, and how its intervals are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from curvatlas.results import Result
+from curvatlas.spectra.estimate import Interval
+from curvatlas.spectra.krylov import Array
+from curvatlas.spectra.quadrature import gauss, length, mass_below, wasserstein
+from curvatlas.spectra.smoothing import smooth
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralDensity(Result):
+    """The spectrum as a discrete measure, and a smooth curve of it for drawing.
+
+    Integrate with ``nodes`` and ``weights``; ``grid`` and ``density`` are blurred on purpose.
+    """
+
+    nodes: Tensor  # (q,) ascending
+    weights: Tensor  # (q,) summing to one
+    grid: Tensor  # (g,) points, denser around zero
+    density: Tensor  # (g,) of unit integral
+    negative_mass: float  # share of eigenvalues below zero
+    negative_mass_interval: Interval  # 95 %
+    effective_rank: float  # (Σ|λ|)² / Σλ²
+    effective_rank_interval: Interval  # 95 %
+    mean: float  # Σλ / n
+    wasserstein_error: float  # 95 % bound on the W1 distance to the true spectrum
+    size: int
+    products: int
+    converged: bool
+    exact: bool
+
+    @property
+    def value(self) -> float:
+        """The share of negative eigenvalues."""
+        return self.negative_mass
+
+    @property
+    def interval(self) -> Interval:
+        """Of the share of negative eigenvalues, 95 %."""
+        return self.negative_mass_interval
+
+    def __str__(self) -> str:
+        low, high = self.negative_mass_interval
+        first, last = self.effective_rank_interval
+        kind = "exact" if self.exact else f"W1 error ≤ {self.wasserstein_error:.2g} at 95 %"
+        return (
+            f"spectrum of {self.size} eigenvalues in [{float(self.nodes[0]):.4g}, "
+            f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; "
+            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}]; effective rank {self.effective_rank:.3g} "
+            f"[{first:.3g}, {last:.3g}]; {kind}, {self.products} products"
+        )
+
+    def plot(self) -> Any:
+        """Density on a symmetric logarithmic axis: bulk and outliers in one picture."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        typical = max(float((self.weights * self.nodes.abs()).sum()), 1e-300)
+        # per unit of the drawn axis, so that areas in the picture are shares of eigenvalues
+        drawn = self.density * torch.sqrt(self.grid**2 + typical**2)
+        axes.fill_between(self.grid.tolist(), drawn.tolist(), alpha=0.4)
+        axes.set_xscale("symlog", linthresh=typical)
+        axes.set_yscale("log")
+        top = float(drawn.max())
+        axes.set_ylim(top / (20.0 * self.size), 2 * top)
+        axes.axvline(0.0, color="0.6", linewidth=0.8)
+        axes.set(xlabel="eigenvalue", ylabel="density", title=f"{self.size} eigenvalues")
+        return figure
+
+
+def exact_density(values: Tensor, products: int, *, psd: bool) -> SpectralDensity:
+    """The density of known eigenvalues."""
+    nodes = values.double().numpy()
+    n = len(nodes)
+    floor = _zero(nodes, np.finfo(np.float64).eps)
+    negative = 0.0 if psd else float((nodes < -floor).mean())
+    magnitude, square = np.abs(nodes).sum(), (nodes**2).sum()
+    rank = float(magnitude**2 / square) if square > 0 else 0.0
+    weights = np.full(n, 1.0 / n)
+    grid, density = smooth(nodes, weights)
+    return SpectralDensity(
+        nodes=torch.from_numpy(nodes.copy()), weights=torch.from_numpy(weights),
+        grid=torch.from_numpy(grid), density=torch.from_numpy(density),
+        negative_mass=negative, negative_mass_interval=(negative, negative),
+        effective_rank=rank, effective_rank_interval=(rank * (1 - 1e-12), rank * (1 + 1e-12)),
+        mean=float(nodes.mean()), wasserstein_error=float(64 * 2e-16 * np.abs(nodes).max()),
+        size=n, products=products, converged=True, exact=True,
+    )  # fmt: skip
+
+
+def summarise(
+    *, size: int, outliers: Array, coupling: float, alphas: Array, betas: Array, eps: float,
+    products: int, psd: bool,
+) -> SpectralDensity:  # fmt: skip
+    """Put outliers (j,) and probe recurrences (m, s) together."""
+    m = len(alphas)
+    share = (size - len(outliers)) / size
+    scale = max(float(np.abs(outliers).max(initial=0.0)), float(np.abs(alphas).max()))
+    rules = [_rule(a, b, scale, eps) for a, b in zip(alphas, betas, strict=True)]
+    nodes = np.concatenate([outliers, *(x for x, _ in rules)])
+    weights = np.concatenate([np.full(len(outliers), 1 / size), *(w * share / m for _, w in rules)])
+    order = np.argsort(nodes, kind="stable")
+    nodes, weights = nodes[order], weights[order] / weights.sum()
+    grid, density = smooth(nodes, weights)
+    coarse = _coarser(alphas, betas, scale, eps)
+    resolution = share * wasserstein(*_mean_rule(rules), *_mean_rule(coarse))
+    scatter = share * _scatter(rules)
+    negative, negative_interval = _negative(
+        size, outliers, alphas, betas, rules, scale, eps, psd=psd
+    )
+    rank, rank_interval = _effective_rank(size, outliers, rules, coarse)
+    return SpectralDensity(
+        nodes=torch.from_numpy(nodes), weights=torch.from_numpy(weights),
+        grid=torch.from_numpy(grid), density=torch.from_numpy(density),
+        negative_mass=negative, negative_mass_interval=negative_interval,
+        effective_rank=rank, effective_rank_interval=rank_interval,
+        mean=float(nodes @ weights),
+        wasserstein_error=resolution + scatter + 2 * coupling / size + 64 * eps * scale,
+        size=size, products=products, converged=True, exact=False,
+    )  # fmt: skip
+
+
+Rule = tuple[Array, Array]
+
+
+def _rule(alphas: Array, betas: Array, scale: float, eps: float) -> Rule:
+    s = length(betas, scale, eps)
+    return gauss(alphas[:s], betas[:s])
+
+
+def _coarser(alphas: Array, betas: Array, scale: float, eps: float) -> list[Rule]:
+    """The same probes with a quarter fewer steps: how far the rules still move."""
+    s = max(alphas.shape[1] - max(alphas.shape[1] // 4, 1), 1)
+    return [_rule(a[:s], b[:s], scale, eps) for a, b in zip(alphas, betas, strict=True)]
+
+
+def _mean_rule(rules: list[Rule]) -> Rule:
+    nodes = np.concatenate([x for x, _ in rules])
+    weights = np.concatenate([w for _, w in rules]) / len(rules)
+    return nodes, weights
+
+
+def _scatter(rules: list[Rule]) -> float:
+    """95 % bound of ∫ |F̄ − F| from the scatter of the probes' distribution functions."""
+    m = len(rules)
+    if m < 2:
+        nodes, weights = rules[0]
+        return float(np.abs(nodes) @ weights)  # one probe cannot tell: the whole scale
+    points = np.sort(np.concatenate([x for x, _ in rules]))
+    functions = np.stack([_distribution(rule, points) for rule in rules])
+    spread = functions.std(0, ddof=1) / np.sqrt(m)
+    return _quantile(m) * float(spread[:-1] @ np.diff(points))
+
+
+def _distribution(rule: Rule, points: Array) -> Array:
+    nodes, weights = rule
+    total = np.concatenate([[0.0], np.cumsum(weights)])
+    result: Array = total[np.searchsorted(nodes, points, side="right")]
+    return result
+
+
+def _negative(
+    size: int, outliers: Array, alphas: Array, betas: Array, rules: list[Rule],
+    scale: float, eps: float, *, psd: bool,
+) -> tuple[float, Interval]:  # fmt: skip
+    """Share below zero: certain bounds of each probe's measure, then the scatter of the probes."""
+    if psd:
+        return 0.0, (0.0, 0.0)
+    share = (size - len(outliers)) / size
+    zero = _zero(np.array([scale]), eps)
+    sure = float((outliers < -zero).sum()) / size
+    brackets, middles = [], []
+    for a, b, (nodes, weights) in zip(alphas, betas, rules, strict=True):
+        s = length(b, scale, eps)
+        tail = b[:s].copy()
+        if b[s - 1] <= 16 * eps * scale:
+            tail[-1] = 0.0
+        brackets.append(mass_below(a[:s], tail, -zero if tail[-1] == 0.0 else 0.0))
+        # A node at zero is a null space and not negative; otherwise the bracket's middle is best.
+        null = bool((np.abs(nodes) <= zero).any())
+        middles.append(weights[nodes < -zero].sum() if null else sum(brackets[-1]) / 2)
+    low, high = np.array(brackets).T
+    middle = sure + share * float(np.mean(middles))
+    below = sure + share * float(low.mean()) - share * _error(low) - 1 / size
+    above = sure + share * float(high.mean()) + share * _error(high) + 1 / size
+    return float(np.clip(middle, 0, 1)), (max(below, 0.0), min(above, 1.0))
+
+
+def _effective_rank(
+    size: int, outliers: Array, rules: list[Rule], coarse: list[Rule]
+) -> tuple[float, Interval]:
+    """n (Σ w|θ|)² / Σ wθ²; interval by leaving out a probe at a time, resolution added."""
+
+    def rank(some: list[Rule]) -> float:
+        nodes, weights = _mean_rule(some)
+        rest = size - len(outliers)
+        magnitude = np.abs(outliers).sum() + rest * float(weights @ np.abs(nodes))
+        square = (outliers**2).sum() + rest * float(weights @ nodes**2)
+        return float(magnitude**2 / square) if square > 0 else 0.0
+
+    value, m = rank(rules), len(rules)
+    if m < 2:
+        return value, (min(value, 1.0), float(size))
+    left_out = np.array([rank(rules[:i] + rules[i + 1 :]) for i in range(m)])
+    error = _quantile(m) * float(np.sqrt((m - 1) / m * ((left_out - left_out.mean()) ** 2).sum()))
+    error += abs(value - rank(coarse)) + 1e-9 * value
+    return value, (max(value - error, 0.0), min(value + error, float(size)))
+
+
+def _error(values: Array) -> float:
+    m = len(values)
+    return _quantile(m) * float(values.std(ddof=1)) / np.sqrt(m) if m > 1 else 1.0
+
+
+def _quantile(m: int) -> float:
+    return float(student.ppf(0.975, m - 1))
+
+
+def _zero(values: Array, eps: float) -> float:
+    """Below this an eigenvalue counts as zero: rounding of the largest."""
+    return float(np.abs(values).max(initial=0.0)) * max(100 * eps, 1e-10)

@@ -1,0 +1,67 @@
+r"""Gauss rules of a Lanczos recurrence, and what they know for certain.
+
+s steps from a unit vector u give the Jacobi matrix T of u's spectral measure μ_u: its eigenvalues
+are the nodes, the squared first components of its eigenvectors the weights, and polynomials up to
+degree 2s − 1 are integrated exactly (Golub and Meurant 2010).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.linalg import eigh
+
+from curvatlas.spectra.krylov import Array
+
+
+def jacobi(alphas: Array, betas: Array) -> Array:
+    """The symmetric tridiagonal matrix of alphas (s,) and betas (s − 1,)."""
+    return np.diag(alphas) + np.diag(betas, 1) + np.diag(betas, -1)
+
+
+def length(betas: Array, scale: float, eps: float) -> int:
+    """How many steps count: up to the first β that is rounding (the Krylov space is invariant)."""
+    small = np.flatnonzero(betas <= 16 * eps * scale)
+    return int(small[0]) + 1 if len(small) else len(betas)
+
+
+def gauss(alphas: Array, betas: Array) -> tuple[Array, Array]:
+    """Nodes (s,) ascending and weights (s,) summing to one; betas may have s or s − 1 entries."""
+    s = len(alphas)
+    nodes, vectors = eigh(jacobi(alphas, betas[: s - 1]))
+    return nodes, vectors[0] ** 2
+
+
+def radau(alphas: Array, betas: Array, point: float) -> tuple[Array, Array]:
+    """The rule with one node more, placed at ``point``; needs β_s as well.
+
+    The weights left of the point and at it bracket the measure's true mass there: with w_0 the
+    weight at the point, Σ_{θ<point} w ≤ μ(−∞, point) ≤ Σ_{θ<point} w + w_0 (Chebyshev, Markov,
+    Stieltjes).
+    """
+    s = len(alphas)
+    shifted = jacobi(alphas, betas[: s - 1]) - point * np.eye(s)
+    unit = np.zeros(s)
+    unit[-1] = betas[s - 1] ** 2
+    last = point + np.linalg.lstsq(shifted, unit, rcond=None)[0][-1]
+    return gauss(np.append(alphas, last), betas[:s])
+
+
+def mass_below(alphas: Array, betas: Array, point: float) -> tuple[float, float]:
+    """Certain bounds of μ(−∞, point) from the recurrence."""
+    if betas[len(alphas) - 1] == 0.0:
+        nodes, weights = gauss(alphas, betas)
+        mass = float(weights[nodes < point].sum())
+        return mass, mass
+    nodes, weights = radau(alphas, betas, point)
+    at = int(np.argmin(np.abs(nodes - point)))
+    below = float(weights[:at].sum())
+    return below, min(below + float(weights[at]), 1.0)
+
+
+def wasserstein(a: Array, wa: Array, b: Array, wb: Array) -> float:
+    """W1 = ∫ |F_a − F_b| of two discrete measures (nodes, weights summing to one)."""
+    points = np.concatenate([a, b])
+    signed = np.concatenate([wa, -wb])
+    order = np.argsort(points, kind="stable")
+    difference = np.cumsum(signed[order])[:-1]
+    return float(np.abs(difference) @ np.diff(points[order]))
