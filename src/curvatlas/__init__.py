@@ -13,6 +13,13 @@ __version__ = "0.1.0"
 
 # public name → module that defines it
 _PUBLIC: dict[str, str] = {
+    "BlockHessian": "curvatlas.blocks.result",
+    "FFNHessian": "curvatlas.blocks.feed_forward",
+    "LayerNormHessian": "curvatlas.blocks.layer_norm",
+    "RMSNormHessian": "curvatlas.blocks.layer_norm",
+    "SelfAttentionHessian": "curvatlas.blocks.attention",
+    "TransformerBlockHessian": "curvatlas.blocks.block",
+    "verify_layernorm_hessian": "curvatlas.blocks.layer_norm",
     "Anatomy": "curvatlas.anatomy",
     "anatomy_of": "curvatlas.anatomy",
     "Problem": "curvatlas.problem",

@@ -130,9 +130,9 @@ def _view(out: Tensor, segment: Segment, dim: int, origin: int) -> Tensor:
     """``out`` with the segment's stretch of axis ``dim`` as two axes (core, activation)."""
     part = out.narrow(dim, segment.start - origin, segment.size)
     r, a = segment.shape
-    if segment.activation_major:
-        return part.unflatten(dim, (a, r)).transpose(dim, dim + 1)
-    return part.unflatten(dim, (r, a))
+    sizes = (a, r) if segment.activation_major else (r, a)
+    split = part.view(*part.shape[:dim], *sizes, *part.shape[dim + 1 :])
+    return split.transpose(dim, dim + 1) if segment.activation_major else split
 
 
 def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
@@ -142,7 +142,7 @@ def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
         target.copy_(value)
 
 
-# ---- folded ----------------------------------------------------------------------------------------
+# ---- folded --------------------------------------------------------------------------------
 
 
 def _fold(
@@ -240,7 +240,7 @@ def _add_diagonal(
         diagonal.add_(delta.unsqueeze(-1) * x.diagonal[low:high].mT)
 
 
-# ---- paired ----------------------------------------------------------------------------------------
+# ---- paired --------------------------------------------------------------------------------
 
 
 def _pair(
@@ -301,7 +301,7 @@ def _pair_diagonal(
     view[local, :, :, column] += product
 
 
-# ---- on the diagonal -------------------------------------------------------------------------------
+# ---- on the diagonal -----------------------------------------------------------------------
 
 
 def _add_symmetric(
@@ -379,7 +379,7 @@ def _products_of(active: Tensor) -> tuple[Tensor, Tensor | None]:
     return active[upper[0]] * active[upper[1]], place.view(-1)
 
 
-# ---- the other triangle ----------------------------------------------------------------------------
+# ---- the other triangle --------------------------------------------------------------------
 
 
 def mirror(out: Tensor, f: Family, g: Family, workspace: Workspace) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor
 from curvatlas.blocks.assembly import Operands, Workspace, add_block, mirror, prepare
 from curvatlas.blocks.diagonal import add_diagonal
 from curvatlas.blocks.evaluation import Evaluation
-from curvatlas.blocks.families import Family, Segment, build_families, parameter_offsets
+from curvatlas.blocks.families import Family, build_families, parameter_offsets
 from curvatlas.blocks.losses import Seeds
 from curvatlas.blocks.products import PARTS, Part
-from curvatlas.blocks.structured import PairPart
+from curvatlas.blocks.structured import BlockProduct, Chosen, PairPart
 from curvatlas.blocks.terms import Terms
 from curvatlas.budget import available_bytes, default_budget, readable
 
@@ -41,7 +41,7 @@ class BlockDerivatives:
         share = max(_SMALLEST_BUDGET, self.size**2 * like.element_size() // 8)
         self.budget = budget or min(share, default_budget())
 
-    # ---- chunks ----------------------------------------------------------------------------------
+    # ---- chunks -----------------------------------------------------------------------------
 
     @property
     def tokens_at_once(self) -> int:
@@ -84,7 +84,7 @@ class BlockDerivatives:
             delta = self.seeds.delta[samples, rows].flatten(0, 1)
         return Terms(self.evaluation, samples, rows, lam, delta)
 
-    # ---- dense -------------------------------------------------------------------------------------
+    # ---- dense ------------------------------------------------------------------------------
 
     def dense(
         self,
@@ -142,13 +142,11 @@ class BlockDerivatives:
             raise ValueError("out must be contiguous: blocks are written in place.")
         return out
 
-    # ---- one block -----------------------------------------------------------------------------
+    # ---- one block --------------------------------------------------------------------------
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
         """Block (a, b) alone, (size of a, size of b), without the rest."""
-        for name in (a, b):
-            if name not in self.offsets:
-                raise KeyError(f"no parameter {name!r}: the block has {', '.join(self.names)}.")
+        self._check_names(a, b)
         (row, rows), (column, columns) = self.offsets[a], self.offsets[b]
         if self.seeds.couples_tokens and part != "functional":
             factor = self.outer_factor()
@@ -179,6 +177,11 @@ class BlockDerivatives:
                 )
         return out
 
+    def _check_names(self, *names: str) -> None:
+        for name in names:
+            if name not in self.offsets:
+                raise KeyError(f"no parameter {name!r}: the block has {', '.join(self.names)}.")
+
     def _pairs_of(self, a: str, b: str) -> list[tuple[Family, Family]]:
         return [(f, g) for f in self._holding(a) for g in self._holding(b)]
 
@@ -188,7 +191,7 @@ class BlockDerivatives:
     def _order(self, f: Family) -> int:
         return self.families.index(f)
 
-    # ---- low rank ----------------------------------------------------------------------------------
+    # ---- low rank ---------------------------------------------------------------------------
 
     @cached_property
     def _factor(self) -> Tensor:
@@ -217,7 +220,7 @@ class BlockDerivatives:
         """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (THEORY §8)."""
         return self._factor
 
-    # ---- diagonal, norms, products with one block ---------------------------------------------
+    # ---- diagonal, norms, products with one block -------------------------------------------
 
     def diagonal(self, part: Part = "total") -> Tensor:
         """The exact diagonal (P,); its sums over blocks are the exact traces."""
@@ -293,61 +296,25 @@ class BlockDerivatives:
 
     def block_product(self, a: str, b: str, part: Part = "total") -> BlockProduct:
         """Products with block (a, b), its per-token tensors kept: far cheaper than a full one."""
-        return BlockProduct(self, a, b, part)
-
-
-class BlockProduct:
-    """Block (a, b) as an operator: ``@ v`` for v (size of b,) or columns (size of b, k)."""
-
-    def __init__(self, source: BlockDerivatives, a: str, b: str, part: Part) -> None:
-        (self.row, rows), (self.column, columns) = source.offsets[a], source.offsets[b]
-        self.shape = (rows, columns)
-        self.factor: Tensor | None = None
-        if source.seeds.couples_tokens and part != "functional":
-            self.factor = source.outer_factor()
-        self.parts: list[tuple[PairPart, bool]] = []
-        if self.factor is not None and part == "outer":
-            return
-        for terms in source.chunks("functional" if self.factor is not None else part):
-            for f, g in source._pairs_of(a, b):
-                flipped = source._order(f) > source._order(g)
-                first, second = (g, f) if flipped else (f, g)
-                names = (b, a) if flipped else (a, b)
-                pair = terms.pair(first, second)
-                left = next(s for s in first.segments if s.name == names[0])
-                right = next(s for s in second.segments if s.name == names[1])
-                alpha, beta = terms.activation(first), terms.activation(second)
-                self.parts.append((PairPart(pair, alpha, beta, left, right), flipped))
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        columns = v.unsqueeze(-1) if v.ndim == 1 else v
-        if columns.ndim != 2 or columns.shape[0] != self.shape[1]:
-            raise ValueError(f"expected ({self.shape[1]},) or columns, got {tuple(v.shape)}.")
-        out = columns.new_zeros(self.shape[0], columns.shape[1])
-        for part, flipped in self.parts:
-            source, target = (part.left, part.right) if flipped else (part.right, part.left)
-            piece = _to_core_major(
-                columns.narrow(0, source.start - self.column, source.size), source
-            )
-            moved = part.transposed_times(piece) if flipped else part.times(piece)
-            out.narrow(0, target.start - self.row, target.size).add_(_to_flat(moved, target))
-        if self.factor is not None:
-            rows = self.factor.narrow(0, self.row, self.shape[0])
-            out += rows @ (self.factor.narrow(0, self.column, self.shape[1]).mT @ columns)
-        return out.squeeze(-1) if v.ndim == 1 else out
-
-
-def _to_core_major(v: Tensor, segment: Segment) -> Tensor:
-    """(size, k) in flat order → (core, activation, k)."""
-    r, a = segment.shape
-    if segment.activation_major:
-        return v.reshape(a, r, -1).transpose(0, 1)
-    return v.reshape(r, a, -1)
-
-
-def _to_flat(v: Tensor, segment: Segment) -> Tensor:
-    """(core, activation, k) → (size, k) in flat order."""
-    return (v.transpose(0, 1) if segment.activation_major else v).reshape(segment.size, -1)
+        self._check_names(a, b)
+        coupled = self.seeds.couples_tokens and part != "functional"
+        chosen: list[Chosen] = []
+        if not (coupled and part == "outer"):
+            for terms in self.chunks("functional" if coupled else part):
+                for f, g in self._pairs_of(a, b):
+                    flipped = self._order(f) > self._order(g)
+                    first, second, names = (g, f, (b, a)) if flipped else (f, g, (a, b))
+                    left = next(s for s in first.segments if s.name == names[0])
+                    right = next(s for s in second.segments if s.name == names[1])
+                    alpha, beta = terms.activation(first), terms.activation(second)
+                    pair = PairPart(terms.pair(first, second), alpha, beta, left, right)
+                    chosen.append(Chosen(part=pair, flipped=flipped))
+        return BlockProduct(
+            chosen,
+            rows=self.offsets[a],
+            columns=self.offsets[b],
+            factor=self.outer_factor() if coupled else None,
+        )
 
 
 def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: Workspace) -> None:

@@ -6,6 +6,7 @@ Everything is cheap here (one forward pass); the expensive per-token tensors of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ from curvatlas.blocks.activations import HiddenUnits, hidden_units
 from curvatlas.blocks.normalization import normalize
 from curvatlas.blocks.products_check import check_block
 from curvatlas.blocks.products_mask import attention_mask
-from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec
+from curvatlas.blocks.rope import Rotation
+from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,27 +66,36 @@ class Evaluation:
 
 
 def evaluate(
-    spec: BlockSpec, weights: dict[str, Tensor], x: Tensor, mask: Tensor | None = None
+    spec: BlockSpec,
+    weights: Weights,
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Evaluation:
-    """Run the block at x (B, L, d); ``mask`` as in ``products.linearise``."""
+    """Run the block at x (B, L, d); ``mask`` as in ``products.linearise``.
+
+    Differentiable by autograd when the weights are, so it is also the modules' ``forward``.
+    ``drop`` acts on A, on the hidden units and on both sublayers' outputs.
+    """
     check_block(spec, weights, x)
-    weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
-    x = x.detach()
+    weights = {name: weights[name] for name in WEIGHT_NAMES if name in weights}
+    drop = drop or _keep
     front = _norm(spec, weights, "norm1", x) if spec.norm_first and spec.residual else None
     y = x if front is None else front.value
-    query, attention, allowed, mixed = _attend(spec, weights, y, mask)
+    query, attention, allowed, mixed = _attend(spec, weights, y, mask, drop)
     u = mixed
     if "output_weight" in weights:
         u = F.linear(mixed, weights["output_weight"], weights.get("output_bias"))
     if spec.residual:
-        u = u + x
+        u = drop(u) + x
     middle, ffn_input, hidden, final, z = None, None, None, None, u
     if spec.d_ff is not None:
         middle = _norm(spec, weights, "norm2" if spec.norm_first else "norm1", u)
         ffn_input = u if middle is None else middle.value
         hidden = _hidden(spec, weights, ffn_input)
-        s = F.linear(hidden.value, weights["down_weight"], weights.get("down_bias"))
-        z = s + (u if spec.norm_first else ffn_input)
+        s = F.linear(drop(hidden.value), weights["down_weight"], weights.get("down_bias"))
+        z = drop(s) + (u if spec.norm_first else ffn_input)
     if spec.residual and not spec.norm_first:
         final = _norm(spec, weights, "norm1" if spec.d_ff is None else "norm2", z)
         z = z if final is None else final.value
@@ -106,6 +117,33 @@ def evaluate(
     )
 
 
+def evaluate_feed_forward(spec: BlockSpec, weights: Weights, x: Tensor) -> Evaluation:
+    """The feed-forward part alone, Z = FFN(x) for x (B, L, d): no residual, no norm, no attention.
+
+    Its ``Evaluation`` has empty attention tensors; a spec with ``norm_first=True`` and norm "none"
+    makes the tail start at x.
+    """
+    hidden = _hidden(spec, weights, x)
+    output = F.linear(hidden.value, weights["down_weight"], weights.get("down_bias"))
+    empty = x.new_zeros(0)
+    return Evaluation(
+        spec=spec,
+        weights=dict(weights),
+        x=x,
+        front=None,
+        attention_input=x,
+        query=empty,
+        attention=empty,
+        allowed=None,
+        mixed=empty,
+        middle=None,
+        ffn_input=x,
+        hidden=hidden,
+        final=None,
+        output=output,
+    )
+
+
 def _norm(spec: BlockSpec, weights: dict[str, Tensor], prefix: str, x: Tensor) -> NormState | None:
     gamma, beta = weights.get(f"{prefix}_weight"), weights.get(f"{prefix}_bias")
     if spec.norm == "none" and gamma is None and beta is None:
@@ -115,7 +153,11 @@ def _norm(spec: BlockSpec, weights: dict[str, Tensor], prefix: str, x: Tensor) -
 
 
 def _attend(
-    spec: BlockSpec, weights: dict[str, Tensor], y: Tensor, mask: Tensor | None
+    spec: BlockSpec,
+    weights: dict[str, Tensor],
+    y: Tensor,
+    mask: Tensor | None,
+    drop: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     batch, length, _ = y.shape
     shared = spec.n_heads // spec.kv_heads
@@ -128,6 +170,11 @@ def _attend(
     query = heads("query", spec.key_size, 1)
     key = heads("key", spec.key_size, shared)
     value = heads("value", spec.value_size, shared)
+    if spec.rope_base is not None:
+        rotation = Rotation.from_base(
+            spec.rope_base, length=length, size=spec.key_size, dtype=y.dtype, device=y.device
+        )
+        query, key = rotation.apply(query), rotation.apply(key)
     bias, allowed = attention_mask(
         spec, mask, samples=batch, length=length, dtype=y.dtype, device=y.device
     )
@@ -137,13 +184,17 @@ def _attend(
         attention = torch.softmax(logits if bias is None else logits + bias, -1)
     else:
         attention = logits if zero_one is None else logits * zero_one
-    mixed = (attention @ value).transpose(1, 2).reshape(batch, length, -1)
+    mixed = (drop(attention) @ value).transpose(1, 2).reshape(batch, length, -1)
     return query, attention, zero_one, mixed
 
 
-def _hidden(spec: BlockSpec, weights: dict[str, Tensor], v: Tensor) -> HiddenUnits:
+def _hidden(spec: BlockSpec, weights: Weights, v: Tensor) -> HiddenUnits:
     up = F.linear(v, weights["up_weight"], weights.get("up_bias"))
     gate = None
     if spec.gated:
         gate = F.linear(v, weights["gate_weight"], weights.get("gate_bias"))
     return hidden_units(spec.activation, up, gate)
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t

@@ -100,7 +100,7 @@ def parameter_offsets(weights: Weights) -> dict[str, tuple[int, int]]:
 
 
 def build_families(spec: BlockSpec, weights: Weights) -> tuple[Family, ...]:
-    """The families of a block in the order of its computation."""
+    """The families of a block in the order of its computation; no attention without its weights."""
     offsets = parameter_offsets(weights)
     families: list[Family] = []
 
@@ -163,13 +163,14 @@ def build_families(spec: BlockSpec, weights: Weights) -> tuple[Family, ...]:
         families.append(Family(kind="key", head=head, segments=tuple(segments)))
 
     dk, dv, shared = spec.key_size, spec.value_size, spec.n_heads // spec.kv_heads
+    heads = range(spec.n_heads) if "query_weight" in weights else range(0)
     if spec.norm_first and spec.residual:
         norm("front", "norm1")
-    for h in range(spec.n_heads):
+    for h in heads:
         linear("query", "query", (h * dk, (h + 1) * dk), h)
-    for h in range(spec.n_heads):
+    for h in heads:
         key(h, h // shared * dk)
-    for h in range(spec.n_heads):
+    for h in heads:
         linear("value", "value", (h // shared * dv, (h // shared + 1) * dv), h)
     if "output_weight" in weights:
         linear("output", "output", (0, spec.d_model))

@@ -2,7 +2,8 @@ r"""Moments of attention rows (THEORY §3.1, §6): the only tensors through whic
 
 Row i of a head depends on the weights through θ_i alone, as an exponential family over its keys:
 
-    m_i = Σ_j A_ij x_j,   M_i = Cov_A(x, x),   T_i = Σ_j w_ij (x_j−m_i)(x_j−m_i)ᵀ,   ν_i = Σ_j w_ij x_j
+    m_i = Σ_j A_ij x_j,    M_i = Cov_A(x, x) = Σ_j A_ij (x_j−m_i)(x_j−m_i)ᵀ,
+    ν_i = Σ_j w_ij x_j,    T_i = Σ_j w_ij (x_j−m_i)(x_j−m_i)ᵀ
 
 with adjoint weights w_ij = A_ij(e_ij − Σ_l A_il e_il), e_ij = τ_i·v_j. The tokens are centred by
 their sequence mean first: exact, since covariances and w (Σ_j w_ij = 0) ignore a shift, and what
@@ -121,7 +122,7 @@ class HeadMoments:
             return t
         return torch.cat([t[..., :-1] + t[..., -1:] * beta, t[..., -1:]], -1)
 
-    # ---- first and second moments ----------------------------------------------------------------
+    # ---- first and second moments -----------------------------------------------------------
 
     @cached_property
     def mean_base(self) -> Tensor:
@@ -172,7 +173,7 @@ class HeadMoments:
         """Cov_A(k, x̂_base) = K̂ M (n, dk, d̂)."""
         return self.K_hat @ self.M
 
-    # ---- directions at the attention's output ---------------------------------------------------
+    # ---- directions at the attention's output -----------------------------------------------
 
     @cached_property
     def OV(self) -> Tensor:
@@ -202,7 +203,7 @@ class HeadMoments:
             return torch.eye(size, dtype=self.W_V.dtype, device=self.W_V.device).unsqueeze(0)
         return self.W_O.mT.unsqueeze(0)
 
-    # ---- moments under the adjoint weights -------------------------------------------------------
+    # ---- moments under the adjoint weights --------------------------------------------------
 
     def adjoint(self, R: Tensor) -> AdjointMoments:
         """Adjoint moments for R = ∂ℓ/∂U (n, d)."""

@@ -8,6 +8,8 @@ matrices:  ‖Σ_i α_i ⊗ (M_i ⊗ α'_i + K_i ⊗ δ'_i)‖² = Σ_ij (α_i·
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -103,3 +105,59 @@ class PairPart:
                 weighted = moved * self.beta[:, other.place[part]].unsqueeze(-1)
                 total += (weighted * other.diagonal[:, part].mT).sum(1)
         return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A pair part of a block, and whether the block is its transpose."""
+
+    part: PairPart
+    flipped: bool
+
+
+class BlockProduct:
+    """One block as an operator: ``@ v`` for v (columns,) or several columns (columns, k)."""
+
+    def __init__(
+        self,
+        chosen: list[Chosen],
+        *,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        factor: Tensor | None,
+    ) -> None:
+        self.chosen, self.factor = chosen, factor
+        self.row, self.column = rows[0], columns[0]
+        self.shape = (rows[1], columns[1])
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        columns = v.unsqueeze(-1) if v.ndim == 1 else v
+        if columns.ndim != 2 or columns.shape[0] != self.shape[1]:
+            raise ValueError(f"expected ({self.shape[1]},) or columns, got {tuple(v.shape)}.")
+        out = columns.new_zeros(self.shape[0], columns.shape[1])
+        for item in self.chosen:
+            part = item.part
+            source, target = (part.right, part.left)
+            if item.flipped:
+                source, target = target, source
+            piece = columns.narrow(0, source.start - self.column, source.size)
+            piece = _to_core_major(piece, source)
+            moved = part.transposed_times(piece) if item.flipped else part.times(piece)
+            out.narrow(0, target.start - self.row, target.size).add_(_to_flat(moved, target))
+        if self.factor is not None:
+            rows = self.factor.narrow(0, self.row, self.shape[0])
+            out += rows @ (self.factor.narrow(0, self.column, self.shape[1]).mT @ columns)
+        return out.squeeze(-1) if v.ndim == 1 else out
+
+
+def _to_core_major(v: Tensor, segment: Segment) -> Tensor:
+    """(size, k) in flat order → (core, activation, k)."""
+    r, a = segment.shape
+    if segment.activation_major:
+        return v.reshape(a, r, -1).transpose(0, 1)
+    return v.reshape(r, a, -1)
+
+
+def _to_flat(v: Tensor, segment: Segment) -> Tensor:
+    """(core, activation, k) → (size, k) in flat order."""
+    return (v.transpose(0, 1) if segment.activation_major else v).reshape(segment.size, -1)

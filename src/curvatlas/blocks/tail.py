@@ -109,7 +109,7 @@ class Tail:
     def _norm(state: NormState | None, kind: str, take: Take) -> NormTokens | None:
         return None if state is None else NormTokens(state, kind, take)
 
-    # ---- at S -----------------------------------------------------------------------------------
+    # ---- at S -------------------------------------------------------------------------------
 
     @cached_property
     def delta_S(self) -> Tensor:
@@ -141,7 +141,7 @@ class Tail:
         half = self.final.affine(self.lam_Z, None)
         return self.final.affine(half.mT, None)
 
-    # ---- at the hidden layer -------------------------------------------------------------------
+    # ---- at the hidden layer ----------------------------------------------------------------
 
     @cached_property
     def jac_hS(self) -> Tensor:
@@ -187,7 +187,7 @@ class Tail:
         result[:, f:, :f].diagonal(dim1=1, dim2=2).add_(cross)
         return result
 
-    # ---- at v, the feed-forward input -----------------------------------------------------------
+    # ---- at v, the feed-forward input -------------------------------------------------------
 
     @cached_property
     def rho_W1(self) -> Tensor:
@@ -238,7 +238,7 @@ class Tail:
         up = self.slope_up.unsqueeze(-1) * self.W1_up
         return up if not self.gated else up + self.slope_gate.unsqueeze(-1) * self.W1_gate
 
-    # ---- at U ------------------------------------------------------------------------------------
+    # ---- at U -------------------------------------------------------------------------------
 
     def to_U(self, at_v: Tensor, at_S: Tensor | None) -> Tensor:
         """Rows towards U from rows towards v and, pre-norm, towards S: J_vUᵀ · + r_U ·."""

@@ -45,7 +45,7 @@ class Terms:
         """The chunk's tokens of a (B, L, ·) activation as (n, ·)."""
         return t[self.samples, self.rows].flatten(0, 1)
 
-    # ---- attention -----------------------------------------------------------------------------
+    # ---- attention --------------------------------------------------------------------------
 
     @cached_property
     def moments(self) -> Moments:
@@ -68,7 +68,7 @@ class Terms:
         adjoints = [self.adjoint(h) for h in heads] if self.functional else None
         return Front(self.take(self.evaluation.front.n), [self.head(h) for h in heads], adjoints)
 
-    # ---- activations and directions ----------------------------------------------------------------
+    # ---- activations and directions ---------------------------------------------------------
 
     def activation(self, f: Family) -> Tensor:
         """α (n, a), the constant of a bias last."""
@@ -146,7 +146,7 @@ class Terms:
         first = size if f.kind == "up" and self.evaluation.spec.gated else 0
         return slice(first, first + size)
 
-    # ---- pairs -------------------------------------------------------------------------------------
+    # ---- pairs ------------------------------------------------------------------------------
 
     def pair(self, f: Family, g: Family) -> Pair:
         """The tensors of block (f, g), f not after g in the order of the computation."""
