@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.losses import Loss, resolve_loss
-from curvatlas.blocks.products import LinearisedBlock, Part, linearise
+from curvatlas.blocks.block import ClosedFormBlock
+from curvatlas.blocks.losses import Loss
 from curvatlas.blocks.structure import BlockSpec, Weights
 from curvatlas.theory.kronecker import SingleHead
 
 
 @dataclass(frozen=True)
-class BlockHessian:
+class DenseParts:
     """H, H_o, H_f (P, P) of one block, with the positions of every weight."""
 
     names: tuple[str, ...]
@@ -33,29 +33,6 @@ class BlockHessian:
         return full[self.positions(name), self.positions(other or name)]
 
 
-def dense_from_products(
-    block: LinearisedBlock, curvature: object, part: Part, *, columns: int = 512
-) -> Tensor:
-    """All P columns of the Hessian by closed-form products, ``columns`` at a time."""
-    sizes = {name: w.numel() for name, w in block.weights.items()}
-    total = sum(sizes.values())
-    rows = []
-    for start in range(0, total, columns):
-        stop = min(total, start + columns)
-        tangents, offset = {}, 0
-        for name, weight in block.weights.items():
-            low, high = max(start, offset), min(stop, offset + sizes[name])
-            if low < high:
-                tangent = weight.new_zeros(stop - start, sizes[name])
-                index = torch.arange(low, high, device=weight.device)
-                tangent[index - start, index - offset] = 1.0
-                tangents[name] = tangent.view(stop - start, *weight.shape)
-            offset += sizes[name]
-        found, _ = block.hvp(tangents, curvature=curvature, part=part, needs_input=False)  # type: ignore[arg-type]
-        rows.append(torch.cat([found[n].reshape(stop - start, -1) for n in sizes], 1))
-    return torch.cat(rows)
-
-
 def block_hessian(
     spec: BlockSpec,
     weights: Weights,
@@ -64,15 +41,18 @@ def block_hessian(
     *,
     loss: str | Loss = "mse",
     mask: Tensor | None = None,
-) -> BlockHessian:
+) -> DenseParts:
     """Total, outer and functional Hessian of a block at inputs x (n, L, d), in closed form."""
-    block = linearise(spec, weights, x, mask)
-    seeds = resolve_loss(loss).seeds(block.output, target)
-    block.gradient(seeds.delta)
-    outer = dense_from_products(block, seeds.product, "outer")
-    functional = dense_from_products(block, seeds.product, "functional")
-    sizes = tuple(block.weights[n].numel() for n in block.names)
-    return BlockHessian(block.names, sizes, outer + functional, outer, functional)
+    closed = ClosedFormBlock.from_weights(spec, weights)
+    found = closed.derivatives(x, target, loss=loss, mask=mask)
+    outer, functional = found.dense("outer"), found.dense("functional")
+    sizes = tuple(weights[name].numel() for name in found.names)
+    return DenseParts(found.names, sizes, outer + functional, outer, functional)
+
+
+def total_hessian(spec: BlockSpec, weights: Weights, x: Tensor, target: Tensor) -> Tensor:
+    """H (P, P) alone, under mean squared error."""
+    return ClosedFormBlock.from_weights(spec, weights).derivatives(x, target).dense("total")
 
 
 def head_as_block(head: SingleHead) -> tuple[BlockSpec, dict[str, Tensor]]:

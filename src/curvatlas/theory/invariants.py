@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvatlas.blocks.structure import BlockSpec
 from curvatlas.theory import reference
-from curvatlas.theory.efficient import BlockHessian, block_hessian
+from curvatlas.theory.efficient import DenseParts, block_hessian
 from curvatlas.theory.statements import HOLDS, Effort, Outcome, judge, statement, worst
 
 _DERIVATION = "docs/theory/derivations.md#invariants"
@@ -21,7 +21,7 @@ class _Case:
         self.spec = spec
         self.weights = reference.draw_weights(spec, generator, bias=bias, output=spec.n_heads > 1)
         x, y = torch.randn(2, 2, 4, spec.d_model, generator=generator, dtype=torch.float64)
-        self.h: BlockHessian = block_hessian(spec, self.weights, x, y)
+        self.h: DenseParts = block_hessian(spec, self.weights, x, y)
         tracked = reference.tracked(self.weights)
         z = reference.block_output(spec, tracked, x)
         grads = torch.autograd.grad(reference.loss_of("mse", y)(z), list(tracked.values()))

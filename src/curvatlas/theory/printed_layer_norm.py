@@ -323,3 +323,27 @@ def normalisation_constant(effort: Effort) -> Outcome:
         f" bound {SHARP:.4f}",
         numbers={"random": max(random), "attained": max(attained), "bound": SHARP},
     )
+
+
+@statement(
+    name="layer-norm-statistics",
+    source="Petrov et al., slides: 'feature-wise' statistics of LayerNorm",
+    title="LayerNorm's mean and variance are taken per token, over its features",
+    formula="μ_i = mean over a of x_ia; not the mean over tokens of each feature",
+    tested_by="both readings against PyTorch's layer_norm",
+    verdict=CORRECTED,
+    counterexample="statistics over tokens give a different map, off by order one",
+    derivation=_DERIVATION,
+)
+def layer_norm_statistics(effort: Effort) -> Outcome:
+    x = _tokens(effort, 1, length=5, d=4)
+    truth = torch.nn.functional.layer_norm(x, (4,), eps=1e-5)
+    centred = x - x.mean(0, keepdim=True)
+    featured = centred / (centred.pow(2).mean(0, keepdim=True) + 1e-5).sqrt()
+    per_feature = relative_error(featured, truth)
+    reference_error = relative_error(normalize(x, "layer", 1e-5), truth)
+    return Outcome(
+        verdict=judge(printed=per_feature < 1e-6, corrected=reference_error < _EXACT),
+        figure=f"over tokens off by {per_feature:.2f}; over features {reference_error:.0e}",
+        numbers={"over_tokens": per_feature, "over_features": reference_error},
+    )
