@@ -410,6 +410,27 @@ def test_adapters_carry_the_role_of_what_they_adapt():
     assert {"blocks.0.query", "blocks.0.query_lora_a", "blocks.0.query_lora_b"} <= set(names)
 
 
+def test_names_of_older_vision_transformers_are_read_too():
+    attention = nn.ModuleDict({n: nn.Linear(4, 4) for n in ("query", "key", "value")})
+    layer = nn.ModuleDict({
+        "attention": nn.ModuleDict({
+            "attention": attention, "output": nn.ModuleDict({"dense": nn.Linear(4, 4)})
+        }),
+        "intermediate": nn.ModuleDict({"dense": nn.Linear(4, 6)}),
+        "output": nn.ModuleDict({"dense": nn.Linear(6, 4)}),
+        "layernorm_before": nn.LayerNorm(4),
+        "layernorm_after": nn.LayerNorm(4),
+    })  # fmt: skip
+    encoder = nn.ModuleDict({"layer": nn.ModuleList([layer])})
+    anatomy = anatomy_of(nn.ModuleDict({"encoder": encoder}))
+    found = {piece.parameter: piece.name for piece in anatomy}
+    assert found["encoder.layer.0.attention.attention.key.weight"] == "blocks.0.key"
+    assert found["encoder.layer.0.attention.output.dense.weight"] == "blocks.0.output"
+    assert found["encoder.layer.0.intermediate.dense.weight"] == "blocks.0.up"
+    assert found["encoder.layer.0.output.dense.bias"] == "blocks.0.down_bias"
+    assert found["encoder.layer.0.layernorm_after.weight"] == "blocks.0.norm2.gamma"
+
+
 def test_one_module_a_head_gives_numbered_slices_that_select_together():
     head = nn.ModuleDict({n: nn.Linear(8, 4, bias=False) for n in ("key", "query", "value")})
     sa = nn.ModuleDict(
