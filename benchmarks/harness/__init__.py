@@ -1,0 +1,1 @@
+"""What the benchmarks share: machine facts, interleaved timing, models, contestants, results."""

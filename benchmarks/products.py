@@ -1,0 +1,158 @@
+"""What one product costs, in gradients of the same model, and whether the answers agree.
+
+    python benchmarks/products.py [--quick] [--cases gpt-1m vit-2.8k gpt-100k layers]
+
+One process, one thread; every call stands between two gradients (harness/timing.py). Differences
+are relative to reverse over reverse in float64 with the same weights.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import curvatlas as ca
+from harness.cases import CASES, Case, gpt_12_layers
+from harness.contestants import contestants, references
+from harness.results import RESULTS, keep, requirement
+from harness.timing import Contestant, interleave
+
+COLUMNS = 8
+LAST_LAYER_ROLES = ("query", "key", "value", "output", "up", "down")
+
+
+def compare(case: Case, *, rounds: int, wide: int) -> dict[str, Any]:
+    """Every contestant on one model: cost in gradients and difference from the reference."""
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(case.size, COLUMNS, generator=generator)
+    exact = references(case, columns)
+    entrants = contestants(case, columns)
+    differences = [_difference(entrant, exact) for entrant in entrants]
+    seconds = interleave(case.gradient, entrants, rounds=rounds, wide=wide)
+    rows = [
+        {**entrant.summary(), "difference": difference}
+        for entrant, difference in zip(entrants, differences, strict=True)
+    ]
+    return {
+        "case": case.name,
+        "parameters": case.size,
+        "inputs": list(case.inputs.shape),
+        "gradient_seconds": round(seconds, 5),
+        "rows": rows,
+    }
+
+
+def _difference(entrant: Contestant, exact: dict[str, torch.Tensor]) -> float:
+    want = exact[entrant.quantity]
+    got = entrant.run().double()
+    want = want[:, 0] if got.ndim == 1 else want
+    return float(f"{float(((got - want).norm() / want.norm()).detach()):.3g}")
+
+
+def last_layer(case: Case, *, rounds: int) -> dict[str, Any]:
+    """Products with one role of the last layer, as shares of the full product.
+
+    "alone": an operator asked for that role only. "after": one that has already made full products
+    and works on the graph it kept for them.
+    """
+    problem = ca.Problem(case.model, "cross_entropy", (case.inputs, case.targets))
+    generator = torch.Generator().manual_seed(1)
+    last = max(piece.layer for piece in problem.anatomy.slices if piece.layer is not None)
+    full, entrants = ca.Hessian(problem), []
+    vector = torch.randn(case.size, generator=generator)
+    for role in LAST_LAYER_ROLES:
+        selector = f"blocks.{last}.{role}"
+        alone, after = ca.Hessian(problem)[selector], full[selector]
+        u = torch.randn(alone.shape[1], generator=generator)
+        for view, how in ((alone, "alone"), (after, "after")):
+            run = lambda view=view, u=u: view @ u  # noqa: E731
+            entrants.append(Contestant(f"{selector} ({how})", "curvatlas", "H", 1, run))
+    full @ vector  # the kept graph that the "after" views work on
+    interleave(lambda: full @ vector, entrants, rounds=rounds, wide=1)
+    rows = []
+    for entrant in entrants:
+        row = entrant.summary()
+        row["of_full"] = row.pop("gradients")
+        row["processor_of_full"] = row.pop("processor_gradients")
+        rows.append(row)
+    return {"case": case.name, "parameters": case.size, "layers": last + 1, "rows": rows}
+
+
+def contract(cases: list[dict[str, Any]], views: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The lines of the contract these numbers decide."""
+    lines = []
+    for result in cases:
+        cost = {
+            (row["quantity"], row["columns"]): row["gradients"]
+            for row in result["rows"]
+            if row["library"] == "curvatlas"
+        }
+        if result["case"] == "GPT 1.06 M":
+            lines.append(requirement("H·v in gradients, 1.06 M GPT", cost["H", 1], 2.3))
+            lines.append(requirement("H_o·v in gradients, 1.06 M GPT", cost["H_o", 1], 1.6))
+        for quantity in ("H", "H_o", "H_f"):
+            share = round(cost[quantity, COLUMNS] / cost[quantity, 1], 3)
+            name = f"{quantity}: a column of {COLUMNS} against one alone, {result['case']}"
+            # 1 is parity; medians of a shared machine repeat to about 3 %.
+            lines.append(requirement(name, share, 1.03))
+    if views is not None:
+        worst = max(row["of_full"] for row in views["rows"])
+        name = "one role of the last of 12 layers, of a full product"
+        lines.append(requirement(name, worst, 0.5))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[*CASES, "layers"])
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rounds, wide = (3, 3) if options.quick else (options.rounds, 3)
+    results, views = [], None
+    for name in options.cases:
+        print(f"products: {name}", file=sys.stderr)
+        if name == "layers":
+            views = last_layer(gpt_12_layers(), rounds=rounds)
+        else:
+            results.append(compare(CASES[name](), rounds=rounds, wide=wide))
+    lines = contract(results, views)
+    content = {"requirements": lines, "cases": results, "last_layer": views}
+    path = keep("products", content, folder=options.results)
+    _show(results, views, lines)
+    print(f"kept in {path.name}")
+    return 0
+
+
+def _show(
+    cases: list[dict[str, Any]], views: dict[str, Any] | None, lines: list[dict[str, Any]]
+) -> None:
+    for result in cases:
+        seconds = result["gradient_seconds"]
+        print(f"\n{result['case']}: {result['parameters']} parameters, gradient {seconds:.4f} s")
+        for row in result["rows"]:
+            low, high = row["quartiles"]
+            print(
+                f"  {row['name']:36s} {row['quantity']:4s} ×{row['columns']}  "
+                f"{row['gradients']:6.2f} ({low:.2f}-{high:.2f}, processor "
+                f"{row['processor_gradients']:.2f})   difference {row['difference']:.1e}"
+            )
+    for row in (views or {"rows": []})["rows"]:
+        print(f"  {row['name']:36s} {row['of_full']:.3f} of a full product")
+    for line in lines:
+        verdict = {True: "met", False: "NOT MET", None: "not measured"}[line["met"]]
+        print(f"  {line['name']}: {line['measured']} (at most {line['limit']}): {verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
