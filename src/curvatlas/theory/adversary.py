@@ -30,7 +30,9 @@ def climb(
             break
         if reached > best:
             best, where = reached, [t.clone() for t in point]
-        gradients = torch.autograd.grad(value.clamp_min(1e-300).log(), tracked, allow_unused=True)
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            value.clamp_min(1e-300).log(), tracked, allow_unused=True
+        )
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue

@@ -9,7 +9,8 @@ from curvatlas.theory.kronecker import SingleHead
 
 
 def _norm(matrix: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrix, 2)
+    norm: Tensor = torch.linalg.matrix_norm(matrix, 2)
+    return norm
 
 
 def printed_theorem_1(head: SingleHead) -> dict[str, Tensor]:
@@ -58,4 +59,5 @@ def corrected_blocks(head: SingleHead) -> Tensor:
 
 def corrected_bound(head: SingleHead) -> Tensor:
     """‖H‖ ≤ the norm of the matrix of block bounds (≤ 3 times the largest block)."""
-    return torch.linalg.eigvalsh(corrected_blocks(head))[-1]
+    bound: Tensor = torch.linalg.eigvalsh(corrected_blocks(head))[-1]
+    return bound

@@ -39,7 +39,8 @@ def _quadratic_samples(effort: Effort, trial: int) -> tuple[Tensor, Tensor, Tens
     name="loss-difference-identity",
     source="Petrov et al., draft, displayed loss difference before Theorem 7",
     title="The second-order expansion of L_{k+1} − L_k",
-    formula="L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k+1), so the quadratic term is ½Δᵀ(H_{k+1} − H̄_k)Δ/(k+1);"
+    formula="L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k+1), so the quadratic term is ½Δᵀ(H_{k+1} − "
+    "H̄_k)Δ/(k+1);"
     " printed without 1/(k+1)",
     assumptions="common stationary point, exact quadratic samples",
     tested_by="both forms on random quadratic samples",
@@ -118,7 +119,8 @@ def theorem_7_segment(effort: Effort) -> Outcome:
         verdict=judge(
             printed=difference <= at_optimum * _SLACK, corrected=difference <= on_segment * _SLACK
         ),
-        figure=f"difference {difference:.2f}; bound {at_optimum:.2f} at w*, {on_segment:.2f} on segment",
+        figure=f"difference {difference:.2f}; bound {at_optimum:.2f} at w*, {on_segment:.2f} on "
+        f"segment",
         numbers={"difference": difference, "at_optimum": at_optimum, "on_segment": on_segment},
     )
 
@@ -198,10 +200,13 @@ def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
 
 @statement(
     name="loss-difference-slope",
-    source="Petrov et al., experiments: |L_{k+1} − L_k| falls like 1/k, read as support of Theorem 7",
+    source="Petrov et al., experiments: |L_{k+1} − L_k| falls like 1/k, read as support of "
+    "Theorem 7",
     title="A slope of −1 in k is evidence for the Hessian bound",
-    formula="|L_{k+1}(w) − L_k(w)| ∝ k^{−1} at fixed w: true of running means of any bounded iid numbers",
-    tested_by="per-sample losses of a block, and pure noise (null control), slopes over permutations",
+    formula="|L_{k+1}(w) − L_k(w)| ∝ k^{−1} at fixed w: true of running means of any bounded iid "
+    "numbers",
+    tested_by="per-sample losses of a block, and pure noise (null control), slopes over "
+    "permutations",
     verdict=FALSE,
     counterexample="uniform random numbers, no model at all, give slope −1 too",
     derivation=_DERIVATION,
@@ -222,8 +227,8 @@ def slope_null_control(effort: Effort) -> Outcome:
         slopes[name], k, difference = difference_slope(values[order])
         curves[name] = difference
     null = all(abs(slopes[name] + 1.0) < 0.15 for name in ("uniform noise", "χ² noise"))
-    shown = torch.logspace(0, float(torch.log10(k[-1])), 60).long().unique() - 1
-    shown = shown[shown >= 0]
+    shown = torch.logspace(0, float(torch.log10(k[-1])), 60).long() - 1
+    shown = torch.tensor(sorted({int(i) for i in shown if i >= 0}))
     return Outcome(
         # the slope would be evidence only if noise did not have it
         verdict=judge(printed=not null),

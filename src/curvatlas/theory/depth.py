@@ -153,7 +153,8 @@ def _block_curves(
     name="pre-norm-partial-fix",
     source="Ormaniec et al., pre-LayerNorm",
     title="Pre-norm removes the input's scale at small scale; through the residual it comes back",
-    formula="small t: every block of H flat (slope 0); large t: blocks of H_f driven by Z − Y grow like t",
+    formula="small t: every block of H flat (slope 0); large t: blocks of H_f driven by Z − Y "
+    "grow like t",
     assumptions="pre-norm block, ε → 0",
     tested_by="log-log slopes of H at t = 1e-4 to 1e-2 and of H_f at t = 1e3 to 1e5",
     verdict=HOLDS,
@@ -192,7 +193,8 @@ def pre_norm_fix(effort: Effort) -> Outcome:
 @statement(
     name="post-norm-scaling",
     source="ours; THEORY §16.3",
-    title="Post-norm: value and feed-forward blocks are scale-free, query and key blocks go like t⁴",
+    title="Post-norm: value and feed-forward blocks are scale-free, query and key blocks go like "
+    "t⁴",
     formula="small t, ε → 0: ‖H(V,V)‖, ‖H(W1,W1)‖, ‖H(W2,W2)‖ ∝ t⁰; ‖H(Q,Q)‖, ‖H(K,K)‖ of H_o ∝ t⁴",
     assumptions="post-norm block, ε → 0, small logits",
     tested_by="log-log slopes at t = 1e-3 to 1e-2",

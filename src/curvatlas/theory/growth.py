@@ -289,7 +289,8 @@ def linear_attention(effort: Effort) -> Outcome:
     errors = [abs(s - want[t]) for t, found in slopes.items() for s in found.values()]
     return Outcome(
         verdict=judge(printed=worst(errors) < 0.02 and diagonal == 0.0),
-        figure=f"{len(errors)} slopes off by at most {worst(errors):.4f}; diagonal H_f {diagonal:.0e}",
+        figure=f"{len(errors)} slopes off by at most {worst(errors):.4f}; diagonal H_f "
+        f"{diagonal:.0e}",
         numbers={"slopes": slopes, "largest_deviation": worst(errors), "diagonal": diagonal},
         series={
             "panels": {"H_o": panels["H_o"]},

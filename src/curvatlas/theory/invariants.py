@@ -61,14 +61,16 @@ def _spec(trial: int, **options: object) -> BlockSpec:
     name="layer-norm-shift-directions",
     source="ours; THEORY §16.4",
     title="Directions removed by LayerNorm are exact null directions of H",
-    formula="post-norm: H annihilates W2 += 1aᵀ (and its bias), W_O += 1aᵀ (W_V += 1aᵀ without W_O)",
+    formula="post-norm: H annihilates W2 += 1aᵀ (and its bias), W_O += 1aᵀ (W_V += 1aᵀ without "
+    "W_O)",
     assumptions="LayerNorm, post-norm; not RMSNorm",
     tested_by="one and two heads, three activations, with biases; RMSNorm as the control",
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
 def shift_directions(effort: Effort) -> Outcome:
-    residuals, control = [], []
+    residuals: list[float] = []
+    control: list[float] = []
     for trial in range(effort.trials(4, 24)):
         for norm, found in (("layer", residuals), ("rms", control)):
             case = _Case(effort, trial, _spec(trial, norm=norm), bias=True)

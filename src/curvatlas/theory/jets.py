@@ -3,7 +3,8 @@ r"""Third-order jets: a quantity with its first three derivatives along a straig
 Every rule is the closed form of one operation, no automatic differentiation:
 
     product        (fg)''' = f'''g + 3f''g' + 3f'g'' + fg'''
-    normalisation  σ² = m, σ n = c:  σ''' = (m'''/2 − 3σ'σ'')/σ,  n''' = (c''' − 3σ'n'' − 3σ''n' − σ'''n)/σ
+    normalisation  σ² = m, σ n = c:  σ''' = (m'''/2 − 3σ'σ'')/σ,
+                   n''' = (c''' − 3σ'n'' − 3σ''n' − σ'''n)/σ
     softmax        cumulants: (log Σ e^T)''' = ⟨T'''⟩ + 3Cov(T', T'') + κ₃(T')
     activation     f(h)''' = f'h''' + 3f''h'h'' + f'''h'³
 """

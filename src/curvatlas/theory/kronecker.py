@@ -6,6 +6,7 @@ These are the printed forms, to be compared with at small size. They grow like (
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class SingleHead:
 
     @property
     def scale(self) -> float:
-        return float(self.query.shape[1]) ** -0.5
+        return 1.0 / math.sqrt(self.query.shape[1])
 
     @property
     def reduction(self) -> float:

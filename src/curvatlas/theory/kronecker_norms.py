@@ -18,7 +18,8 @@ from torch import Tensor
 
 def top(matrix: Tensor) -> Tensor:
     """Largest eigenvalue of a symmetric matrix, not below zero."""
-    return torch.linalg.eigvalsh(matrix)[..., -1].clamp_min(0.0)
+    largest: Tensor = torch.linalg.eigvalsh(matrix)[..., -1].clamp_min(0.0)
+    return largest
 
 
 def weighted_top(alpha: Tensor, weight: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def plain_sum(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:
 def _summed_top(weight: Tensor, middle: Tensor) -> Tensor:
     """λ_max(Σ_i w_i M_i) for w (…, N), M (N, r, r)."""
     summed = weight @ middle.reshape(len(middle), -1)
-    return top(summed.unflatten(-1, middle.shape[1:]))
+    return top(summed.reshape(*weight.shape[:-1], *middle.shape[1:]))
 
 
 def plain_frobenius(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:

@@ -194,7 +194,8 @@ def attention_jacobians(effort: Effort) -> Outcome:
         head = draw_head(effort.generator(trial), length=3, d=3, d_k=2).tracked()
         with torch.no_grad():
             a = head.attention()
-        soft = torch.block_diag(*[torch.diag(r) - torch.outer(r, r) for r in a])
+        rows = [torch.diag(r) - torch.outer(r, r) for r in a]
+        soft = torch.block_diag(*rows)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             left = kron(eye(3), head.value.T @ head.x.T) @ soft * head.scale
             query = left @ kron(head.x, head.x @ head.key)

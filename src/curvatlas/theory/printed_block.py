@@ -9,7 +9,7 @@ from curvatlas.blocks.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.efficient import block_hessian
 from curvatlas.theory.kronecker import commutation, eye, kron
-from curvatlas.theory.printed_layer_norm import compact_hessian, compact_jacobian
+from curvatlas.theory.layer_norm_forms import compact_hessian, compact_jacobian
 from curvatlas.theory.statements import (
     CORRECTED,
     HOLDS,
@@ -41,7 +41,8 @@ class PrintedBlock:
         self.z = reference.normalize(self.s, "layer", eps)
 
     def _spread(self, per_token: Tensor) -> Tensor:
-        return torch.block_diag(*per_token)
+        spread: Tensor = torch.block_diag(*per_token)  # type: ignore[no-untyped-call]
+        return spread
 
     def derivatives(self) -> dict[str, Tensor]:
         """B_i = ∂S/∂W_i (L d, n_i), by the printed formulas."""

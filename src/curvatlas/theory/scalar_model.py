@@ -2,117 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from curvatlas.blocks.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.figures import lines_figure, spectrum_figure
 from curvatlas.theory.growth import _logspace, slope
+from curvatlas.theory.scalar_attention import ScalarModel, draw_scalar
 from curvatlas.theory.statements import HOLDS, Effort, Outcome, judge, statement, worst
 
 _DERIVATION = "docs/theory/derivations.md#spectra"
-
-
-@dataclass(frozen=True)
-class ScalarModel:
-    """f(x) = w_V A(x) x, A = softmax(β x xᵀ + bias), β = w_Qᵀw_K/√d_k; x, target (n, L)."""
-
-    x: Tensor
-    query: Tensor  # (d_k,)
-    key: Tensor  # (d_k,)
-    value: float
-    target: Tensor
-    bias: float = 0.0  # added to every logit of the first token: an attention sink
-
-    @property
-    def scale(self) -> float:
-        return float(len(self.query)) ** -0.5
-
-    def output(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        logits = self.scale * (query @ key) * self.x.unsqueeze(2) * self.x.unsqueeze(1)
-        sink = torch.zeros_like(self.x)
-        sink[:, 0] = self.bias
-        return value * (torch.softmax(logits + sink.unsqueeze(1), -1) @ self.x.unsqueeze(2))[..., 0]
-
-    def hessians(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(H, H_o, H_f) over (w_Q, w_K, w_V) by double backward."""
-        params = [
-            self.query.clone().requires_grad_(True),
-            self.key.clone().requires_grad_(True),
-            torch.tensor(self.value, dtype=torch.float64, requires_grad=True),
-        ]
-        z = self.output(*params)
-        return reference.split_hessian(z, lambda v: (v - self.target).pow(2).mean(), params)
-
-    def derivatives(self) -> dict[str, float]:
-        """ℓ_VV, ℓ_β, ℓ_Vβ, ℓ_ββ and their outer-product parts, from row moments."""
-        logits = self.scale * (self.query @ self.key) * self.x.unsqueeze(2) * self.x.unsqueeze(1)
-        sink = torch.zeros_like(self.x)
-        sink[:, 0] = self.bias
-        a = torch.softmax(logits + sink.unsqueeze(1), -1)
-        mean = (a @ self.x.unsqueeze(2))[..., 0]
-        centred = self.x.unsqueeze(1) - mean.unsqueeze(2)  # (n, i, j)
-        variance, third = (a * centred**2).sum(2), (a * centred**3).sum(2)
-        residual = self.value * mean - self.target
-        w, x, c = self.value, self.x, 2.0 / self.x.numel()
-        return {
-            "vv": float(c * (mean**2).sum()),
-            "b": float(c * (residual * w * x * variance).sum()),
-            "vb": float(c * ((w * mean + residual) * x * variance).sum()),
-            "bb": float(c * (w**2 * x**2 * variance**2 + residual * w * x**2 * third).sum()),
-            "outer_vb": float(c * (w * mean * x * variance).sum()),
-            "outer_bb": float(c * (w**2 * x**2 * variance**2).sum()),
-        }
-
-    def bulk(self) -> float:
-        """g = s ℓ_β: the bulk sits at ±|g|."""
-        return self.scale * self.derivatives()["b"]
-
-    def spectrum(self) -> Tensor:
-        """All 2 d_k + 1 eigenvalues in closed form, ascending (THEORY §16.1)."""
-        d, s = self.derivatives(), self.scale
-        g, c, h = s * d["b"], s * d["vb"], s**2 * d["bb"]
-        alpha = float((self.query + self.key).norm()) / 2**0.5
-        delta = float((self.query - self.key).norm()) / 2**0.5
-        core = torch.tensor(
-            [
-                [d["vv"], c * alpha, c * delta],
-                [c * alpha, g + h * alpha**2, h * alpha * delta],
-                [c * delta, h * alpha * delta, -g + h * delta**2],
-            ],
-            dtype=torch.float64,
-        )
-        pairs = torch.full((len(self.query) - 1,), g, dtype=torch.float64)
-        return torch.cat([torch.linalg.eigvalsh(core), pairs, -pairs]).sort().values
-
-    def outer_spectrum(self) -> Tensor:
-        """The two non-zero eigenvalues of the Gauss-Newton matrix."""
-        d, s = self.derivatives(), self.scale
-        z = float((self.query @ self.query + self.key @ self.key).sqrt())
-        core = [
-            [d["vv"], s * d["outer_vb"] * z],
-            [s * d["outer_vb"] * z, s**2 * d["outer_bb"] * z**2],
-        ]
-        return torch.linalg.eigvalsh(torch.tensor(core, dtype=torch.float64))
-
-
-def draw_scalar(effort: Effort, trial: int, d_k: int, *, batch: int = 2) -> ScalarModel:
-    generator = effort.generator(trial)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return ScalarModel(draw(batch, 5), draw(d_k), draw(d_k), float(draw(1)), draw(batch, 5))
 
 
 @statement(
     name="scalar-spectrum",
     source="Ormaniec et al., scalar attention model",
     title="d_k − 1 symmetric pairs of bulk eigenvalues and three outliers, in closed form",
-    formula="bulk ±s ℓ_β (multiplicity d_k−1 each); outliers: eigenvalues of a 3×3 matrix in ℓ_VV, ℓ_β, "
+    formula="bulk ±s ℓ_β (multiplicity d_k−1 each); outliers: eigenvalues of a 3×3 matrix in "
+    "ℓ_VV, ℓ_β, "
     "ℓ_Vβ, ℓ_ββ, ‖w_Q±w_K‖",
     assumptions="f(x) = w_V A(x)x with scalar tokens; any batch; formulas for mean squared error",
     tested_by="all eigenvalues for d_k = 1, 2, 5, 16 against double backward",
@@ -185,7 +92,8 @@ def scalar_condition(effort: Effort) -> Outcome:
     name="gauss-newton-blind-to-bulk",
     source="Ormaniec et al., Gauss-Newton of the scalar model",
     title="The Gauss-Newton matrix has rank two and does not see the bulk",
-    formula="H_o has eigenvalues of [[ℓ_VV, s o_Vβ z],[s o_Vβ z, s² o_ββ z²]] and zeros; H_o v = 0 on the "
+    formula="H_o has eigenvalues of [[ℓ_VV, s o_Vβ z],[s o_Vβ z, s² o_ββ z²]] and zeros; H_o v = "
+    "0 on the "
     "bulk eigenvectors of H",
     tested_by="eigenvalues of H_o, and ‖H_o v‖ on the bulk eigenvectors, d_k = 2, 5, 16",
     verdict=HOLDS,
@@ -215,10 +123,13 @@ def gauss_newton_blind(effort: Effort) -> Outcome:
     name="gauss-newton-top-eigenvalue",
     source="Ormaniec et al., λmax of Gauss-Newton, attention against MLP",
     title="λmax(H_o) of attention grows faster with the data than that of an MLP of the same size",
-    formula="scalar attention: slope of λmax in the input scale exceeds 2 before saturation; linear MLP "
+    formula="scalar attention: slope of λmax in the input scale exceeds 2 before saturation; "
+    "linear MLP "
     "f = w_2ᵀw_1 x: exactly 2",
-    assumptions="scalar tokens; query and key norms of 10, so that the value direction does not hide them",
-    tested_by="largest local slope of λmax(H_o), t from 0.05 to 1, several models; the MLP beside them",
+    assumptions="scalar tokens; query and key norms of 10, so that the value direction does not "
+    "hide them",
+    tested_by="largest local slope of λmax(H_o), t from 0.05 to 1, several models; the MLP "
+    "beside them",
     verdict=HOLDS,
     derivation=_DERIVATION,
     plot=lines_figure,
@@ -262,7 +173,8 @@ def gauss_newton_top(effort: Effort) -> Outcome:
     name="gamma-bulk",
     source="ours, generalises the scalar bulk; THEORY §16.2",
     title="In any block the Hessian has eigenvalues ±σ_k(Γ), Γ = ∂ℓ/∂(W_QW_Kᵀ)",
-    formula="a ⊥ rows of W_Q, W_K in R^{d_k}: (u_kaᵀ, ±v_kaᵀ) are eigenvectors with ±σ_k(Γ); per head; "
+    formula="a ⊥ rows of W_Q, W_K in R^{d_k}: (u_kaᵀ, ±v_kaᵀ) are eigenvectors with ±σ_k(Γ); per "
+    "head; "
     "∇_{W_Q} = ΓW_K, ∇_{W_K} = ΓᵀW_Q; H_o annihilates them",
     assumptions="d_k > rank[W_Q; W_K]; no query or key bias",
     tested_by="attention and post-norm blocks, one and two heads, mse and cross-entropy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from curvatlas.theory.figures import lines_figure
-from curvatlas.theory.scalar_model import ScalarModel, draw_scalar
+from curvatlas.theory.scalar_attention import ScalarModel, draw_scalar
 from curvatlas.theory.statements import CORRECTED, HOLDS, Effort, Outcome, judge, statement
 
 _DERIVATION = "docs/theory/derivations.md#spectra"
@@ -13,7 +13,7 @@ _LEVELS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0)
 
 
 def _with_sink(base: ScalarModel, level: float, kind: str) -> ScalarModel:
-    """ "bias": level added to the first token's logits; "outlier": its activation made ±(1+level)."""
+    """ "bias": level added to the first token's logits; "outlier": its value made ±(1+level)."""
     if kind == "bias":
         return ScalarModel(base.x, base.query, base.key, base.value, base.target, bias=level)
     x = base.x.clone()
@@ -38,7 +38,8 @@ def _medians(effort: Effort, kind: str) -> tuple[list[float], list[float]]:
     name="sinks-stretch-the-spectrum",
     source="Ormaniec et al., attention sinks and outlier activations",
     title="A sink or an outlier token stretches the spectrum: bulk over largest outlier falls",
-    formula="|g|/|λ|max falls as the first token's logit bias (sink) or its activation (outlier) grows",
+    formula="|g|/|λ|max falls as the first token's logit bias (sink) or its activation (outlier) "
+    "grows",
     assumptions="scalar model, medians over random models",
     tested_by="both kinds of sink at six levels",
     verdict=HOLDS,
@@ -68,7 +69,8 @@ def sinks_stretch(effort: Effort) -> Outcome:
     name="sink-shrinks-the-bulk",
     source="Ormaniec et al., 'a sink shrinks the bulk'",
     title="In absolute value the bulk shrinks only when the sink comes from a logit bias",
-    formula="bias sink: |g| → 0; outlier token: |g| grows while |g|/|λ|max falls: state it as a ratio",
+    formula="bias sink: |g| → 0; outlier token: |g| grows while |g|/|λ|max falls: state it as a "
+    "ratio",
     assumptions="scalar model, medians over random models",
     tested_by="median |g| without a sink and with the strongest one, both kinds",
     verdict=CORRECTED,

@@ -23,7 +23,8 @@ from curvatlas.blocks.stack import BlockStack
 from curvatlas.blocks.structure import BlockSpec, Weights
 from curvatlas.theory.exact_norm import exact_norm
 from curvatlas.theory.norm_rows import has_norms, rows_by_products
-from curvatlas.theory.token_bound import EntryBounds, entry_bounds
+from curvatlas.theory.token_bound import entry_bounds
+from curvatlas.theory.token_entries import EntryBounds
 
 
 def _no_curvature(like: Tensor, delta: Tensor) -> Seeds:

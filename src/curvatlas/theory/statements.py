@@ -33,6 +33,7 @@ TOPICS: tuple[str, ...] = (
     "printed_layer_norm",
     "printed_block",
     "curvature_bounds",
+    "our_bounds",
     "convergence",
     "growth",
     "depth",
@@ -40,6 +41,7 @@ TOPICS: tuple[str, ...] = (
     "sinks",
     "invariants",
     "article",
+    "article_code",
     "extensions",
     "third_order_checks",
 )
@@ -150,12 +152,12 @@ def statements() -> tuple[Statement, ...]:
 
 
 def find(name: str) -> Statement:
-    """The statement called ``name``; raises KeyError with the close names otherwise."""
+    """The statement called ``name``; raises ValueError with the close names otherwise."""
     known = {s.name: s for s in statements()}
     if name in known:
         return known[name]
     close = [n for n in known if name in n or n in name] or list(known)
-    raise KeyError(f"no statement is called {name!r}; try one of: {', '.join(sorted(close))}.")
+    raise ValueError(f"no statement is called {name!r}: try one of {', '.join(sorted(close))}.")
 
 
 def judge(*, printed: bool, corrected: bool | None = None) -> str:

@@ -68,7 +68,7 @@ def directional_derivatives(
     """First three derivatives of the loss of a block or stack along one line, in closed form.
 
     ``direction``: flat (P,) over the weights in ``WEIGHT_NAMES`` order, block after block, or
-    tensors by name (a list of such mappings for a stack). ``input_direction`` moves x (n, L, d) too.
+    tensors by name (a list of such mappings for a stack). ``input_direction`` also moves x.
     """
     layers = as_layers(block)
     x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()

@@ -92,7 +92,8 @@ def _compare(effort: Effort, kinds: tuple[str, ...], trials: int) -> list[float]
     name="third-order-attention",
     source="ours: extension to third order",
     title="Third directional derivative of the loss of an attention layer",
-    formula="T = sQKᵀ; A''' by cumulants of T', T'', T''' under the rows of A; ℓ''' by the chain rule",
+    formula="T = sQKᵀ; A''' by cumulants of T', T'', T''' under the rows of A; ℓ''' by the chain "
+    "rule",
     assumptions="softmax attention, any heads, causal or not, mse or cross-entropy",
     tested_by="against three nested backward passes along random directions",
     verdict=HOLDS,

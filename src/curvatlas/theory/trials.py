@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,7 +41,7 @@ def draw_case(generator: torch.Generator, kind: str, *, small: bool = False) -> 
         return options[int(torch.randint(len(options), (1,), generator=generator))]
 
     def between(low: float, high: float) -> float:
-        return low * (high / low) ** float(torch.rand(1, generator=generator))
+        return low * math.exp(math.log(high / low) * float(torch.rand(1, generator=generator)))
 
     heads = pick((1, 2)) if small else pick((1, 1, 2, 3))
     d = pick((2, 3)) if small else pick((4, 5, 6))
