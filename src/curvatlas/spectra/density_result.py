@@ -56,8 +56,9 @@ class SpectralDensity(Result):
         return (
             f"spectrum of {self.size} eigenvalues in [{float(self.nodes[0]):.4g}, "
             f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; "
-            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}]; effective rank {self.effective_rank:.3g} "
-            f"[{first:.3g}, {last:.3g}]; {kind}, {self.products} products"
+            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}]; "
+            f"effective rank {self.effective_rank:.3g} [{first:.3g}, {last:.3g}]; "
+            f"{kind}, {self.products} products"
         )
 
     def plot(self) -> Any:
@@ -88,7 +89,7 @@ def exact_density(values: Tensor, products: int, *, psd: bool) -> SpectralDensit
     magnitude, square = np.abs(nodes).sum(), (nodes**2).sum()
     rank = float(magnitude**2 / square) if square > 0 else 0.0
     weights = np.full(n, 1.0 / n)
-    grid, density = smooth(nodes, weights)
+    grid, density = smooth(nodes, [], n)
     return SpectralDensity(
         nodes=torch.from_numpy(nodes.copy()), weights=torch.from_numpy(weights),
         grid=torch.from_numpy(grid), density=torch.from_numpy(density),
@@ -112,7 +113,7 @@ def summarise(
     weights = np.concatenate([np.full(len(outliers), 1 / size), *(w * share / m for _, w in rules)])
     order = np.argsort(nodes, kind="stable")
     nodes, weights = nodes[order], weights[order] / weights.sum()
-    grid, density = smooth(nodes, weights)
+    grid, density = smooth(outliers, rules, size)
     coarse = _coarser(alphas, betas, scale, eps)
     resolution = share * wasserstein(*_mean_rule(rules), *_mean_rule(coarse))
     scatter = share * _scatter(rules)
@@ -188,7 +189,7 @@ def _negative(
             tail[-1] = 0.0
         brackets.append(mass_below(a[:s], tail, -zero if tail[-1] == 0.0 else 0.0))
         # A node at zero is a null space and not negative; otherwise the bracket's middle is best.
-        null = bool((np.abs(nodes) <= zero).any())
+        null = bool((np.abs(nodes) <= zero).any()) or not bool((nodes < -zero).any())
         middles.append(weights[nodes < -zero].sum() if null else sum(brackets[-1]) / 2)
     low, high = np.array(brackets).T
     middle = sure + share * float(np.mean(middles))
@@ -214,7 +215,8 @@ def _effective_rank(
         return value, (min(value, 1.0), float(size))
     left_out = np.array([rank(rules[:i] + rules[i + 1 :]) for i in range(m)])
     error = _quantile(m) * float(np.sqrt((m - 1) / m * ((left_out - left_out.mean()) ** 2).sum()))
-    error += abs(value - rank(coarse)) + 1e-9 * value
+    # |θ| is not a polynomial: the rules are biased where the spectrum crosses zero.
+    error += 2 * abs(value - rank(coarse)) + 1e-9 * value
     return value, (max(value - error, 0.0), min(value + error, float(size)))
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from curvatlas.operators.base import LinearOperator, MatrixOperator
-from curvatlas.progress import bar, track
+from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
+from curvatlas.spectra.diagonal import read_diagonal
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
 
@@ -104,22 +105,15 @@ def _reached(sampler: DeflatedSampler, rtol: float) -> Estimate:
 
 def _read_diagonal(op: LinearOperator, spent: int) -> Estimate:
     """Σ e_iᵀ A e_i, a block of columns at a time."""
-    n = op.shape[0]
-    entries = []
-    step = 64
-    for start in track(range(0, n, step), "exact trace"):
-        stop = min(start + step, n)
-        block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
-        block[start:stop].fill_diagonal_(1)
-        entries.append((op @ block)[start:stop].diagonal().double().cpu())
-    diagonal = torch.cat(entries)
+    diagonal = read_diagonal(op)
     if not bool(torch.isfinite(diagonal).all()):
         raise FloatingPointError(
             "a product with the operator gave NaN or infinity: check the loss and the parameters."
         )
     return exact_estimate(
         "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()),
-        eps=torch.finfo(op.dtype).eps, products=spent + n, method="diagonal, column by column",
+        eps=torch.finfo(op.dtype).eps, products=spent + op.shape[0],
+        method="diagonal, column by column",
     )  # fmt: skip
 
 

@@ -1,0 +1,235 @@
+r"""The diagonal, entry by entry with intervals.
+
+    diag A = diag(A V Vᵀ) + diag(A P) ,   P = I − VVᵀ.
+
+The first part is exact: a Lanczos basis V and its known image A V. The second is sampled with
+Rademacher probes z (Bekas, Kokiopoulou, Saad 2007): z ⊙ (A P z) has mean diag(A P) and, entry i,
+variance Σ_{k≠i} (A P)_ik². The error of every entry is read from the scatter of its samples.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator, MatrixOperator
+from curvatlas.progress import bar
+from curvatlas.results import Result
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.krylov import KrylovBasis
+from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
+
+_BATCH = 8  # probes multiplied at once
+_FEWEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagonalEstimate(Result):
+    """diag A with an interval for every entry."""
+
+    values: Tensor  # (n,)
+    interval: tuple[Tensor, Tensor]  # 95 % for each entry
+    relative_error: float  # expected ‖error‖ / ‖diag A‖
+    products: int
+    converged: bool
+    exact: bool
+    method: str
+
+    @property
+    def value(self) -> Tensor:
+        """The same as ``values``."""
+        return self.values
+
+    def __str__(self) -> str:
+        kind = "exact" if self.exact else f"relative error {self.relative_error:.2g}"
+        text = (
+            f"diagonal of {len(self.values)} entries in [{float(self.values.min()):.4g}, "
+            f"{float(self.values.max()):.4g}] ({kind}, {self.products} products)"
+        )
+        return text if self.converged else text + ", NOT converged"
+
+    def plot(self) -> Any:
+        """Sorted entries with their intervals."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.add_subplot()
+        order = self.values.argsort().cpu()
+        at = range(len(order))
+        low, high = (bound.cpu()[order].tolist() for bound in self.interval)
+        axes.fill_between(at, low, high, alpha=0.3)
+        axes.plot(at, self.values.cpu()[order].tolist())
+        axes.set(xlabel="entry, sorted", ylabel="diagonal")
+        return figure
+
+
+def diagonal(
+    op: LinearOperator,
+    *,
+    rtol: float = 0.1,
+    seed: int = 0,
+    max_products: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> DiagonalEstimate:
+    """diag A until ‖error‖ ≤ rtol ‖diag A‖; read exactly when that takes no more products.
+
+    max_products: default min(n, 500).
+    """
+    n = require_square(op, "diagonal")
+    check_rtol(rtol)
+    known = _closed_form(op)
+    if known is not None:
+        return _exact(known, 0, torch.finfo(op.dtype).eps, "closed form")
+    budget = min(n, 500) if max_products is None else max_products
+    check_budget(budget)
+    if n <= min(budget, 64):
+        return _read(op)
+    mark = fingerprint(op, estimate="diagonal", rtol=rtol, seed=seed, max_products=max_products)
+    return _Run(op, rtol, budget, seed, Checkpoint(checkpoint, mark)).result()
+
+
+class _Run:
+    def __init__(
+        self, op: LinearOperator, rtol: float, budget: int, seed: int, file: Checkpoint
+    ) -> None:
+        self.op, self.rtol, self.budget, self.file = op, rtol, budget, file
+        self.random = generator(seed)
+        n = op.shape[0]
+        # A third for the outliers: their columns make most of the scatter.
+        self.steps = min(budget // 3, 60) if op.tags.symmetric else 0
+        self.basis = KrylovBasis(op, self.steps + 2)
+        zeros = torch.zeros(n, dtype=torch.float64, device=op.device)
+        self.total, self.squares = zeros, zeros.clone()
+        self.probes = 0
+
+    def result(self) -> DiagonalEstimate:
+        stored = self.file.load()
+        if stored is not None:
+            self._restore(*stored)
+        with bar("diagonal", total=self.budget) as progress, self.file.kept(self._state):
+            while True:
+                progress.update(self._products - progress.n)
+                if self.file.due():
+                    self.file.save(*self._state())
+                if self._deflating():
+                    continue
+                left = self.budget - self._products
+                if self.probes >= _FEWEST:
+                    reached = self._reached()
+                    if reached.converged or left <= 0:
+                        break
+                    if self.op.shape[0] <= left:
+                        expected = self.probes * (reached.relative_error / self.rtol) ** 2
+                        if expected - self.probes > self.op.shape[0]:
+                            return _read(self.op, self._products)
+                elif left <= 0:
+                    reached = self._reached()
+                    break
+                self._probe(min(_BATCH, left))
+        self.file.save(*self._state())
+        return reached
+
+    @property
+    def _products(self) -> int:
+        return self.basis.products + self.probes
+
+    def _deflating(self) -> bool:
+        basis = self.basis
+        if basis.products >= self.steps:
+            return False
+        if basis.count == 0:
+            basis.add_random(self.random)
+        if basis.pending == 0:
+            self.steps = basis.products
+            return False
+        basis.expand()
+        return True
+
+    def _probe(self, count: int) -> None:
+        n, basis = self.op.shape[0], self.basis
+        signs = torch.randint(0, 2, (n, count), generator=self.random, dtype=torch.int8)
+        probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
+        v = basis.rows[: basis.multiplied]
+        samples = probes * (self.op @ (probes - v.T @ (v @ probes)))
+        if not bool(torch.isfinite(samples).all()):
+            raise FloatingPointError("a product with the operator gave NaN or infinity.")
+        samples = samples.double()
+        self.total = self.total + samples.sum(1)
+        self.squares = self.squares + samples.pow(2).sum(1)
+        self.probes += count
+
+    def _reached(self) -> DiagonalEstimate:
+        basis, m = self.basis, max(self.probes, 1)
+        j, r = basis.multiplied, basis.count
+        exact = torch.zeros_like(self.total)
+        if j:
+            action = torch.as_tensor(basis.coefficients[:r, :j], dtype=basis.rows.dtype)
+            image = action.T.to(basis.rows.device) @ basis.rows[:r]  # rows (A v_i)ᵀ
+            exact = (image * basis.rows[:j]).sum(0).double()
+        mean = self.total / m
+        variance = (self.squares / m - mean**2).clamp_min(0) * m / max(m - 1, 1)
+        error = (variance / m).sqrt()
+        values = exact + mean
+        size = float(values.norm())
+        relative = float(error.norm()) / size if size else 0.0
+        half = float(student.ppf(0.975, max(m - 1, 1))) * error
+        half = half + 16 * basis.eps * (exact.abs() + mean.abs())
+        return DiagonalEstimate(
+            values=values, interval=(values - half, values + half), relative_error=relative,
+            products=self._products, converged=self.probes >= _FEWEST and relative <= self.rtol,
+            exact=False, method="Lanczos deflation and Rademacher probes",
+        )  # fmt: skip
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = self.basis.state()
+        tensors.update(total=self.total, squares=self.squares, random=self.random.get_state())
+        return tensors, {**numbers, "probes": self.probes, "steps": self.steps}
+
+    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self.basis.restore(tensors, numbers)
+        self.total = tensors["total"].to(self.op.device)
+        self.squares = tensors["squares"].to(self.op.device)
+        self.random.set_state(tensors["random"])
+        self.probes, self.steps = int(numbers["probes"]), int(numbers["steps"])
+
+
+def read_diagonal(op: LinearOperator) -> Tensor:
+    """(n,) float64, by products with the unit vectors."""
+    n = op.shape[0]
+    entries = []
+    for start in range(0, n, 64):
+        stop = min(start + 64, n)
+        block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
+        block[start:stop].fill_diagonal_(1)
+        entries.append((op @ block)[start:stop].diagonal().double())
+    return torch.cat(entries)
+
+
+def _closed_form(op: LinearOperator) -> Tensor | None:
+    if isinstance(op, MatrixOperator):
+        return op.matrix.diagonal().double()
+    known = getattr(op, "exact_diagonal", None)
+    return known() if callable(known) else None
+
+
+def _read(op: LinearOperator, spent: int = 0) -> DiagonalEstimate:
+    values = read_diagonal(op)
+    if not bool(torch.isfinite(values).all()):
+        raise FloatingPointError("a product with the operator gave NaN or infinity.")
+    eps = torch.finfo(op.dtype).eps
+    return _exact(values, spent + op.shape[0], eps, "column by column")
+
+
+def _exact(values: Tensor, products: int, eps: float, method: str) -> DiagonalEstimate:
+    values = values.detach().double()
+    radius = 64 * eps * values.abs() + np.finfo(np.float64).tiny
+    return DiagonalEstimate(
+        values=values, interval=(values - radius, values + radius), relative_error=eps,
+        products=products, converged=True, exact=True, method=method,
+    )  # fmt: skip

@@ -1,0 +1,163 @@
+r"""‖A‖_F² = ‖A V‖_F² + E‖A P u‖²: the outliers exactly, the rest by probes.
+
+V (j, n) are orthonormal right vectors grown by Lanczos (by Golub-Kahan when A is not symmetric),
+their images A V are kept. u is uniform on the sphere of radius √d in the complement, P = I − VᵀV,
+M = P AᵀA P:  ‖A P u‖² = uᵀMu has mean tr M and variance 2 (‖M‖² − (tr M)²/d). The images a_i of the
+probes give what it needs: with g_ij = a_i·a_j − (tr M/d) u_i·u_j and different i, j, k,
+E g_ij² = ‖M_c‖_F² and E g_ij g_jk g_ki = tr M_c³, M_c = M − (tr M/d) P.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+
+FEWEST_PROBES = 8
+_FIRST_STEPS = 6
+
+
+class FrobeniusSampler:
+    """Right vectors V and their images, probes and their images."""
+
+    def __init__(self, op: LinearOperator, max_products: int, random: torch.Generator) -> None:
+        self.op, self.random = op, random
+        m, n = op.shape
+        self.vectors = torch.empty(0, n, dtype=op.dtype, device=op.device)
+        self.images = torch.empty(0, m, dtype=op.dtype, device=op.device)
+        self.next: Tensor | None = None
+        self.probes = torch.empty(n, 0, dtype=op.dtype, device=op.device)
+        self.probe_images = torch.empty(m, 0, dtype=op.dtype, device=op.device)
+        self.exhausted = False
+        self.products = 0
+
+    def begun(self, budget: int) -> bool:
+        """Make one of the first steps; True when they are done or the budget is."""
+        left = budget - self.products
+        missing = FEWEST_PROBES - self.probes.shape[1]
+        if left > 0 and missing > 0:
+            self.probe(min(missing, left))
+            return False
+        if left > 0 and len(self.vectors) < _FIRST_STEPS and not self.exhausted:
+            self.deflate(1)
+            return False
+        return True
+
+    def probe(self, count: int) -> None:
+        fresh = torch.randn(self.op.shape[1], count, generator=self.random, dtype=torch.float64)
+        fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
+        images = self.op @ fresh
+        if not bool(torch.isfinite(images).all()):
+            raise FloatingPointError(
+                "a product with the operator gave NaN or infinity: check the loss and the "
+                "parameters for NaN, or compute in float64."
+            )
+        self.products += count
+        self.probes = torch.cat([self.probes, fresh], 1)
+        self.probe_images = torch.cat([self.probe_images, images], 1)
+
+    def deflate(self, steps: int) -> None:
+        """One more right vector a step: one product if A is symmetric, two otherwise."""
+        for _ in range(steps):
+            if self.next is None:
+                start = torch.randn(self.op.shape[1], generator=self.random, dtype=torch.float64)
+                self.next = start.to(device=self.op.device, dtype=self.op.dtype)
+            vector = self.next - self.vectors.T @ (self.vectors @ self.next)
+            vector = vector - self.vectors.T @ (self.vectors @ vector)
+            norm, before = float(vector.norm()), float(self.next.norm())
+            if norm <= 1e3 * torch.finfo(vector.dtype).eps * before:
+                self.exhausted = True
+                return
+            vector = vector / norm
+            image = self.op @ vector
+            self.products += 1
+            if self.op.tags.symmetric:
+                self.next = image
+            else:
+                self.next = self.op.T @ image
+                self.products += 1
+            self.vectors = torch.cat([self.vectors, vector[None]])
+            self.images = torch.cat([self.images, image[None]])
+
+    def _rest(self, j: int) -> tuple[float, np.ndarray]:
+        """Mean of ‖A P u‖² and the centred g (m, m) with an empty diagonal."""
+        inside = self.vectors[:j] @ self.probes
+        probes = self.probes - self.vectors[:j].T @ inside
+        images = self.probe_images - self.images[:j].T @ inside
+        d = self.op.shape[1] - j
+        scale = torch.sqrt(d / probes.double().pow(2).sum(0))
+        gram = (images.T @ images).double() * scale[:, None] * scale
+        mean = float(gram.diagonal().mean())
+        centred = gram - mean / d * (probes.T @ probes).double() * scale[:, None] * scale
+        result: np.ndarray = centred.fill_diagonal_(0.0).cpu().numpy()
+        return mean, result
+
+    def estimate(self) -> tuple[float, float, float]:
+        """‖A‖_F and its 95 % interval."""
+        m = self.probes.shape[1]
+        exact = float(self.images.double().pow(2).sum())
+        rest, centred = self._rest(len(self.vectors))
+        square = exact + rest
+        if square == 0.0:
+            return 0.0, 0.0, 0.0
+        variance = _variance(centred)
+        skew = most = float(np.sqrt(8 / m))
+        if m > 2 and variance > 0:
+            third = float(np.trace(centred @ centred @ centred)) / (m * (m - 1) * (m - 2))
+            skew = float(np.clip(most * third / (variance / 2) ** 1.5, 0.0, most))
+        # γ² = 8 / (m r) gives the effective rank r of M; (m − 1) r degrees of freedom, at most one
+        # for each pair of probes.
+        rank = max(most**2 / max(skew, 1e-6) ** 2, 1.0)
+        freedom = max(min((m - 1) * rank, m * (m - 1) / 2), 1.0)
+        half = float(student.ppf(0.975, freedom)) * float(np.sqrt(variance / m))
+        rounding = 32 * torch.finfo(self.op.dtype).eps * square
+        low = max(square - half * float(np.exp(-0.4 * skew)), exact) - rounding
+        high = square + half * float(np.exp(1.2 * skew)) + rounding
+        return float(np.sqrt(square)), float(np.sqrt(max(low, 0.0))), float(np.sqrt(high))
+
+    def advance(self, rtol: float, reached: float, budget: int) -> int:
+        """Deflate or probe, whichever promises the shorter way; returns its expected length."""
+        j, m = len(self.vectors), self.probes.shape[1]
+        needed = min(max(m * (reached / rtol) ** 2 * 1.02, FEWEST_PROBES), 1e9)
+        by_probes = max(int(np.ceil(needed)) - m, 1)
+        left = budget - self.products
+        cost = 1 if self.op.tags.symmetric else 2
+        back = max(2, j // 4)
+        if not self.exhausted and j >= back and j + m < self.op.shape[1] - 2:
+            now, before = _variance(self._rest(j)[1]), _variance(self._rest(j - back)[1])
+            if 0 < now < before:
+                shrink = now / before
+                by_vectors = cost * back + max(int(np.ceil(needed * shrink)) - m, 0)
+                if by_vectors < by_probes and left >= cost * back:
+                    self.deflate(back)
+                    return by_vectors
+        if by_probes < self.op.shape[1] or budget < self.products + self.op.shape[1]:
+            self.probe(min(by_probes, max(m, 4), left))
+        return by_probes
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        tensors = {
+            "vectors": self.vectors, "images": self.images, "probes": self.probes,
+            "probe_images": self.probe_images, "random": self.random.get_state(),
+        }  # fmt: skip
+        if self.next is not None:
+            tensors["next"] = self.next
+        return tensors, {"products": self.products, "exhausted": int(self.exhausted)}
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        device = self.op.device
+        self.vectors, self.images = tensors["vectors"].to(device), tensors["images"].to(device)
+        self.probes = tensors["probes"].to(device)
+        self.probe_images = tensors["probe_images"].to(device)
+        self.next = tensors["next"].to(device) if "next" in tensors else None
+        self.random.set_state(tensors["random"])
+        self.products, self.exhausted = int(numbers["products"]), bool(numbers["exhausted"])
+
+
+def _variance(centred: np.ndarray) -> float:
+    """2 ‖M_c‖_F², of one probe's ‖A P u‖²."""
+    m = len(centred)
+    return 2 * float((centred**2).sum()) / max(m * (m - 1), 1)

@@ -1,0 +1,156 @@
+r"""Frobenius and spectral norm, of rectangular operators too."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
+from curvatlas.progress import bar
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
+from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
+from curvatlas.spectra.requirements import check_budget, check_rtol
+
+
+class Gram(LinearOperator):
+    """AᵀA or A Aᵀ, whichever is smaller, as a symmetric operator: two products of A each."""
+
+    def __init__(self, op: LinearOperator) -> None:
+        rows, columns = op.shape
+        self._first, self._second = (op, op.T) if columns <= rows else (op.T, op)
+        size = min(rows, columns)
+        tags = Tags(symmetric=True, psd=True)
+        super().__init__((size, size), dtype=op.dtype, device=op.device, tags=tags)
+
+    def _columns(self, columns: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._second @ (self._first @ columns)
+        return result
+
+
+def spectral_norm(
+    op: LinearOperator,
+    *,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    max_products: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Estimate:
+    """‖A‖₂, the largest |eigenvalue|, or the largest singular value through ``op.T``.
+
+    The interval is certified by residuals: an eigenvalue lies in it.
+    """
+    check_rtol(rtol)
+    if min(op.shape) == 0:
+        raise ValueError("spectral_norm: the operator is empty.")
+    if op.tags.symmetric:
+        budget = max_products
+        # The eigenvalue's own error is quadratic in the residual: √rtol would do, rtol certifies.
+        found = eigenpairs(
+            op, k=1, which="magnitude", tol=rtol, seed=seed, max_products=budget,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        value = abs(found.value)
+        radius = float(found.interval[1][0] - found.interval[0][0]) / 2
+        low, high, products = max(value - radius, 0.0), value + radius, found.products
+    else:
+        budget = None if max_products is None else max(max_products // 2, 1)
+        found = eigenpairs(
+            Gram(op), k=1, which="largest", tol=rtol, seed=seed, max_products=budget,
+            checkpoint=checkpoint,
+        )  # fmt: skip
+        low, high = (float(np.sqrt(max(float(bound[0]), 0.0))) for bound in found.interval)
+        value, products = float(np.sqrt(max(found.value, 0.0))), 2 * found.products
+    return Estimate(
+        quantity="spectral norm",
+        value=value,
+        interval=(low, high),
+        products=products,
+        converged=found.converged,
+        exact=found.exact,
+        method="Lanczos" if op.tags.symmetric else "Lanczos on the Gram operator",
+    )
+
+
+def frobenius_norm(
+    op: LinearOperator,
+    *,
+    rtol: float = 0.02,
+    seed: int = 0,
+    max_products: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Estimate:
+    """‖A‖_F until the 95 % interval is within ``rtol`` of the value; exact for a matrix at hand."""
+    check_rtol(rtol)
+    if min(op.shape) == 0:
+        raise ValueError("frobenius_norm: the operator is empty.")
+    known = _closed_form(op)
+    if known is not None:
+        return known
+    # ‖A‖_F = ‖Aᵀ‖_F: sample on the side with fewer columns.
+    side = op.T if op.shape[1] > op.shape[0] else op
+    n = side.shape[1]
+    budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
+    check_budget(budget)
+    if n <= 64 and budget >= n:
+        return _read_columns(side, 0)
+    mark = fingerprint(op, estimate="frobenius", rtol=rtol, seed=seed, max_products=max_products)
+    file = Checkpoint(checkpoint, mark)
+    sampler = FrobeniusSampler(side, min(budget, n), generator(seed))
+    stored = file.load()
+    if stored is not None:
+        sampler.restore(*stored)
+    with bar("Frobenius norm", total=budget) as progress, file.kept(sampler.state):
+        while True:
+            progress.update(sampler.products - progress.n)
+            if file.due():
+                file.save(*sampler.state())
+            if not sampler.begun(budget):
+                continue
+            value, low, high = sampler.estimate()
+            converged = sampler.probes.shape[1] >= FEWEST_PROBES and close_enough(
+                value, (high - low) / 2, rtol
+            )
+            if converged or sampler.products >= budget:
+                file.save(*sampler.state())
+                return Estimate(
+                    quantity="Frobenius norm", value=value, interval=(low, high),
+                    products=sampler.products, converged=converged, exact=False,
+                    method="Lanczos deflation and sphere probes",
+                )  # fmt: skip
+            expected = sampler.advance(rtol, (high - low) / 2 / value if value else 1.0, budget)
+            if expected >= n and sampler.products + n <= budget:
+                return _read_columns(side, sampler.products)
+
+
+def _closed_form(op: LinearOperator) -> Estimate | None:
+    eps = torch.finfo(op.dtype).eps
+    if isinstance(op, MatrixOperator):
+        value = float(torch.linalg.norm(op.matrix.double()))
+        method = "the matrix itself"
+    else:
+        known = getattr(op, "exact_frobenius_norm", None)
+        found = known() if callable(known) else None
+        if found is None:
+            return None
+        value, method = float(found), "closed form"
+    return exact_estimate("Frobenius norm", value, scale=value, eps=eps, products=0, method=method)
+
+
+def _read_columns(op: LinearOperator, spent: int) -> Estimate:
+    n, total = op.shape[1], 0.0
+    for start in range(0, n, 64):
+        stop = min(start + 64, n)
+        block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
+        block[start:stop].fill_diagonal_(1)
+        total += float((op @ block).double().pow(2).sum())
+    if not np.isfinite(total):
+        raise FloatingPointError("a product with the operator gave NaN or infinity.")
+    value = float(np.sqrt(total))
+    return exact_estimate(
+        "Frobenius norm", value, scale=value, eps=torch.finfo(op.dtype).eps,
+        products=spent + n, method="column by column",
+    )  # fmt: skip
