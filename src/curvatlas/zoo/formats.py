@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
-import pickle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -37,22 +34,3 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     if len(shape) != content[3] or data.size != int(np.prod(shape)):
         raise ValueError(f"{path} is cut short: shape {shape}, but {data.size} bytes of data.")
     return data.reshape(shape)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Rebuilds NumPy arrays and plain containers; any other name in the pickle is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in {("numpy", "ndarray"), ("numpy", "dtype")}:
-            return getattr(np, name)
-        if name == "_reconstruct" and module in {"numpy.core.multiarray", "numpy._core.multiarray"}:
-            return np.zeros(0).__reduce__()[0]  # its home moved between NumPy 1 and 2
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
-def read_pickled_arrays(path: str | os.PathLike[str]) -> Any:
-    """The arrays of a pickle that holds nothing else; ValueError for anything more."""
-    try:
-        return _ArraysOnly(io.BytesIO(_read(path)), encoding="latin1").load()
-    except (pickle.UnpicklingError, EOFError, IndexError, TypeError) as error:
-        raise ValueError(f"{path} does not hold plain arrays: {error}.") from error
