@@ -248,4 +248,3 @@ def _coupling(frobenius: AtlasMap) -> AtlasMap:
         quantity="coupling", part=frobenius.part, view=frobenius.view, names=frobenius.names,
         values=value, low=low, high=high,
     )  # fmt: skip
-

@@ -54,7 +54,8 @@ class AtlasMap(Result):
     def interval_of(self, row: str, column: str | None = None) -> tuple[float, float]:
         """The interval of one entry (``column`` None: the diagonal)."""
         i = self.place(row)
-        place: Any = i if self.values.ndim == 1 else (i, i if column is None else self.place(column))
+        j = i if column is None else self.place(column)
+        place: Any = i if self.values.ndim == 1 else (i, j)
         return float(self.low[place]), float(self.high[place])
 
     def plot(self, **options: Any) -> Any:

@@ -4,9 +4,9 @@ Q is a random orthonormal n × q matrix and G = (A Q)ᵀ(A Q), B = AᵀA. With T
 
     E T = ‖A‖_F²,   Var T = (2/q) · n(n−q) · E[G_kl²],  k ≠ l,
 
-because E[G_kl²] = (‖B‖_F² − tr²B/n) / ((n−1)(n+2)) for two orthonormal random vectors. The q(q−1)/2
-pairs estimate the variance far better than the spread of q numbers does, and give ‖B‖_F², from which
-‖B‖_F²/tr B ≤ ‖A‖₂² ≤ tr B brackets the largest singular value. When q = n everything is exact.
+because E[G_kl²] = (‖B‖_F² − tr²B/n) / ((n−1)(n+2)) for two orthonormal random vectors. The
+q(q−1)/2 pairs estimate the variance far better than the spread of q numbers does, and give ‖B‖_F²,
+from which ‖B‖_F²/tr B ≤ ‖A‖₂² ≤ tr B brackets the largest singular value. With q = n all is exact.
 """
 
 from __future__ import annotations

@@ -1,0 +1,317 @@
+"""Find the sublayers of any model and read their activations off one forward pass.
+
+The anatomy says which modules are norms, attention outputs and feed-forward outputs; hooks catch
+their tensors; the autograd graph says which of them each one is computed from. Nothing is known
+about the architecture beyond that: pre- and post-norm, parallel blocks and pooled heads all work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from curvatlas.anatomy import Anatomy, anatomy_of
+from curvatlas.errors import ProblemError
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.evaluation import call
+
+KINDS = ("embedding", "norm", "attention", "ffn", "residual", "other")
+
+
+@dataclass(eq=False)
+class Node:
+    """One activation: a tensor of the forward pass that a sublayer puts out."""
+
+    name: str
+    kind: str
+    layer: int | None
+    tensor: Tensor
+    module: str | None = None  # path of the module whose output it is
+    aliases: list[str] = field(default_factory=list)
+    parents: list[Node] = field(default_factory=list)  # activations it is computed from directly
+
+    def __repr__(self) -> str:
+        return f"Node({self.name} ← {', '.join(p.name for p in self.parents)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """The activations in order of computation, and what the loss reads."""
+
+    nodes: tuple[Node, ...]
+    outputs: Any
+    last: tuple[Node, ...]  # activations the outputs are computed from directly
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A module whose output, and for norms whose input, is an activation of interest."""
+
+    path: str
+    name: str
+    kind: str
+    layer: int | None
+    take_input: bool = False
+
+
+def capture(problem: Problem, batch: Batch) -> Capture:
+    """Run the model once (inside ``problem.evaluating()``) and return its activations."""
+    model = problem.model
+    anatomy = anatomy_of(model, [name for name, _ in model.named_parameters()])
+    watched = _watched(model, anatomy)
+    seen: dict[tuple[Any, int], Node] = {}
+    order: list[Node] = []
+
+    def add(tensor: Any, name: str, kind: str, layer: int | None, path: str | None) -> None:
+        if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+            return
+        key = (tensor.grad_fn, tensor.output_nr)
+        known = seen.get(key)
+        if known is None:
+            known = seen[key] = Node(name, kind, layer, tensor, path)
+            order.append(known)
+        elif known.kind in ("residual", "embedding") and kind not in ("residual", "embedding"):
+            known.aliases.append(known.name)
+            known.name, known.kind, known.layer, known.module = name, kind, layer, path
+        elif name != known.name and name not in known.aliases:
+            known.aliases.append(name)
+
+    outputs = _run(problem, batch, anatomy, watched, add)
+    nodes = _link(order, seen)
+    leaves = [t for t in tree_flatten(outputs)[0] if isinstance(t, Tensor) and t.requires_grad]
+    last: dict[Node, None] = {}
+    for leaf in leaves:
+        key = (leaf.grad_fn, leaf.output_nr)
+        for parent in [seen[key]] if key in seen else _direct_parents(leaf, seen, None):
+            last[parent] = None
+    if not nodes or not last:
+        raise ProblemError(
+            f"no sublayer of {type(model).__name__} was recognised on the way to its output: "
+            "propagation needs attention, norm or feed-forward modules (see problem.anatomy)."
+        )
+    used = _ancestors(list(last))
+    kept = tuple(node for node in nodes if node in used)
+    _name_residuals(kept)
+    return Capture(nodes=kept, outputs=outputs, last=tuple(n for n in kept if n in last))
+
+
+def _run(
+    problem: Problem, batch: Batch, anatomy: Anatomy, watched: list[_Watched], add: Any
+) -> Any:
+    model = problem.model
+    modules = dict(model.named_modules())
+    blocks = block_paths(anatomy)
+    first = min(blocks) if blocks else None
+    with contextlib.ExitStack() as stack:
+        for index, path in blocks.items():
+            stack.enter_context(_hooked(modules[path], index, index == first, add))
+        for item in watched:
+            stack.enter_context(_watching(modules[item.path], item, add))
+        # Only what stands before the first block needs a gradient of its own.
+        inside = tuple(f"{path}." if path else "" for path in blocks.values())
+        values = {
+            name: parameter.detach().requires_grad_(not (inside and name.startswith(inside)))
+            for name, parameter in model.named_parameters()
+        }
+        inputs = tree_map(_differentiable, batch.inputs)
+        raw = call(model, values, inputs)
+    outputs = problem.loss.outputs_of(raw)
+    problem.loss.check(outputs, batch.targets)
+    return outputs
+
+
+def _differentiable(leaf: Any) -> Any:
+    """Real-valued inputs are followed too; the view gives them a place in the graph."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        fresh = leaf.detach().clone().requires_grad_(True)
+        return fresh.view_as(fresh)
+    return leaf
+
+
+def block_paths(anatomy: Anatomy) -> dict[int, str]:
+    """Layer → path of the module that holds all its parameters."""
+    paths: dict[int, list[str]] = {}
+    for piece in anatomy.slices:
+        if piece.layer is not None:
+            parts = piece.parameter.split(".")[:-1]
+            known = paths.get(piece.layer)
+            paths[piece.layer] = parts if known is None else _shared(known, parts)
+    return {layer: ".".join(parts) for layer, parts in sorted(paths.items())}
+
+
+def _shared(one: list[str], two: list[str]) -> list[str]:
+    length = 0
+    while length < min(len(one), len(two)) and one[length] == two[length]:
+        length += 1
+    return one[:length]
+
+
+def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
+    """The modules to watch: every norm, and the last linear map of attention and feed-forward."""
+    modules = dict(model.named_modules())
+    found: dict[tuple[str, str], _Watched] = {}
+    attention: dict[tuple[int | None, str], list[str]] = {}
+    for piece in anatomy.slices:
+        path = piece.parameter.rpartition(".")[0]
+        prefix = f"blocks.{piece.layer}." if piece.layer is not None else ""
+        if piece.sublayer == "norm" and not any(
+            w in piece.name for w in ("query_norm", "key_norm")
+        ):
+            name = piece.name.rpartition(".")[0]
+            found[path, name] = _Watched(path, name, "norm", piece.layer, take_input=True)
+        elif piece.sublayer == "attention":
+            kind = "cross_attention" if piece.role.startswith("cross_") else "attention"
+            attention.setdefault((piece.layer, kind), []).append(piece.parameter)
+            if piece.role.removeprefix("cross_") == "output":
+                found[path, kind] = _Watched(path, prefix + kind, "attention", piece.layer)
+        elif piece.sublayer == "ffn" and piece.role == "down":
+            found[path, "ffn"] = _Watched(path, prefix + "ffn", "ffn", piece.layer)
+    for (layer, kind), parameters in attention.items():
+        prefix = f"blocks.{layer}." if layer is not None else ""
+        path = _attention_module(parameters, modules)
+        # nn.MultiheadAttention never calls its output projection: watch the module itself too.
+        if isinstance(modules.get(path), nn.MultiheadAttention) or not any(
+            w.name == prefix + kind for w in found.values()
+        ):
+            found = {k: w for k, w in found.items() if w.name != prefix + kind}
+            found[path, kind] = _Watched(path, prefix + kind, "attention", layer)
+    return list(found.values())
+
+
+def _attention_module(parameters: list[str], modules: dict[str, nn.Module]) -> str:
+    parts = parameters[0].split(".")[:-1]
+    for name in parameters[1:]:
+        parts = _shared(parts, name.split(".")[:-1])
+    return ".".join(parts)
+
+
+@contextlib.contextmanager
+def _watching(module: nn.Module, item: _Watched, add: Any) -> Iterator[None]:
+    def before(_: nn.Module, arguments: Any, keywords: Any) -> None:
+        if item.take_input:
+            add(_first_tensor((arguments, keywords)), f"input of {item.name}", "residual",
+                item.layer, None)  # fmt: skip
+
+    def after(_: nn.Module, arguments: Any, result: Any) -> None:
+        add(_first_tensor(result), item.name, item.kind, item.layer, item.path)
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _hooked(block: nn.Module, layer: int, first: bool, add: Any) -> Iterator[None]:
+    def before(_: nn.Module, arguments: Any, keywords: Any) -> None:
+        if first:
+            add(_first_tensor((arguments, keywords)), "embedding", "embedding", None, None)
+
+    def after(_: nn.Module, arguments: Any, result: Any) -> None:
+        add(_first_tensor(result), f"blocks.{layer}", "residual", layer, None)
+
+    handles = [
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_tensor(tree: Any) -> Tensor | None:
+    """The first real-valued tensor in what a module takes or gives."""
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf
+    return None
+
+
+# --- who is computed from whom --------------------------------------------------------------------
+
+
+def _direct_parents(
+    tensor: Tensor, seen: dict[tuple[Any, int], Node], own: Node | None
+) -> list[Node]:
+    """Captured tensors reachable backwards without passing through another captured one."""
+    found: dict[Node, None] = {}
+    visited: set[Any] = set()
+    stack = [edge for edge in tensor.grad_fn.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+    while stack:
+        function, number = stack.pop()
+        known = seen.get((function, number))
+        if known is not None and known is not own:
+            found[known] = None
+            continue
+        if function in visited:
+            continue
+        visited.add(function)
+        stack.extend(edge for edge in function.next_functions if edge[0] is not None)
+    return list(found)
+
+
+def _link(order: list[Node], seen: dict[tuple[Any, int], Node]) -> list[Node]:
+    """Fill in the parents and sort by computation (hooks fire in nearly that order already)."""
+    for node in order:
+        node.parents = _direct_parents(node.tensor, seen, node)
+    sorted_nodes: list[Node] = []
+    done: set[int] = set()
+
+    def visit(node: Node) -> None:
+        if id(node) in done:
+            return
+        done.add(id(node))
+        for parent in node.parents:
+            visit(parent)
+        sorted_nodes.append(node)
+
+    for node in order:
+        visit(node)
+    return sorted_nodes
+
+
+def _ancestors(nodes: list[Node]) -> set[Node]:
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.parents)
+    return found
+
+
+def _name_residuals(nodes: tuple[Node, ...]) -> None:
+    """Sums on the stream are named after the branch that is added there."""
+    taken = {node.name for node in nodes}
+    for node in nodes:
+        branches = [p for p in node.parents if p.kind in ("attention", "ffn")]
+        if node.kind == "residual" and not branches and node.layer is None and not node.parents:
+            node.name, node.kind = "embedding.sum", "embedding"
+        if node.kind != "residual" or not branches:
+            continue
+        node.aliases.append(node.name)
+        name = " + ".join(dict.fromkeys(p.name for p in branches)) + "_residual"
+        if len(branches) > 1:
+            name = f"blocks.{node.layer}.residual"
+        node.name = name if name not in taken else node.name
+        node.aliases = [a for a in node.aliases if not a.startswith("input of ")]
+
+
+def forget(nodes: tuple[Node, ...]) -> None:
+    """Drop the tensors: the graph they hold is the largest thing in memory."""
+    for node in nodes:
+        node.tensor = torch.empty(0)
