@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from curvatlas.commands.analyze import analyze
+from curvatlas.commands.atlas import atlas
 from curvatlas.commands.demo import demo
 from curvatlas.commands.doctor import doctor
 from curvatlas.commands.report import report
+from curvatlas.commands.verify import verify
 
 # in the order a newcomer meets them
 COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "analyze": analyze,
+    "atlas": atlas,
+    "verify": verify,
     "report": report,
     "doctor": doctor,
 }

@@ -55,3 +55,15 @@ class Budget:
 
             operator._columns = watched
         return operator
+
+
+def budget_of(
+    *, time: str | None = None, memory: str | None = None, products: int | None = None
+) -> Budget:
+    """The budget that the options describe; ValueError when one cannot be read."""
+    if memory is not None:
+        from curvatlas.budget import parse_bytes
+
+        parse_bytes(memory)
+    seconds = None if time is None else parse_time(time)
+    return Budget(seconds=seconds, memory=memory, products=products)

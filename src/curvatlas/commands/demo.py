@@ -13,7 +13,7 @@ def demo(
     output: Output = None,
     seed: Seed = 0,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
-    samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 256,
+    samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 128,
     time: Time = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -25,7 +25,7 @@ def demo(
 
     import curvatlas as ca
     from curvatlas import zoo
-    from curvatlas.commands.budgets import Budget, parse_time
+    from curvatlas.commands.budgets import budget_of
     from curvatlas.commands.console import Console
     from curvatlas.commands.execution import carry_out, open_run
     from curvatlas.commands.survey import Effort, Survey
@@ -33,7 +33,7 @@ def demo(
     from curvatlas.runs.weights import TrainedWeights, weights_of
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    budget = Budget(seconds=None if time is None else parse_time(time))
+    budget = budget_of(time=time)
     model, data = zoo.reference_vit(seed=seed).double().eval(), zoo.digits()
     batch = data.train.take(samples).to(torch.float64)
     run = open_run(
@@ -47,7 +47,12 @@ def demo(
     def look(stage: str) -> None:
         problem = ca.Problem(model, "cross_entropy", tuple(batch))
         Survey(
-            run, problem, stage=stage, effort=Effort(seed=seed), budget=budget, console=console
+            run,
+            problem,
+            stage=stage,
+            effort=Effort(density_products=150, seed=seed),
+            budget=budget,
+            console=console,
         ).carry_out(name="reference ViT", data=f"{batch.size} digits of 8 × 8 pixels")
 
     def training() -> TrainedWeights:

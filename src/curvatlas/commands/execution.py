@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ def open_run(
 
 def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
     """Do the work, write the report, print the answer; leave a resumable run when stopped."""
+    stopped = finish(run, work)
+    loaded = runs.load(run.path)
+    page = run.path / "report.html"
+    console.answer(_as_json(loaded, page), f"report: {page}")
+    if stopped is not None:
+        print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
+        raise typer.Exit(OUT_OF_TIME)
+
+
+def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
+    """Do the work and write the report; returns what ended it early, if the time was used up."""
+    from curvatlas.report.html import write_report
+
     stopped: TimeUp | None = None
     try:
         with run:
@@ -56,17 +69,12 @@ def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
     except KeyboardInterrupt:
         raise Interrupted(_how_to_resume(run, "interrupted")) from None
     loaded = runs.load(run.path)
-    page = _write_report(loaded)
-    console.answer(_as_json(loaded, page), f"report: {page}")
-    if stopped is not None:
-        print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
-        raise typer.Exit(OUT_OF_TIME)
+    write_report(loaded)
+    if importlib.util.find_spec("matplotlib") is not None:
+        from curvatlas.report.paper import write_figures
 
-
-def _write_report(loaded: LoadedRun) -> Path:
-    from curvatlas.report.html import write_report
-
-    return write_report(loaded)
+        write_figures(loaded, run.path / "figures", parts=("total",))
+    return stopped
 
 
 def _how_to_resume(run: Run, reason: str) -> str:
@@ -89,13 +97,3 @@ def _as_json(loaded: LoadedRun, page: Path) -> dict[str, Any]:
         "warnings": list(loaded.warnings),
         "results": {n: brief(r, largest=_LARGEST_PRINTED) for n, r in loaded.results.items()},
     }
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Nothing but our own words on stderr while a library loads."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import curvatlas as ca
+from curvatlas.analysis.atlas import atlas
+from curvatlas.analysis.atlas_blocks import blocks_of
 from curvatlas.commands.budgets import Budget
 from curvatlas.commands.console import Console
 from curvatlas.results import Result
@@ -16,6 +19,7 @@ from curvatlas.spectra.estimate import Estimate
 
 R = TypeVar("R", bound=Result)
 
+_DENSE_UP_TO = 512  # parameters; beyond that the map is estimated, with intervals
 SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
 
 
@@ -26,7 +30,10 @@ class Effort:
     eigenvalues: int = 5
     tol: float = 1e-4
     trace_rtol: float = 0.05
+    map_rtol: float = 0.1
+    density_products: int = 300
     seed: int = 0
+    skip: tuple[str, ...] = ()  # "trace", "map", "density"
 
 
 class Survey:
@@ -52,9 +59,10 @@ class Survey:
             "functional": ca.FunctionalHessian(problem),
         }
         if roles:
-            chosen = problem.anatomy.select(*roles)
+            chosen = chosen_slices(problem.anatomy, roles)
             whole = {part: operator[chosen, chosen] for part, operator in whole.items()}
         self.operators = {part: budget.watch(operator) for part, operator in whole.items()}
+        self.restricted = bool(roles)
 
     def carry_out(self, *, name: str, data: str) -> None:
         """Every step, the most telling first."""
@@ -68,11 +76,11 @@ class Survey:
             self.run.warn(f"roles: {assumption}")
         for part in self.operators:
             self.say(part, self.ends(part))
-        total, outer = self.trace("total"), self.trace("outer")
-        functional = self.step("functional.trace", lambda: _difference(total, outer))
-        for part, found in (("total", total), ("outer", outer), ("functional", functional)):
-            self.say(part, found)
-        for part in self.operators if hasattr(ca, "spectral_density") else ():
+        if "trace" not in self.effort.skip:
+            self.traces()
+        if "map" not in self.effort.skip and not self.restricted:
+            self.map()
+        for part in self.operators if "density" not in self.effort.skip else ():
             self.say(part, self.density(part))
 
     def step(self, what: str, function: Callable[[], R]) -> R:
@@ -105,6 +113,12 @@ class Survey:
         )
         return found
 
+    def traces(self) -> None:
+        total, outer = self.trace("total"), self.trace("outer")
+        functional = self.step("functional.trace", lambda: _difference(total, outer))
+        for part, found in (("total", total), ("outer", outer), ("functional", functional)):
+            self.say(part, found)
+
     def trace(self, part: str) -> Estimate:
         # Two seeds: the traces of H and H_o are subtracted, so their errors must be independent.
         seed = 2 * self.effort.seed + (part == "outer")
@@ -125,12 +139,45 @@ class Survey:
             f"{part}.density",
             lambda: ca.spectral_density(
                 self.operators[part],
+                max_products=min(self.effort.density_products, self.budget.products or 10**9),
                 seed=self.effort.seed,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.density"),
-                **self.limit,
             ),
         )
         return found
+
+    def map(self) -> None:
+        """The map over pairs of roles; biases count with their weights."""
+        products, blocks = self.budget.products, len(blocks_of(self.problem.anatomy, biases=False))
+        if products is not None and products < 2 * blocks:
+            self.run.warn(
+                f"no map of roles: {blocks} blocks need at least {2 * blocks} products, "
+                f"the budget allows {products}."
+            )
+            return
+        found = self.step(
+            "atlas",
+            lambda: atlas(
+                self.problem,
+                biases=False,
+                rtol=self.effort.map_rtol,
+                method="sketch" if self.problem.size > _DENSE_UP_TO else "dense",
+                products=products,
+                seed=self.effort.seed,
+                budget=self.budget.memory,
+            ),
+        )
+        self.console.say(f"  {found}")
+
+
+def chosen_slices(anatomy: Any, wanted: list[str]) -> list[Any]:
+    """Slices by role ("query"), by name or by glob ("blocks.0.*"), in the anatomy's order."""
+    found: set[str] = set()
+    for word in wanted:
+        by_role = any(fnmatchcase(role, word) for role in anatomy.roles)
+        pieces = anatomy.select(role=word) if by_role else anatomy.select(word)
+        found |= {piece.name for piece in pieces}
+    return [piece for piece in anatomy if piece.name in found]
 
 
 def _difference(total: Estimate, outer: Estimate) -> Estimate:

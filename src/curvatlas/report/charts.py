@@ -18,6 +18,8 @@ WIDTH, HEIGHT = 480, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 50
 AREA_WIDTH, AREA_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
+_MOST_DOTS = 100
+
 Style = Literal["line", "points", "both", "stems", "bars", "area"]
 
 
@@ -203,7 +205,9 @@ def _marks(series: Series, x_scale: Scale, y_scale: Scale) -> Markup:
                 shapes.append(
                     tag("path", d=f"M{x:.2f},{down(low):.2f}V{down(high):.2f}", class_="interval")
                 )
-    for x, y, index in places:
+    # Every point of a long curve would make the page heavy: a hundred can be hovered over.
+    every = -(-len(places) // _MOST_DOTS) if series.style in ("line", "area") else 1
+    for x, y, index in places[::every]:
         if series.style in ("stems", "bars"):
             d = f"M{x:.2f},{floor:.2f}V{y:.2f}"
             kind = "stem" if series.style == "stems" else "bar"

@@ -131,10 +131,10 @@ def with_interval(value: float | None, interval: tuple[float, float] | None) -> 
         return number(value)
     low, high = interval
     digits = 3
-    while digits < 6 and number(low, digits) == number(high, digits):
+    while digits < 5 and number(low, digits) == number(high, digits):
         digits += 1
     if number(low, digits) == number(high, digits):
-        return number(value, digits)
+        return number(value, digits)  # certain in every digit that is shown
     return f"{number(value, digits)} [{number(low, digits)}, {number(high, digits)}]"
 
 

@@ -151,7 +151,8 @@ def _draw_density(axes: Any, density: Mapping[str, Any], values: Array | None) -
     axes.fill_between(grid, height, color=_BLUE, alpha=0.3)
     axes.plot(grid, height, color=_BLUE, label="density")
     axes.set(xlabel="eigenvalue", ylabel="density", yscale="log")
-    axes.set_ylim(bottom=max(height.max() * 1e-6, 1e-300))
+    top = max(float(height.max()), 1e-290)
+    axes.set_ylim(top * 1e-6, top * 3)
     if values is not None:
         axes.plot(values, np.full(len(values), height.max() * 1e-5), "|", color=_ORANGE,
                   markersize=12, label="eigenvalues")  # fmt: skip
@@ -219,16 +220,19 @@ def _statistics(density: Mapping[str, Any] | None, values: Array | None) -> list
     lines = []
     if values is not None:
         ordered = np.sort(values)[::-1]
-        lines += [f"values   {len(values)}", f"largest  {ordered[0]:.4g}",
-                  f"smallest {ordered[-1]:.4g}", f"mean     {values.mean():.4g}",
-                  f"spread   {values.std():.4g}"]  # fmt: skip
+        lines += [f"largest  {ordered[0]:.4g}", f"smallest {ordered[-1]:.4g}"]
         if len(ordered) > 1:
             lines.append(f"gap      {ordered[0] - ordered[1]:.4g}")
-        lines.append(f"negative {np.mean(values < 0):.1%}")
+        if density is None:  # with a density, mean and share are told of the whole spectrum
+            lines += ["", f"of these {len(values)} values", f"mean     {values.mean():.4g}",
+                      f"spread   {values.std():.4g}", f"negative {np.mean(values < 0):.1%}"]  # fmt: skip
     if density is not None:
-        nodes, weights = np.asarray(density["nodes"]), np.asarray(density["weights"])
-        nodes, weights = nodes.reshape(-1), weights.reshape(-1) / weights.sum()
-        lines += ["", "of the whole spectrum", f"mean     {float(nodes @ weights):.4g}",
+        nodes = np.asarray(density["nodes"]).reshape(-1)
+        weights = np.asarray(density["weights"]).reshape(-1)
+        weights = weights / weights.sum()
+        mean = float(nodes @ weights)
+        spread = float(np.sqrt(((nodes - mean) ** 2) @ weights))
+        lines += ["", "of the whole spectrum", f"mean     {mean:.4g}", f"spread   {spread:.4g}",
                   f"negative {float(weights[nodes < 0].sum()):.1%}"]  # fmt: skip
     return lines
 
@@ -269,7 +273,17 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _without_minor_labels(figure: Figure) -> None:
+    """Minor ticks of log axes stay unlabelled: their labels crowd the axis."""
+    from matplotlib.ticker import NullFormatter
+
+    for axes in figure.axes:
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _saved(figure: Figure, path: _PathLike | None) -> Figure:
+    _without_minor_labels(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)

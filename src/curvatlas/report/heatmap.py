@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from curvatlas.report import colours
 from curvatlas.report.charts import figure
-from curvatlas.report.markup import Markup, json_block, number, tag
+from curvatlas.report.markup import Markup, json_block, number, table, tag
 from curvatlas.report.scales import Scale, linear_scale, log_scale
 
 _CELL_LIMITS = (14, 34)  # smallest and largest side of a cell, in the figure's units
 _WIDEST = 620
 _BAR_WIDTH, _GAP = 14, 18
 _LABEL_WIDTH = 6.6  # of one character of a label
-_MOST_LABELS = 44  # beyond that only every second, third … row is named
+_MOST_LABELS = 64  # beyond that only every second, third … row is named
 
 Matrix = Sequence[Sequence[float | None]]
 
@@ -65,7 +65,7 @@ def heatmap(
         ),
         _colour_bar(scale, signed, left + width + _GAP, height),
         viewBox=f"0 0 {total_width:.0f} {total_height:.0f}",
-        style=f"max-width:{1.35 * total_width:.0f}px;min-width:{min(total_width, 560):.0f}px",
+        style=_width(total_width),
         role="img",
         aria_label=f"{title}. {description}",
     )  # fmt: skip
@@ -82,6 +82,11 @@ def heatmap(
         description=description,
         wide=True,
     )
+
+
+def _width(natural: float) -> str:
+    """Labels stay readable: the picture is never shrunk far, narrow screens scroll it."""
+    return f"max-width:{1.35 * natural:.0f}px;min-width:{min(0.85 * natural, 900):.0f}px"
 
 
 def common_limits(matrices: Sequence[Matrix], *, signed: bool) -> tuple[float, float]:
@@ -152,8 +157,6 @@ def cell_table(
     values: Matrix, *, rows: Sequence[str], columns: Sequence[str], caption: str
 ) -> Markup:
     """The numbers of a small map, for readers who do not see it."""
-    from curvatlas.report.markup import table
-
     body: list[list[object]] = [
         [name, *(number(v) if v is not None else "–" for v in row)]
         for name, row in zip(rows, values, strict=True)

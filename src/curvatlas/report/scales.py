@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from curvatlas.report.markup import number
+from curvatlas.report.markup import superscript
 
 Kind = Literal["linear", "log", "symlog"]
 
@@ -44,7 +44,7 @@ class Scale:
             values = [v for v in self._decades() if self.low <= v <= self.high]
             if len(values) < 3:
                 values = _round_numbers(self.low, self.high)
-        return [(value, number(value)) for value in _thinned(values)]
+        return [(value, tick_label(value)) for value in _thinned(values)]
 
     def _decades(self) -> list[float]:
         if self.kind == "log":
@@ -57,6 +57,17 @@ class Scale:
         first = math.ceil(math.log10(self.threshold))
         powers = [10.0**e for e in range(first, math.floor(math.log10(reach)) + 1)]
         return [-p for p in reversed(powers)] + [0.0] + powers
+
+
+def tick_label(value: float) -> str:
+    """As short as an axis needs: ``0.01``, ``2000``, ``10⁻⁴``, ``2×10⁷``."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.6g}".replace("-", "−")
+    mantissa, exponent = f"{abs(value):.5e}".split("e")
+    factor = mantissa.rstrip("0").rstrip(".")
+    power = f"10{superscript(int(exponent))}"
+    sign = "−" if value < 0 else ""
+    return f"{sign}{power}" if factor == "1" else f"{sign}{factor}×{power}"
 
 
 def linear_scale(values: Iterable[float], *, zero: bool = False) -> Scale:

@@ -21,6 +21,12 @@
     }
     return s.replace(/-/g, "−");
   };
+  const tickLabel = (v) => {
+    if (v === 0 || (Math.abs(v) >= 1e-3 && Math.abs(v) < 1e5)) return String(Number(v.toPrecision(6))).replace("-", "−");
+    const [mantissa, exponent] = Math.abs(v).toExponential(5).split("e");
+    const factor = String(Number(mantissa)), power = `10${raised(Number(exponent))}`;
+    return `${v < 0 ? "−" : ""}${factor === "1" ? power : `${factor}×${power}`}`;
+  };
   const warp = (s, v) => s.kind === "log" ? Math.log10(Math.max(v, 1e-300))
     : s.kind === "symlog" ? Math.asinh(v / s.threshold) : v;
   const unwarp = (s, u) => s.kind === "log" ? 10 ** u
@@ -119,7 +125,7 @@
       for (const value of ticks(shown)) {
         const tick = pattern.cloneNode(true);
         const place = (warp(s, value) - low) / (high - low) * size;
-        tick.querySelector("text").textContent = number(value);
+        tick.querySelector("text").textContent = tickLabel(value);
         put(tick, a === "x" ? place : size - place);
         axis.append(tick);
       }

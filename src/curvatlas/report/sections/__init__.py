@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from curvatlas.report.contents import Contents, Section
+from curvatlas.report.sections.atlas import atlas
 from curvatlas.report.sections.findings import findings
 from curvatlas.report.sections.provenance import cautions, others, reproduction
 from curvatlas.report.sections.spectrum import spectrum
 from curvatlas.report.sections.subject import subject
 from curvatlas.report.sections.training import training
+from curvatlas.report.sections.verdicts import verdicts
 
 SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     subject,
     findings,
     spectrum,
+    atlas,
     training,
+    verdicts,
     others,
     cautions,
     reproduction,

@@ -127,7 +127,9 @@ def _eigenvalue_table(contents: Contents) -> Markup | None:
     for entry in contents.of_kind("Eigenpairs"):
         content = entry.content
         pairs = sorted(eigenvalues(content), reverse=True)
-        shown = ", ".join(with_interval(*pair) for pair in pairs)
+        shown = join(
+            *(tag("span", with_interval(*pair), class_="nowrap") for pair in pairs), by=" · "
+        )
         rows.append([_title(entry.stage, entry.part), shown, content.get("products"),
                      _certainty(content)])  # fmt: skip
     if not rows:

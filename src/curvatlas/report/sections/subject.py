@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.charts import Series, chart
 from curvatlas.report.contents import Contents, Section, as_number, stage_words
 from curvatlas.report.markup import Markup, join, number, table, tag
-from curvatlas.report.scales import Scale, linear_scale
+
+_MOST_ROLES = 14
 
 
 def subject(contents: Contents) -> Section | None:
@@ -46,31 +46,16 @@ def _roles(content: dict[str, Any]) -> Markup | None:
     sizes: dict[str, int] = {}
     for entry in content.get("roles") or []:
         size = int(as_number(entry.get("parameters")) or 0)
-        sizes[str(entry.get("role"))] = sizes.get(str(entry.get("role")), 0) + size
-    if not sizes:
+        role = str(entry.get("role")).removesuffix("_bias")  # a bias counts with its weight
+        sizes[role] = sizes.get(role, 0) + size
+    total, largest = sum(sizes.values()), max(sizes.values(), default=0)
+    if not total:
         return None
-    names = list(sizes)
-    picture = None
-    if len(names) <= 14:
-        top = linear_scale(sizes.values(), zero=True)
-        series = Series(
-            name="parameters",
-            x=list(range(len(names))),
-            y=[float(sizes[name]) for name in names],
-            style="bars",
-            labels=[f"{name}: {sizes[name]:,} parameters" for name in names],
-        )
-        picture = chart(
-            [series],
-            x_scale=Scale(kind="linear", low=-0.6, high=len(names) - 0.4),
-            y_scale=top,
-            x_label="role",
-            y_label="parameters",
-            title="Parameters by role",
-            description="How many parameters each role has, summed over layers.",
-            x_names=names,
-        )
-    total = sum(sizes.values())
-    rows: list[list[object]] = [[name, size, f"{size / total:.1%}"] for name, size in sizes.items()]
-    numbers = table(["role", "parameters", "share"], rows, caption="Parameters by role")
-    return tag("div", picture, tag("div", numbers), class_="pair")
+    rows: list[list[object]] = []
+    for role, size in sorted(sizes.items(), key=lambda item: -item[1])[:_MOST_ROLES]:
+        bar = tag("span", class_="share", style=f"width:{100 * size / largest:.1f}%")
+        rows.append([role, f"{size:,}", f"{size / total:.1%}", bar])
+    left_out = len(sizes) - len(rows)
+    more = tag("p", f"and {left_out} smaller roles.") if left_out else None
+    head: list[object] = ["role", "parameters", "share", ""]
+    return join(table(head, rows, caption="Parameters by role, biases with their weights"), more)

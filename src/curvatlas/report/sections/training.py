@@ -39,12 +39,12 @@ def _history(history: dict[str, Any]) -> Markup | None:
     )
     picture = chart(
         [series],
-        x_scale=linear_scale([0.0, float(len(losses))]),
+        x_scale=linear_scale([0.0, float(len(losses))], zero=True),
         y_scale=log_scale(means) if positive else linear_scale(means),
         x_label="step",
         y_label="loss",
         title="Training loss",
-        description=f"Mean loss of each {every} step(s)' batches.",
+        description="Of each batch." if every == 1 else f"Mean over {every} steps at a time.",
     )
     accuracy, loss = (as_number(history.get(f"validation_{k}")) for k in ("accuracy", "loss"))
     outcome = "" if loss is None else f" Held-out loss {number(loss)}"
