@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,32 +18,41 @@ _SYMMETRY = {torch.float64: 1e-5, torch.float32: 5e-3}
 _DIFFERENCES = {torch.float64: 0.05, torch.float32: 0.3}
 
 
-def _draw(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(leaves[name].shape, generator=generator, dtype=torch.float64)
-        .to(leaves[name])
-        .unsqueeze(0)
-        for name in names
-    }
+def _draw(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> Iterator[Tensor]:
+    """One normal tensor (1, *shape) a parameter; the same again at every call."""
+    for place, name in enumerate(names):
+        leaf = leaves[name]
+        generator = torch.Generator().manual_seed(1009 * seed + place)
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        yield drawn.to(leaf.device).unsqueeze(0)
 
 
-def _flat(tensors: Iterable[Tensor | None], leaves: dict[str, Tensor]) -> Tensor:
-    pieces = [
-        torch.zeros_like(leaf) if t is None else t
-        for leaf, t in zip(leaves.values(), tensors, strict=True)
-    ]
-    return torch.cat([t.detach().reshape(-1) for t in pieces]).double()
+def _columns(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    return dict(zip(names, _draw(leaves, names, seed), strict=True))
+
+
+def _dot(left: Iterable[Tensor | None], right: Iterable[Tensor | None]) -> float:
+    """Σ ⟨left, right⟩ over tensors, summed in float64; None is zero."""
+    pairs = zip(left, right, strict=True)
+    return sum(
+        float(torch.dot(a.detach().reshape(-1), b.detach().reshape(-1)))
+        for a, b in pairs
+        if a is not None and b is not None
+    )
 
 
 def probe_symmetry(linear: Linearisation, names: Sequence[str]) -> None:
-    """uᵀ(Hv) against vᵀ(Hu): two products on one sample catch most wrong double backwards."""
+    """uᵀ(Hv) against vᵀ(Hu): two products on one sample catch most wrong double backwards.
+
+    The random vectors are drawn anew where they are needed: on a large model every flat vector
+    that is held costs as much as the model.
+    """
     leaves = linear.leaves
-    u, v = _draw(leaves, names, 0), _draw(leaves, names, 1)
-    hu, hv = _flat(linear.product(u, names), leaves), _flat(linear.product(v, names), leaves)
-    flat_u, flat_v = _flat(u.values(), leaves), _flat(v.values(), leaves)
-    left, right = float(flat_u @ hv), float(flat_v @ hu)
-    typical = float(hv.norm() * flat_u.norm()) / max(hv.numel(), 1) ** 0.5
+    product = linear.product(_columns(leaves, names, 0), names)
+    right = _dot(_draw(leaves, names, 1), product)
+    product = linear.product(_columns(leaves, names, 1), names)
+    left = _dot(_draw(leaves, names, 0), product)
+    typical = _dot(product, product) ** 0.5  # of uᵀ(Hv) for a normal u
     scale = max(abs(left), abs(right), typical)
     dtype = next(iter(leaves.values())).dtype
     if scale > 0 and not abs(left - right) <= _SYMMETRY[dtype] * scale:
@@ -64,24 +73,26 @@ def probe_by_differences(
     """
     linear = HessianLinearisation(problem, batch, names)
     leaves = linear.leaves
-    direction = _draw(leaves, names, 2)
-    product = _flat(linear.product(direction, names), leaves)
-    size = float(_flat(leaves.values(), leaves).norm() / _flat(direction.values(), leaves).norm())
+    direction = _columns(leaves, names, 2)
+    product = linear.product(direction, names)
+    size = (
+        _dot(leaves.values(), leaves.values()) / _dot(direction.values(), direction.values())
+    ) ** 0.5
     dtype = next(iter(leaves.values())).dtype
     step = max(size, 1e-3) * torch.finfo(dtype).eps ** (1 / 3)
 
-    def gradient(sign: float) -> Tensor:
+    def gradient(sign: float) -> tuple[Tensor, ...]:
         moved = {
             n: (leaf.detach() + sign * step * direction[n][0]).requires_grad_(True)
             for n, leaf in leaves.items()
         }
         loss = problem.loss.value(problem.outputs(batch, moved), batch.targets)
-        grads = torch.autograd.grad(loss, list(moved.values()), allow_unused=True)
-        return _flat(grads, leaves)
+        return torch.autograd.grad(loss, list(moved.values()), materialize_grads=True)
 
-    difference = (gradient(1.0) - gradient(-1.0)) / (2 * step)
-    scale = max(float(product.norm()), float(difference.norm()))
-    error = float((product - difference).norm())
+    difference = [(a - b) / (2 * step) for a, b in zip(gradient(1.0), gradient(-1.0), strict=True)]
+    gap = [d if p is None else d - p[0] for d, p in zip(difference, product, strict=True)]
+    scale = max(_dot(product, product), _dot(difference, difference)) ** 0.5
+    error = _dot(gap, gap) ** 0.5
     if scale > 0 and error > _DIFFERENCES[dtype] * scale:
         raise DifferentiationError(
             f"the second derivative differs from differences of the gradient by {error / scale:.0%}"
