@@ -111,6 +111,20 @@ class Checkpoint:
             raise
 
 
+@contextmanager
+def undone(random: torch.Generator) -> Iterator[None]:
+    """Take back the random numbers drawn in the body when it is interrupted.
+
+    A state in which probes were drawn but not multiplied would resume with other probes.
+    """
+    before = random.get_state()
+    try:
+        yield
+    except BaseException:
+        random.set_state(before)
+        raise
+
+
 def generator(seed: int) -> torch.Generator:
     """Random numbers are drawn on the CPU, so that every device sees the same probes."""
     return torch.Generator().manual_seed(seed)

@@ -25,6 +25,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.spectra.checkpoint import undone
 from curvatlas.spectra.krylov import Array, KrylovBasis
 
 FEWEST_PROBES = 6
@@ -72,6 +73,7 @@ class DeflatedSampler:
         self.basis = KrylovBasis(op, min(max_products, self.size) + 2)
         self.probes = torch.empty(self.size, 0, dtype=op.dtype, device=op.device)
         self.images = self.probes.clone()
+        self.goal = 0  # products that V is meant to have had
         self.exhausted = False  # the Krylov space is invariant: deflation has given all it can
 
     @property
@@ -80,20 +82,26 @@ class DeflatedSampler:
 
     def deflate(self, steps: int) -> None:
         """Grow V by Lanczos steps."""
+        self.goal = self.basis.products + steps
+        self.finish()
+
+    def finish(self) -> None:
+        """Take the steps that are due: after an interruption some of them are missing."""
         basis = self.basis
-        if basis.count == 0:
-            basis.add_random(self.random)
-        for _ in range(steps):
-            if basis.pending == 0:
+        while basis.products < self.goal and not self.exhausted:
+            if basis.count == 0:
+                basis.add_random(self.random)
+            if basis.pending:
+                basis.expand()
+            else:
                 self.exhausted = True
-                return
-            basis.expand()
 
     def probe(self, count: int) -> None:
         """Draw and multiply ``count`` more probes, all in one call of the operator."""
-        fresh = torch.randn(self.size, count, generator=self.random, dtype=torch.float64)
-        fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
-        images = self.op @ fresh
+        with undone(self.random):
+            fresh = torch.randn(self.size, count, generator=self.random, dtype=torch.float64)
+            fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
+            images = self.op @ fresh
         if not bool(torch.isfinite(images).all()):
             raise FloatingPointError(
                 "a product with the operator gave NaN or infinity: check the loss and the "
@@ -142,14 +150,14 @@ class DeflatedSampler:
     def state(self) -> tuple[dict[str, Tensor], dict[str, float | int]]:
         tensors, numbers = self.basis.state()
         tensors.update(probes=self.probes, images=self.images, random=self.random.get_state())
-        return tensors, {**numbers, "exhausted": int(self.exhausted)}
+        return tensors, {**numbers, "exhausted": int(self.exhausted), "goal": self.goal}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
         self.basis.restore(tensors, numbers)
         self.probes = tensors["probes"].to(self.op.device)
         self.images = tensors["images"].to(self.op.device)
         self.random.set_state(tensors["random"])
-        self.exhausted = bool(numbers["exhausted"])
+        self.exhausted, self.goal = bool(numbers["exhausted"]), int(numbers["goal"])
 
 
 def _off_mean(matrix: Array) -> float:

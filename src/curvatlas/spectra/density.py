@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvatlas.budget import default_budget
 from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
-from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
 from curvatlas.spectra.dense import dense_matrix
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.krylov import Array, KrylovBasis
@@ -32,6 +31,7 @@ from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.requirements import check_budget, require_symmetric
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
+_GROUP_BYTES = 2**30  # for the vectors of the probes that go through the operator together
 _EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 
 
@@ -134,14 +134,14 @@ class _Run:
         if missing <= 0:
             return False
         n = self.op.shape[0]
-        room = default_budget() // ((self.steps + 4) * n * self.op.dtype.itemsize)
+        # A fixed room, not the free memory: the same run must be cut the same way when resumed.
+        room = _GROUP_BYTES // ((self.steps + 4) * n * self.op.dtype.itemsize)
         group = max(1, min(missing, room, 16))
-        # Each probe has its own draw: the group's size depends on free memory, the numbers do not.
-        starts = torch.stack(
-            [torch.randn(n, generator=self.random, dtype=torch.float64) for _ in range(group)], 1
-        ).to(device=self.op.device, dtype=self.op.dtype)
         outside = basis.rows[: basis.multiplied].to(self.op.device)
-        alphas, betas = recurrences(self.op, starts, self.steps, outside)
+        with undone(self.random):
+            starts = torch.randn(n, group, generator=self.random, dtype=torch.float64)
+            starts = starts.to(device=self.op.device, dtype=self.op.dtype)
+            alphas, betas = recurrences(self.op, starts, self.steps, outside)
         self.alphas = np.concatenate([self.alphas, alphas])
         self.betas = np.concatenate([self.betas, betas])
         return True

@@ -21,7 +21,7 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
 
@@ -153,10 +153,11 @@ class _Run:
 
     def _probe(self, count: int) -> None:
         n, basis = self.op.shape[0], self.basis
-        signs = torch.randint(0, 2, (n, count), generator=self.random, dtype=torch.int8)
-        probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
         v = basis.rows[: basis.multiplied]
-        samples = probes * (self.op @ (probes - v.T @ (v @ probes)))
+        with undone(self.random):
+            signs = torch.randint(0, 2, (n, count), generator=self.random, dtype=torch.int8)
+            probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
+            samples = probes * (self.op @ (probes - v.T @ (v @ probes)))
         if not bool(torch.isfinite(samples).all()):
             raise FloatingPointError("a product with the operator gave NaN or infinity.")
         samples = samples.double()

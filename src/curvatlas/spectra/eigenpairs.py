@@ -80,7 +80,9 @@ class _Run:
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.searched = 0
+        self.known: list[float] = []  # the wanted values when the search was last looked at
         self.missed = 1.0
+        self.done = False
         self.next_look = min(wanted + 2, max_products)
 
     def result(self, seed: int, start: Tensor | None) -> Eigenpairs:
@@ -90,14 +92,13 @@ class _Run:
             self._begin(start)
         else:
             self._restore(*stored)
-        done = False
         with (
             bar(f"eigenpairs ({self.which})", total=self.max_products) as progress,
             self.checkpoint.kept(self._state),
         ):
             progress.update(self.basis.products)
-            while not done:
-                done = self._advance()
+            while not self.done:
+                self.done = self._advance()
                 progress.update(self.basis.products - progress.n)
                 if self.basis.products % _SAVE_EVERY == 0 and self.checkpoint.due():
                     self.checkpoint.save(*self._state())
@@ -126,8 +127,9 @@ class _Run:
         if basis.pending == 0 and not basis.add_random(self.random):
             return True  # the basis is the whole space
         if self.searching:
+            beta = basis.expand(basis.count - 1)
             self.searched += 1
-            self.betas.append(basis.expand(basis.count - 1))
+            self.betas.append(beta)
             self.alphas.append(basis.coefficients[basis.multiplied - 1, basis.multiplied - 1])
         else:
             basis.expand()
@@ -169,6 +171,11 @@ class _Run:
     def _search(self, ritz: RitzPairs, chosen: Positions, slack: float) -> bool:
         """Follow a fresh random direction until an overlooked eigenvalue is improbable."""
         basis = self.basis
+        current = [float(value) for value in ritz.values[chosen]]
+        if self.known and max(abs(a - b) for a, b in zip(current, self.known, strict=True)) > slack:
+            self._stop_search()  # the search brought a new one: begin it again
+            self.searched, self.missed = 0, 1.0
+        self.known = current
         if self.alphas:
             alphas, betas = np.array(self.alphas), np.array(self.betas)
             around = basis.size - basis.multiplied + len(alphas)
@@ -233,9 +240,11 @@ class _Run:
             **numbers,
             "searching": self.searching,
             "searched": self.searched,
+            "known": self.known,
             "alphas": self.alphas,
             "betas": self.betas,
             "missed": self.missed,
+            "done": self.done,
             "next_look": self.next_look,
         }
 
@@ -243,9 +252,9 @@ class _Run:
         self.basis.restore(tensors, numbers)
         self.random.set_state(tensors["random"])
         self.searching = bool(numbers["searching"])
-        self.searched = int(numbers["searched"])
+        self.searched, self.known = int(numbers["searched"]), list(numbers["known"])
         self.alphas, self.betas = list(numbers["alphas"]), list(numbers["betas"])
-        self.missed = float(numbers["missed"])
+        self.missed, self.done = float(numbers["missed"]), bool(numbers["done"])
         self.next_look = int(numbers["next_look"])
 
 

@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.spectra.checkpoint import undone
 
 FEWEST_PROBES = 8
 _FIRST_STEPS = 6
@@ -31,6 +32,7 @@ class FrobeniusSampler:
         self.next: Tensor | None = None
         self.probes = torch.empty(n, 0, dtype=op.dtype, device=op.device)
         self.probe_images = torch.empty(m, 0, dtype=op.dtype, device=op.device)
+        self.goal = 0  # vectors that V is meant to have
         self.exhausted = False
         self.products = 0
 
@@ -47,9 +49,10 @@ class FrobeniusSampler:
         return True
 
     def probe(self, count: int) -> None:
-        fresh = torch.randn(self.op.shape[1], count, generator=self.random, dtype=torch.float64)
-        fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
-        images = self.op @ fresh
+        with undone(self.random):
+            fresh = torch.randn(self.op.shape[1], count, generator=self.random, dtype=torch.float64)
+            fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
+            images = self.op @ fresh
         if not bool(torch.isfinite(images).all()):
             raise FloatingPointError(
                 "a product with the operator gave NaN or infinity: check the loss and the "
@@ -61,7 +64,12 @@ class FrobeniusSampler:
 
     def deflate(self, steps: int) -> None:
         """One more right vector a step: one product if A is symmetric, two otherwise."""
-        for _ in range(steps):
+        self.goal = len(self.vectors) + steps
+        self.finish()
+
+    def finish(self) -> None:
+        """Take the steps that are due: after an interruption some of them are missing."""
+        while len(self.vectors) < self.goal and not self.exhausted:
             if self.next is None:
                 start = torch.randn(self.op.shape[1], generator=self.random, dtype=torch.float64)
                 self.next = start.to(device=self.op.device, dtype=self.op.dtype)
@@ -73,12 +81,9 @@ class FrobeniusSampler:
                 return
             vector = vector / norm
             image = self.op @ vector
-            self.products += 1
-            if self.op.tags.symmetric:
-                self.next = image
-            else:
-                self.next = self.op.T @ image
-                self.products += 1
+            symmetric = self.op.tags.symmetric
+            self.next = image if symmetric else self.op.T @ image
+            self.products += 1 if symmetric else 2
             self.vectors = torch.cat([self.vectors, vector[None]])
             self.images = torch.cat([self.images, image[None]])
 
@@ -145,7 +150,8 @@ class FrobeniusSampler:
         }  # fmt: skip
         if self.next is not None:
             tensors["next"] = self.next
-        return tensors, {"products": self.products, "exhausted": int(self.exhausted)}
+        numbers = {"products": self.products, "exhausted": int(self.exhausted), "goal": self.goal}
+        return tensors, numbers
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, int]) -> None:
         device = self.op.device
@@ -154,7 +160,8 @@ class FrobeniusSampler:
         self.probe_images = tensors["probe_images"].to(device)
         self.next = tensors["next"].to(device) if "next" in tensors else None
         self.random.set_state(tensors["random"])
-        self.products, self.exhausted = int(numbers["products"]), bool(numbers["exhausted"])
+        self.products, self.goal = int(numbers["products"]), int(numbers["goal"])
+        self.exhausted = bool(numbers["exhausted"])
 
 
 def _variance(centred: np.ndarray) -> float:

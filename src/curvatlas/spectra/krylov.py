@@ -93,11 +93,12 @@ class KrylovBasis:
     def expand(self, index: int | None = None) -> float:
         """Multiply one pending row (the first, or ``index``); returns the norm of what is new."""
         j = self.multiplied
+        image = self.op @ self.rows[j if index is None else index].to(self.op.device)
+        # Nothing is changed before the product has succeeded: an interrupted state stays valid.
+        self.products += 1
         if index is not None and index != j:
             self._swap(index, j)
         row = self.rows[j]
-        image = self.op @ row.to(self.op.device)
-        self.products += 1
         image = image.to(self.rows.device)
         before = torch.linalg.vector_norm(image)
         # By symmetry A b_j has the coefficient C[j, i] on every earlier b_i: remove those first,

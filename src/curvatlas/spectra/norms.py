@@ -105,6 +105,7 @@ def frobenius_norm(
         sampler.restore(*stored)
     with bar("Frobenius norm", total=budget) as progress, file.kept(sampler.state):
         while True:
+            sampler.finish()
             progress.update(sampler.products - progress.n)
             if file.due():
                 file.save(*sampler.state())

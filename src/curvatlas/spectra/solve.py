@@ -80,6 +80,8 @@ def solve(
     # The recurrence's residual drifts from the true one by rounding: forgive a factor of ten.
     floor = 10 * max(rtol, 10 * torch.finfo(op.dtype).eps)
     converged = relative <= floor
+    if not converged and message == "reached rtol":
+        message = "stopped at the least-squares solution: b is partly outside the range"
     return Solution(
         value=x.squeeze(-1) if b.ndim == 1 else x,
         residual=relative,
@@ -88,7 +90,7 @@ def solve(
         products=(used + 1) * count,
         converged=converged,
         method="conjugate gradients" if method == "cg" else "MINRES",
-        message=message if not converged or message != "reached rtol" else "converged",
+        message="converged" if converged else message,
     )
 
 

@@ -50,6 +50,7 @@ def trace(
         sampler.restore(*stored)
     with bar("trace", total=budget) as progress, file.kept(sampler.state):
         while True:
+            sampler.finish()
             progress.update(sampler.products - progress.n)
             if file.due():
                 file.save(*sampler.state())

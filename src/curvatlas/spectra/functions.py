@@ -1,0 +1,237 @@
+r"""tr f(A), log-determinants, quadratic forms bᵀ f(A) b and the diagonal of the inverse.
+
+tr f(A) = Σ_i f(θ_i) + E[uᵀ f(A) u], the sum over converged eigenpairs, u on the sphere of radius √d
+in the complement of their vectors. uᵀ f(A) u is integrated by the Gauss rule of u's own Lanczos run
+(Golub and Meurant 2010; Ubaru, Chen and Saad 2017), the scatter of the probes gives the interval,
+the change with the last quarter of the steps the resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+from curvatlas.progress import bar
+from curvatlas.spectra.checkpoint import generator
+from curvatlas.spectra.diagonal import DiagonalEstimate
+from curvatlas.spectra.estimate import Estimate, close_enough
+from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.probe_lanczos import recurrences
+from curvatlas.spectra.quadrature import gauss, length, radau
+from curvatlas.spectra.requirements import check_budget, check_rtol, require_symmetric
+from curvatlas.spectra.solve import solve
+
+Function = Callable[[Array], Array]
+# Residual relative to ‖A‖ below which a Ritz pair is taken out as known: what it misses of f is
+# quadratic in the residual.
+_CONVERGED = 1e-4
+
+
+def log_determinant(
+    op: LinearOperator,
+    *,
+    damping: float = 0.0,
+    rtol: float = 0.01,
+    seed: int = 0,
+    max_products: int = 2000,
+) -> Estimate:
+    """log det(A + damping·I) of a positive definite A + damping·I."""
+
+    def logarithm(values: Array) -> Array:
+        shifted = values + damping
+        if shifted.min() <= 0:
+            raise ValueError(
+                f"A + damping·I is not positive definite (eigenvalue near {shifted.min():.3g}): "
+                f"take damping above {damping - shifted.min():.3g}."
+            )
+        return np.log(shifted)
+
+    return trace_function(
+        op, logarithm, rtol=rtol, seed=seed, max_products=max_products, quantity="log-determinant"
+    )
+
+
+def trace_function(
+    op: LinearOperator,
+    function: Function,
+    *,
+    rtol: float = 0.01,
+    seed: int = 0,
+    max_products: int = 2000,
+    quantity: str = "tr f(A)",
+) -> Estimate:
+    """tr f(A) for a function of NumPy arrays of eigenvalues, until the 95 % interval is ± rtol."""
+    n = require_symmetric(op, quantity)
+    check_rtol(rtol)
+    check_budget(max_products)
+    random = generator(seed)
+    vectors, known = _outliers(op, min(60, max_products // 3, n // 2), random)
+    inside = function(known) if len(known) else known
+    steps = max(min(30, (max_products - 60) // 6, n - len(known)), 2)
+    d = n - len(known)
+    fine: list[float] = []
+    coarse: list[float] = []
+    products = min(60, max_products // 3, n // 2)
+    with bar(quantity, total=max_products) as progress:
+        while True:
+            count = 6 if not fine else min(len(fine), 16)
+            count = min(count, max((max_products - products) // steps, 0))
+            if count == 0:
+                break
+            starts = torch.randn(n, count, generator=random, dtype=torch.float64)
+            starts = starts.to(device=op.device, dtype=op.dtype)
+            alphas, betas = recurrences(op, starts, steps, vectors)
+            products += count * steps
+            progress.update(products - progress.n)
+            for a, b in zip(alphas, betas, strict=True):
+                fine.append(d * _integral(function, a, b, op.dtype))
+                part = max(steps - max(steps // 4, 1), 1)
+                coarse.append(d * _integral(function, a[:part], b[:part], op.dtype))
+            reached = _estimate(inside, fine, coarse, rtol, products, quantity)
+            if reached.converged:
+                return reached
+    if len(fine) < 2:
+        raise ValueError(f"{max_products} products are too few for {quantity}: give at least 100.")
+    return _estimate(inside, fine, coarse, rtol, products, quantity)
+
+
+def quadratic_form(
+    op: LinearOperator,
+    b: Tensor,
+    *,
+    function: Function | None = None,
+    damping: float = 0.0,
+    rtol: float = 1e-6,
+    max_products: int = 300,
+) -> Estimate:
+    """bᵀ (A + damping·I)⁻¹ b, or bᵀ f(A + damping·I) b.
+
+    For the inverse of a psd operator with damping the interval is certain: the Gauss rule lies
+    below the value and the Gauss-Radau rule with a node at the damping above it.
+    """
+    n = require_symmetric(op, "quadratic_form")
+    check_rtol(rtol)
+    check_budget(max_products)
+    if b.shape != (n,):
+        raise ValueError(f"b must be ({n},), got {tuple(b.shape)}.")
+    square = float(b.double().pow(2).sum())
+    basis = KrylovBasis(op, max_products + 2)
+    certain = function is None and op.tags.psd and damping > 0
+    f = function if function is not None else _reciprocal
+    value = low = high = 0.0
+    done = not basis.add(b)
+    previous = np.inf
+    betas: list[float] = []
+    with bar("quadratic form", total=max_products) as progress:
+        while not done and basis.products < max_products:
+            betas.append(basis.expand())
+            progress.update()
+            alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
+            nodes, weights = gauss(alphas, np.array(betas))
+            value = low = high = square * float(weights @ f(nodes))
+            if betas[-1] > 0 and certain:
+                at, outer = radau(alphas, np.array(betas), damping)
+                high = square * float(outer @ f(at))
+            elif betas[-1] > 0:
+                # no bound is known: twice the last change, which Lanczos reduces geometrically
+                change = 2 * abs(value - previous)
+                low, high = value - change, value + change
+            previous = value
+            done = betas[-1] == 0.0 or (len(betas) > 2 and high - low <= 2 * rtol * abs(value))
+    rounding = 64 * basis.eps * max(abs(low), abs(high))
+    return Estimate(
+        quantity="quadratic form", value=(low + high) / 2, products=basis.products,
+        interval=(low - rounding, high + rounding), converged=done, exact=False,
+        method="Gauss and Gauss-Radau rules" if certain else "Gauss rule",
+    )  # fmt: skip
+
+
+def inverse_diagonal(
+    op: LinearOperator,
+    *,
+    damping: float,
+    rtol: float = 0.1,
+    seed: int = 0,
+    max_products: int = 2000,
+) -> DiagonalEstimate:
+    """diag (A + damping·I)⁻¹ by solves with Rademacher probes, known eigenpairs taken out first."""
+    n = require_symmetric(op, "inverse_diagonal")
+    check_rtol(rtol)
+    check_budget(max_products)
+    random = generator(seed)
+    first = min(60, max_products // 3, n // 2)
+    vectors, known = _outliers(op, first, random)
+    exact = torch.zeros(n, dtype=torch.float64, device=op.device)
+    if len(known):
+        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=op.device)
+        exact = (vectors.double().pow(2) * weights[:, None]).sum(0)
+    samples = torch.empty(n, 0, dtype=torch.float64, device=op.device)
+    products, converged = first, False
+    values, half, relative = exact, exact, 1.0
+    while not converged and products < max_products:
+        signs = torch.randint(0, 2, (n, 8), generator=random, dtype=torch.int8)
+        probes = (2 * signs - 1).to(device=op.device, dtype=op.dtype)
+        outside = probes - vectors.T @ (vectors @ probes)
+        solved = solve(op, outside, damping=damping, rtol=min(rtol / 100, 1e-4))
+        products += solved.products
+        samples = torch.cat([samples, (probes * solved.value).double()], 1)
+        m = samples.shape[1]
+        error = samples.std(1) / m**0.5
+        values = exact + samples.mean(1)
+        relative = float(error.norm() / values.norm())
+        half = float(student.ppf(0.975, m - 1)) * error + rtol / 100 * values.abs()
+        converged = solved.converged and relative <= rtol
+        if not solved.converged:
+            break
+    return DiagonalEstimate(
+        values=values, interval=(values - half, values + half), relative_error=relative,
+        products=products, converged=converged, exact=False,
+        method="solves with Rademacher probes",
+    )  # fmt: skip
+
+
+def _outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[Tensor, Array]:
+    """Rows (k, n) and values (k,) of the eigenpairs that ``steps`` Lanczos steps determine."""
+    basis = KrylovBasis(op, steps + 2)
+    basis.add_random(random)
+    while basis.products < steps and basis.pending:
+        basis.expand()
+    if basis.multiplied == 0:
+        return torch.empty(0, op.shape[0], dtype=op.dtype, device=op.device), np.zeros(0)
+    ritz = basis.ritz()
+    limit = max(_CONVERGED, 100 * basis.eps) * float(np.abs(ritz.values).max())
+    settled = ritz.residuals <= limit
+    rows = basis.vectors(ritz.coordinates[:, settled]).T.contiguous()
+    return rows, ritz.values[settled]
+
+
+def _integral(function: Function, alphas: Array, betas: Array, dtype: torch.dtype) -> float:
+    scale = float(np.abs(alphas).max()) + float(np.abs(betas).max())
+    s = length(betas, scale, torch.finfo(dtype).eps)
+    nodes, weights = gauss(alphas[:s], betas[:s])
+    return float(weights @ function(nodes))
+
+
+def _estimate(
+    inside: Array, fine: list[float], coarse: list[float], rtol: float, products: int, quantity: str
+) -> Estimate:
+    values = np.array(fine)
+    m = len(values)
+    value = float(inside.sum() + values.mean())
+    spread = float(values.std(ddof=1)) if m > 1 else float(np.abs(values).max())
+    error = float(student.ppf(0.975, max(m - 1, 1))) * spread / np.sqrt(m)
+    error += 1.5 * abs(float(values.mean() - np.mean(coarse))) + 1e-12 * float(np.abs(inside).sum())
+    return Estimate(
+        quantity=quantity, value=value, interval=(value - error, value + error),
+        products=products, converged=m >= 12 and close_enough(value, error, rtol), exact=False,
+        method="Lanczos quadrature, known eigenpairs taken out",
+    )  # fmt: skip
+
+
+def _reciprocal(values: Array) -> Array:
+    return 1.0 / values

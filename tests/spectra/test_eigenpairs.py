@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import curvatlas as ca
+from curvatlas.spectra.krylov import KrylovBasis
+from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+
+
+def wanted(values: torch.Tensor, k: int, which: str) -> torch.Tensor:
+    down = values.sort(descending=True).values
+    if which == "largest":
+        return down[:k]
+    if which == "smallest":
+        return down.flip(0)[:k]
+    if which == "both":
+        return torch.cat([down[:k], down[-k:]])
+    return values[values.abs().argsort(descending=True)][:k]
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
+@pytest.mark.parametrize("name", ["hessian_like", "heavy_tailed", "degenerate", "rank_deficient"])
+def test_every_interval_contains_its_eigenvalue(name: str, which: str) -> None:
+    values = spectra()[name]
+    truth = wanted(values, 4, which)
+    for seed in range(8):
+        found = ca.eigenpairs(SpectrumOperator(values), k=4, which=which, seed=seed)
+        assert found.converged
+        got = found.values.abs() if which == "magnitude" else found.values
+        want = truth.abs() if which == "magnitude" else truth
+        assert bool(((got - want).abs() <= found.residuals).all()), (name, which, seed, found)
+        low, high = found.interval
+        assert bool((low <= found.values).all() and (found.values <= high).all())
+
+
+def test_vectors_are_unit_columns_with_the_residuals_reported() -> None:
+    matrix = rotated(spectra()["hessian_like"])
+    found = ca.eigenpairs(DenseOperator(matrix), k=3, which="both", tol=1e-6)
+    true = torch.linalg.vector_norm(matrix @ found.vectors - found.vectors * found.values, dim=0)
+    assert found.vectors.shape == (800, 6)
+    assert torch.allclose(found.vectors.norm(dim=0), torch.ones(6, dtype=torch.float64))
+    assert bool((true <= found.residuals).all())
+    assert bool((true >= 0.2 * (found.residuals - 1e-12)).all())
+
+
+def test_all_copies_of_a_degenerate_eigenvalue_are_found() -> None:
+    values = torch.cat([torch.tensor([5.0, 5, 5, 3, 3]), torch.linspace(-1, 1, 300)]).double()
+    for seed in range(10):
+        found = ca.eigenpairs(SpectrumOperator(values), k=5, tol=1e-6, seed=seed)
+        assert torch.allclose(found.values, values[:5], atol=1e-5), (seed, found)
+
+
+def test_one_run_serves_both_ends_within_55_products() -> None:
+    # The trained ViT's shape: five large outliers, small negative ones, a bulk around zero.
+    values = 0.1 * torch.randn(2500, generator=torch.Generator().manual_seed(0)).double()
+    values = values.clamp(-0.35, 0.35)
+    values[:20] = torch.logspace(1.93, -0.2, 20).double()
+    values[20:26] = -torch.tensor([3.68, 1.77, 1.59, 1.43, 1.22, 0.9]).double()
+    truth = wanted(values, 5, "both")
+    for seed in range(5):
+        found = ca.eigenpairs(SpectrumOperator(values), k=5, which="both", seed=seed)
+        assert found.products <= 55, found.products
+        assert bool((found.residuals <= 1.001e-4 * truth.max()).all())
+        assert bool(((found.values - truth).abs() <= found.residuals).all())
+
+
+def test_a_warm_start_needs_fewer_products() -> None:
+    values = spectra()["hessian_like"]
+    matrix = rotated(values)
+    cold = ca.eigenpairs(DenseOperator(matrix), k=5)
+    shift = 1e-3 * torch.eye(len(values), dtype=torch.float64)
+    warm = ca.eigenpairs(DenseOperator(matrix + shift), k=5, start=cold.vectors)
+    assert warm.converged
+    assert torch.allclose(warm.values, wanted(values, 5, "largest") + 1e-3, atol=3e-3)
+    assert warm.products < cold.products
+
+
+def test_a_small_memory_restarts_and_still_converges() -> None:
+    values = spectra()["heavy_tailed"]
+    few = 30 * len(values) * 8
+    found = ca.eigenpairs(SpectrumOperator(values), k=4, which="both", memory=few, tol=1e-6)
+    assert found.converged
+    assert found.products > 30
+    assert torch.allclose(found.values, wanted(values, 4, "both"), atol=1e-3)
+
+
+def test_float32_lanczos_of_300_steps_keeps_orthogonality_and_makes_no_ghosts() -> None:
+    values = spectra()["hessian_like"].float()
+    basis = KrylovBasis(SpectrumOperator(values), 302)
+    basis.add_random(torch.Generator().manual_seed(0))
+    for _ in range(300):
+        basis.expand()
+    rows = basis.rows[:300].double()
+    assert float((rows @ rows.T - torch.eye(300)).norm()) <= 1e-5
+    ritz = torch.from_numpy(basis.ritz().values)
+    near = (ritz - values.max()).abs() < 1e-3 * values.max()
+    assert int(near.sum()) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(50, 120), st.integers(1, 4), st.integers(0, 10_000))
+def test_random_spectra_stay_within_their_certificates(n: int, k: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=random, dtype=torch.float64)
+    found = ca.eigenpairs(SpectrumOperator(values), k=k, which="both", tol=1e-6, seed=seed)
+    gaps = (found.values[:, None] - values[None]).abs().min(1).values
+    assert bool((gaps <= found.residuals).all())
+
+
+def test_an_exhausted_budget_returns_what_was_reached() -> None:
+    values = spectra()["hessian_like"]
+    found = ca.eigenpairs(SpectrumOperator(values), k=5, max_products=8)
+    assert not found.converged
+    assert found.products == 8
+    assert "NOT converged" in str(found)
+    near = (found.values[:, None] - values[None]).abs().min(1).values
+    assert bool((near <= found.residuals).all())
+
+
+def test_the_zero_operator_has_zero_eigenvalues() -> None:
+    found = ca.eigenpairs(SpectrumOperator(torch.zeros(200)), k=3, which="both")
+    assert found.converged
+    assert found.products < 30
+    assert torch.equal(found.values, torch.zeros(6, dtype=torch.float64))
+
+
+def test_all_eigenvalues_come_from_the_dense_matrix() -> None:
+    values = torch.linspace(-1, 2, 80, dtype=torch.float64)
+    found = ca.eigenpairs(SpectrumOperator(values), k=80)
+    assert found.exact
+    assert torch.allclose(found.values, values.flip(0), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"k": 0}, "k must"), ({"k": 201}, "k must"), ({"which": "top"}, "which must"),
+     ({"tol": 0.0}, "tol must"), ({"max_products": 0}, "max_products")],
+)  # fmt: skip
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ca.eigenpairs(SpectrumOperator(torch.ones(200)), **options)  # type: ignore[arg-type]
+
+
+def test_nan_from_a_product_is_an_error() -> None:
+    values = torch.ones(200)
+    values[7] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        ca.eigenpairs(SpectrumOperator(values), k=2)
+
+
+def test_a_non_symmetric_operator_is_refused_by_tag_and_by_measurement() -> None:
+    matrix = torch.randn(200, 200, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.raises(ValueError, match="symmetric"):
+        ca.eigenpairs(DenseOperator(matrix, symmetric=False), k=2)
+    with pytest.raises(ValueError, match="not symmetric"):
+        ca.eigenpairs(DenseOperator(matrix, symmetric=True), k=2)

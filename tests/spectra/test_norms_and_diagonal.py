@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import curvatlas as ca
+from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+
+
+@pytest.mark.parametrize("name", ["hessian_like", "degenerate", "power_law"])
+def test_the_frobenius_interval_covers_the_truth_in_90_percent_of_200_trials(name: str) -> None:
+    values = spectra()[name]
+    truth = float(values.norm())
+    covered = 0
+    for seed in range(200):
+        found = ca.frobenius_norm(SpectrumOperator(values), rtol=0.1, seed=seed, max_products=200)
+        covered += found.interval[0] <= truth <= found.interval[1]
+    assert covered >= 180, (name, covered)
+
+
+def test_rectangular_norms_agree_with_singular_values() -> None:
+    matrix = torch.randn(150, 90, generator=torch.Generator().manual_seed(0)).double()
+    matrix = matrix * torch.logspace(0, -3, 90).double()
+    for block in (matrix, matrix.T.contiguous()):
+        op = DenseOperator(block, symmetric=False)
+        singular = torch.linalg.svdvals(block)
+        spectral = ca.spectral_norm(op)
+        assert spectral.interval[0] <= float(singular[0]) <= spectral.interval[1]
+        assert spectral.value == pytest.approx(float(singular[0]), rel=1e-3)
+        assert spectral.products == op.products
+        before = op.products
+        frobenius = ca.frobenius_norm(op, rtol=0.05)
+        assert frobenius.products == op.products - before
+        assert frobenius.value == pytest.approx(float(block.norm()), rel=0.1)
+
+
+def test_the_spectral_norm_takes_the_larger_end() -> None:
+    values = spectra()["heavy_tailed"].clone()
+    values[1] = -500.0
+    found = ca.spectral_norm(SpectrumOperator(values))
+    assert found.value == pytest.approx(500.0, rel=1e-3)
+    assert found.interval[0] <= 500.0 <= found.interval[1]
+
+
+def test_a_matrix_at_hand_gives_exact_norms_and_diagonal() -> None:
+    matrix = rotated(spectra()["flat"])
+    op = ca.MatrixOperator(matrix)
+    assert ca.frobenius_norm(op).exact
+    assert ca.frobenius_norm(op).value == pytest.approx(float(matrix.norm()), rel=1e-12)
+    found = ca.diagonal(op)
+    assert found.exact
+    assert torch.equal(found.values, matrix.diagonal())
+    assert op.products == 0
+
+
+def test_an_operator_that_knows_its_diagonal_is_asked() -> None:
+    class Knowing(SpectrumOperator):
+        def exact_diagonal(self) -> torch.Tensor:
+            return self.values
+
+        def exact_trace(self) -> float:
+            return float(self.values.sum())
+
+    op = Knowing(spectra()["power_law"])
+    assert ca.diagonal(op).exact
+    assert ca.trace(op).exact
+    assert op.products == 0
+
+
+def test_ninety_five_percent_of_the_diagonal_lies_in_its_intervals() -> None:
+    matrix = rotated(spectra()["hessian_like"])
+    found = ca.diagonal(DenseOperator(matrix), rtol=0.1)
+    truth = matrix.diagonal()
+    low, high = found.interval
+    covered = float(((low <= truth) & (truth <= high)).double().mean())
+    assert 0.9 <= covered <= 0.99
+    error = float((found.values - truth).norm() / truth.norm())
+    assert error <= 1.5 * found.relative_error
+    assert found.converged
+
+
+def test_the_zero_operator_has_zero_norms() -> None:
+    op = SpectrumOperator(torch.zeros(200))
+    assert ca.spectral_norm(op).value == 0.0
+    assert ca.frobenius_norm(op).value == 0.0
+    assert float(ca.diagonal(op).values.abs().max()) == 0.0
+
+
+def test_budgets_are_kept_and_said() -> None:
+    values = torch.linspace(-1, 1, 2000, dtype=torch.float64)
+    frobenius = ca.frobenius_norm(SpectrumOperator(values), rtol=1e-4, max_products=30)
+    assert frobenius.products <= 30
+    assert not frobenius.converged
+    entries = ca.diagonal(DenseOperator(rotated(values[:500])), rtol=1e-3, max_products=40)
+    assert entries.products <= 40
+    assert not entries.converged
+
+
+def test_nan_is_an_error() -> None:
+    values = torch.ones(200)
+    values[0] = torch.nan
+    for estimate in (ca.frobenius_norm, ca.spectral_norm, ca.diagonal):
+        with pytest.raises(FloatingPointError):
+            estimate(SpectrumOperator(values))

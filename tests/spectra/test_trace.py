@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import curvatlas as ca
+from spectra.spectrum_operators import SpectrumOperator, rotated, spectra
+
+
+@pytest.mark.parametrize(
+    ("name", "rtol"),
+    [("hessian_like", 0.1), ("heavy_tailed", 0.3), ("degenerate", 0.1), ("power_law", 0.1)],
+)
+def test_the_interval_covers_the_truth_in_90_to_99_percent_of_200_trials(
+    name: str, rtol: float
+) -> None:
+    values = spectra()[name]
+    truth = float(values.sum())
+    covered = 0
+    for seed in range(200):
+        found = ca.trace(SpectrumOperator(values), rtol=rtol, seed=seed, max_products=250)
+        covered += found.interval[0] <= truth <= found.interval[1]
+    assert 180 <= covered <= 199, (name, covered)
+
+
+def test_deflation_beats_plain_probes() -> None:
+    values = spectra()["hessian_like"]
+    truth, square = float(values.sum()), float((values**2).sum())
+    found = [ca.trace(SpectrumOperator(values), rtol=0.01, seed=s) for s in range(5)]
+    plain = 2 * square * (1.96 / (0.01 * truth)) ** 2
+    assert all(f.converged and not f.exact for f in found)
+    assert all(abs(f.value - truth) <= 0.02 * truth for f in found)
+    assert max(f.products for f in found) < plain / 10
+
+
+def test_a_matrix_at_hand_gives_the_exact_trace_without_products() -> None:
+    matrix = rotated(spectra()["flat"])
+    found = ca.trace(ca.MatrixOperator(matrix))
+    assert found.exact
+    assert found.products == 0
+    assert found.interval[0] <= float(matrix.diagonal().sum()) <= found.interval[1]
+
+
+def test_a_trace_near_zero_is_read_exactly_instead_of_sampled_forever() -> None:
+    values = torch.linspace(-1, 1, 300, dtype=torch.float64)
+    values = torch.cat([values, torch.tensor([1e-3], dtype=torch.float64)])
+    found = ca.trace(SpectrumOperator(values))
+    assert found.exact
+    assert found.value == pytest.approx(1e-3, rel=1e-9)
+
+
+def test_an_exhausted_budget_is_said() -> None:
+    values = torch.linspace(-1, 1.01, 3000, dtype=torch.float64)
+    found = ca.trace(SpectrumOperator(values), max_products=40)
+    assert not found.converged
+    assert found.products <= 40
+    assert found.interval[0] < found.value < found.interval[1]
+    assert "NOT converged" in str(found)
+
+
+def test_a_single_product_still_gives_a_result() -> None:
+    found = ca.trace(SpectrumOperator(spectra()["flat"]), max_products=1)
+    assert not found.converged
+    assert found.products == 1
+
+
+def test_the_zero_operator_has_trace_zero() -> None:
+    found = ca.trace(SpectrumOperator(torch.zeros(100)))
+    assert found.value == 0.0
+
+
+def test_nan_and_wrong_options_are_refused() -> None:
+    values = torch.ones(100)
+    with pytest.raises(ValueError, match="rtol"):
+        ca.trace(SpectrumOperator(values), rtol=0.0)
+    values[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        ca.trace(SpectrumOperator(values))
+
+
+def test_float32_agrees_with_float64() -> None:
+    values = spectra()["hessian_like"]
+    found = ca.trace(SpectrumOperator(values.float()), rtol=0.02)
+    assert found.value == pytest.approx(float(values.sum()), rel=0.04)
