@@ -194,3 +194,11 @@ def test_a_failed_save_leaves_the_old_file_and_no_debris(
     monkeypatch.undo()
     assert results.same(results.load(path), estimate(1))
     assert [p.name for p in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+def test_a_result_reads_like_a_mapping_too() -> None:
+    result = estimate(1)
+    assert dict(result) == {key: getattr(result, key) for key in result.keys()}  # noqa: SIM118
+    assert "value" in result
+    with pytest.raises(KeyError, match="has no 'nothing'"):
+        result["nothing"]

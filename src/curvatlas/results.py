@@ -42,6 +42,19 @@ class Result:
         """The whole result as JSON-ready values; tensors become nested lists."""
         return {"kind": self.kind, **{k: _plain(v) for k, v in _fields(self).items()}}
 
+    def keys(self) -> tuple[str, ...]:
+        """Names of the fields, so that ``dict(result)`` and ``result[name]`` work too."""
+        return tuple(_fields(self))
+
+    def __getitem__(self, key: str) -> Any:
+        """The field ``key``: a result reads like a mapping as well."""
+        if key in self.keys():
+            return getattr(self, key)
+        raise KeyError(f"{self.kind} has no {key!r}: it has {', '.join(self.keys())}.")
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the result to one ``.safetensors`` file, atomically; returns the path written."""
         tensors: dict[str, Tensor] = {}

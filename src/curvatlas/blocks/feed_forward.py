@@ -32,12 +32,6 @@ class FeedForwardJacobians(Result):
     activation_derivative: Tensor  # ∂g/∂h of the up-projection (…, d_ff)
     intermediate: Tensor  # g (…, d_ff)
 
-    def __getitem__(self, key: str) -> Tensor:
-        value = getattr(self, key, None)
-        if not isinstance(value, Tensor):
-            raise KeyError(f"no Jacobian {key!r}.")
-        return value
-
 
 class FFNHessian(nn.Module):
     """y = W2 act(W1 x + b1) + b2, or gated y = W2 (act(W_g x) ⊙ W_u x), with exact derivatives."""

@@ -91,13 +91,17 @@ class BlockHessian(Result):
             self.parts[part] = self._source(part)
         return self.parts[part]
 
+    def keys(self) -> tuple[str, ...]:
+        """What ``result[...]`` knows by name, besides blocks such as ``"QK"``."""
+        return (*_FIELDS, "loss", "names", "block_sizes", "structure", "attention")
+
     def __getitem__(self, key: str) -> Any:
         """``result["H_outer"]``, ``result["loss"]``, or a block as ``result["QK"]``."""
         if key in _FIELDS:
             return self.part(cast(Part, _FIELDS[key]))
         if len(key) == 2 and set(key) <= set("QKVO"):
             return self.block(key[0], key[1])
-        if key in ("loss", "names", "block_sizes", "structure", "attention"):
+        if key in self.keys():
             return getattr(self, key)
         raise KeyError(f"no entry {key!r}: use H, H_outer, H_functional, or a block such as 'QK'.")
 
