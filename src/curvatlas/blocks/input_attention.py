@@ -116,8 +116,9 @@ def _heads(attention: Attention) -> list[_Head]:
         return rows.view(n, groups, repeats, length, -1)
 
     A, q = by_head(core.A), by_head(core.q)
-    w = by_head(core.w) if core.w is not None else torch.zeros_like(A)
-    tau = by_head(core.delta) if core.delta is not None else torch.zeros_like(by_head(core.output))
+    w, tau = torch.zeros_like(A), torch.zeros_like(by_head(core.value()))
+    if core.delta is not None:
+        w, tau = by_head(core.adjoint()), by_head(core.delta)
     k = core.k.view(n, groups, length, -1)
     v = core.v.view(n, groups, length, -1)
     pattern = A

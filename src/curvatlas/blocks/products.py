@@ -87,7 +87,7 @@ class LinearisedBlock:
         self.space = space if space is not None else Workspace(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
-        self.sublayers = _sublayers(spec, self.weights, tokens, self.samples, mask)
+        self.sublayers = _sublayers(spec, self.weights, tokens, self.samples, mask, turn)
         self.output = self.sublayers[-1].output.view_as(x)  # (n, L, d)
         self.recorded = False
 
@@ -230,7 +230,12 @@ class LinearisedBlock:
 
 
 def _sublayers(
-    spec: BlockSpec, weights: Weights, x: Tensor, samples: int, mask: Tensor | None
+    spec: BlockSpec,
+    weights: Weights,
+    x: Tensor,
+    samples: int,
+    mask: Tensor | None,
+    turn: int,
 ) -> list[Sublayer]:
     def make_norm(name: str) -> Callable[[Tensor], Normalization] | None:
         if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(weights):
@@ -248,6 +253,7 @@ def _sublayers(
         names=_ATTENTION,
         norm_first=spec.norm_first,
         residual=spec.residual,
+        turn=turn,
     )
     if spec.d_ff is None:
         return [attention]
@@ -259,5 +265,6 @@ def _sublayers(
         names=_FEED_FORWARD,
         norm_first=spec.norm_first,
         residual=spec.residual,
+        turn=turn,
     )
     return [attention, feed_forward]

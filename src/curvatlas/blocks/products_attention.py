@@ -67,7 +67,7 @@ class Attention:
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
-        self._mixed = self._merge(self.core.output.unsqueeze(1), "output", fresh)[0]
+        self._mixed = self._merge(self.core.value().unsqueeze(1), "output", fresh)[0]
         self.output: Linear | None = None
         if "output_weight" in weights:
             self.output = Linear("output", weights, self._mixed)
@@ -77,9 +77,9 @@ class Attention:
         return self._mixed if self.output is None else self.output.value()
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace, *, key: str
     ) -> tuple[Tensor | None, AttentionTangent]:
-        """Ḟ (K, N, d) and what ``pull`` needs."""
+        """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         heads: list[Tensor | None] = []
         directions = x_dot.shape[0] if x_dot is not None else next(iter(dots.values())).shape[0]
         for name in PROJECTIONS:
@@ -89,11 +89,13 @@ class Attention:
             heads.append(None if moved is None else self._split(moved, name, space))
         mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
         tokens = None if mixed is None else self._merge(mixed, "output", space)
+        if tokens is not None and core.centre is not None:
+            self._subtract(core.centre, self._mixed, tokens)
         tangent = AttentionTangent(x_dot, tokens, core, dots)
-        if self.output is None:
-            return (None if tokens is None else tokens.clone()), tangent
         shape = (directions, *self.inputs["query"].x.shape)
-        out = space.take(self._key + "out", *shape, like=self._mixed)
+        out = space.take(key, *shape, like=self._mixed)
+        if self.output is None:
+            return (None if tokens is None else out.copy_(tokens)), tangent
         return self.output.push(tokens, dots, out), tangent
 
     def pull(
@@ -135,6 +137,10 @@ class Attention:
         for name, head_rate in zip(PROJECTIONS, rates, strict=True):
             layer = self.inputs[name]
             tokens = None if head_rate is None else self._merge(head_rate, name, way.space)
+            if name == "query" and tokens is not None and tangent is not None:
+                centre, delta = tangent.core.centre, layer.delta
+                if centre is not None and delta is not None:
+                    self._subtract(centre, delta, tokens)
             layer.rates(tokens, x_dot, way)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
@@ -169,6 +175,14 @@ class Attention:
         out = space.take(key, k, self.samples * self.length, width, like=heads)
         out.view(tokens.shape).copy_(tokens)
         return out
+
+    def _subtract(self, centre: Tensor, base: Tensor, tokens: Tensor) -> None:
+        """tokens (K, N, H·s) −= c · base (N, H·s), c (n·G, K, (H/G)·L, 1) one a head and row."""
+        n, length, shared = self.samples, self.length, self.spec.kv_heads
+        k, repeats = centre.shape[1], self.spec.n_heads // shared
+        factor = centre.view(n, shared, k, repeats, length, 1).permute(2, 0, 4, 1, 3, 5)
+        parts = (n, length, shared, repeats, -1)
+        tokens.view(k, *parts).addcmul_(factor, base.view(1, *parts), value=-1)
 
     def _rows_of(self, pairs: Tensor | None) -> Tensor | None:
         """A mask (n or 1, H or 1, L or 1, L) as the slots see it: (n·G or 1, (H/G)·L or 1, L)."""

@@ -2,15 +2,19 @@ r"""The attention core O = A V, A = softmax(s Q Kᵀ), with its tangent and its 
 
 With Ṫ = s(Q̇Kᵀ + QK̇ᵀ), B = A ⊙ Ṫ, c = rowsum B, D = δ_O Vᵀ, w = δ_T = A ⊙ (D − rowsum(A ⊙ D)):
 
-    Ȯ     = B V − c O + A V̇
+    Ȯ     = B V + A V̇                                                            − c O
     E     = w ⊙ Ṫ + A ⊙ (Rδ_O Vᵀ + δ_O V̇ᵀ),   E ← E − rowsum(E) A        [Rδ_T = E − c w]
     Rδ_V  = Aᵀ(Rδ_O − c δ_O) + Bᵀ δ_O
-    Rδ_Q  = s(E K − c (wK) + w K̇)
+    Rδ_Q  = s(E K + w K̇)                                                         − c δ_Q
     Rδ_K  = s(Eᵀ Q + wᵀ(Q̇ − c Q))
 
 The row sums of the textbook form Ȧ ⊙ (D − r) + A ⊙ (RD − Rr) collapse because the rows of w sum
-to zero: four elementwise passes over an L × L matrix instead of ten. Without softmax A = T on the
-allowed positions, B = Ṫ, w = D, E = Rδ_O Vᵀ + δ_O V̇ᵀ there, and c = 0.
+to zero: six elementwise passes over an L × L matrix instead of ten. The terms on the right are left
+to the caller, who has O and δ_Q as tokens already. Without softmax A = T on the allowed positions,
+B = Ṫ, w = D, E = Rδ_O Vᵀ + δ_O V̇ᵀ there, and c = 0.
+
+A and Ṫ are the only L × L matrices kept; w is formed again in every product (one matrix product of
+twelve), and all others exist for a few slots at a time, small enough to stay in the cache.
 
 Shapes: S slots (samples × key/value heads), M query rows a slot (query heads sharing the slot × L),
 L keys; q (S, M, dk), k (S, L, dk), v (S, L, dv), A and w (S, M, L). Directions come second:
@@ -57,7 +61,7 @@ class AttentionCore:
     ) -> None:
         self.q, self.k, self.v, self.scale, self.softmax = q, k, v, scale, softmax
         self._key = stage_number()
-        logits = torch.bmm(q, k.mT).mul_(scale)  # (S, M, L)
+        logits = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)  # (S, M, L)
         self.allowed = None if softmax or allowed is None else allowed.to(q.dtype)
         if softmax:
             if bias is not None:
@@ -65,10 +69,12 @@ class AttentionCore:
             self.A = torch.softmax(logits, -1)
         else:
             self.A = logits if self.allowed is None else logits.mul_(self.allowed)
-        self.output = torch.bmm(self.A, v)  # (S, M, dv)
         self.delta: Tensor | None = None  # δ_O (S, M, dv)
-        self.w: Tensor | None = None  # δ_T (S, M, L)
-        self.w_keys: Tensor | None = None  # w K (S, M, dk)
+        self.row_sums: Tensor | None = None  # rowsum(A ⊙ D) (S, M, 1)
+
+    def value(self) -> Tensor:
+        """O (S, M, dv)."""
+        return torch.bmm(self.A, self.v)
 
     def push(
         self,
@@ -77,23 +83,21 @@ class AttentionCore:
         v_dot: Tensor | None,
         space: Workspace,
     ) -> tuple[Tensor | None, CoreTangent]:
-        """Ȯ (S, K, M, dv) and what ``pull`` needs."""
-        logits_dot = self._logits_dot(q_dot, k_dot, space)
-        given = next((t for t in (logits_dot, v_dot) if t is not None), None)
-        centre: Tensor | None = None
+        """Ȯ + c O (S, K, M, dv) and what ``pull`` needs."""
+        given = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
         if given is None:
             return None, _STILL
-        s, m, dv = self.output.shape
-        out = space.take("core.mixed", s, given.shape[1], m, dv, like=self.q)
-        if logits_dot is not None:
-            moved = self._moved(logits_dot, space)
-            _rows(moved, self.v, out)
+        (s, m, length), directions = self.A.shape, given.shape[1]
+        out = space.take("core.mixed", s, directions, m, self.v.shape[-1], like=self.q)
+        state = CoreTangent(q_dot, k_dot, v_dot, None, None)
+        if q_dot is not None or k_dot is not None:
+            shape = (s, directions, m, length)
+            state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
             if self.softmax:
-                centre = moved.sum(-1, keepdim=True)
-                out.addcmul_(centre, self.output.unsqueeze(1), value=-1)
-        if v_dot is not None:
-            _columns(self.A, v_dot, out, accumulate=logits_dot is not None)
-        return out, CoreTangent(q_dot, k_dot, v_dot, logits_dot, centre)
+                state.centre = space.take(self._key + "centre", s, directions, m, 1, like=self.q)
+        for part in self._slots(directions):
+            self._push_slots(part, state, out, space)
+        return out, state
 
     def pull(
         self,
@@ -103,117 +107,184 @@ class AttentionCore:
         *,
         needs: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, M, dv), those that ``needs`` asks for."""
+        """Rδ_q + c δ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, M, dv), those ``needs`` asks for."""
         state = tangent if tangent is not None and self.delta is not None else _STILL
-        rate_v = self._value_rate(rate, state, way.space) if needs[2] else None
-        if not (needs[0] or needs[1]):
-            return None, None, rate_v
-        e = self._logits_rate(rate, state, way.space)
-        rate_q = self._query_rate(e, state, way.space) if needs[0] else None
-        rate_k = self._key_rate(e, state, way.space) if needs[1] else None
+        given = (rate, state.q_dot, state.k_dot, state.v_dot)
+        first = next((t for t in given if t is not None), None)
+        if first is None:
+            return None, None, None
+        space, directions = way.space, first.shape[1]
+        (s, m, dk), (_, length, dv) = self.q.shape, self.v.shape
+        shapes = {"query": (m, dk), "key": (length, dk), "value": (length, dv)}
+        outs = [
+            space.take("core." + name, s, directions, *shape, like=self.q) if needed else None
+            for (name, shape), needed in zip(shapes.items(), needs, strict=True)
+        ]
+        for part in self._slots(directions):
+            self._pull_slots(part, rate, state, outs, space)
         if way.record:
-            assert e is not None
             assert rate is not None
-            self.w, self.delta = e.squeeze(1), rate.squeeze(1)
-            self.w_keys = torch.bmm(self.w, self.k)
-        return rate_q, rate_k, rate_v
+            self.delta = rate.squeeze(1)
+            if self.softmax:
+                # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
+                self.row_sums = (self.delta * self.value()).sum(-1, keepdim=True)
+        return outs[0], outs[1], outs[2]
 
-    def _moved(self, logits_dot: Tensor, space: Workspace) -> Tensor:
-        """B (S, K, M, L): needed on both ways, cheaper to form twice than to keep."""
-        if not self.softmax:
-            return logits_dot
-        out = space.take("core.moved", *logits_dot.shape, like=self.q)
-        return torch.mul(logits_dot, self.A.unsqueeze(1), out=out)
-
-    def _logits_dot(
-        self, q_dot: Tensor | None, k_dot: Tensor | None, space: Workspace
-    ) -> Tensor | None:
-        """Ṫ (S, K, M, L)."""
-        given = q_dot if q_dot is not None else k_dot
-        if given is None:
-            return None
+    def _slots(self, directions: int) -> list[slice]:
+        """Consecutive slots whose L × L matrices fit in the cache together."""
         s, m, length = self.A.shape
-        out = space.take(self._key + "logits", s, given.shape[1], m, length, like=self.q)
-        _bilinear(q_dot, self.k, self.q, k_dot, out, self.scale)
-        return out if self.allowed is None else out.mul_(self.allowed.unsqueeze(1))
+        bytes_a_slot = directions * m * length * self.A.element_size()
+        step = max(1, _TILE_BYTES // bytes_a_slot)
+        return [slice(start, min(start + step, s)) for start in range(0, s, step)]
+
+    def _push_slots(self, part: slice, state: CoreTangent, out: Tensor, space: Workspace) -> None:
+        target = out[part]
+        if state.logits_dot is not None:
+            logits_dot = state.logits_dot[part]
+            _bilinear(
+                _cut(state.q_dot, part),
+                self.k[part],
+                self.q[part],
+                _cut(state.k_dot, part),
+                logits_dot,
+                self.scale,
+            )
+            if self.allowed is not None:
+                logits_dot *= self._allowed(part)
+            moved = self._moved(logits_dot, part, space)
+            _rows(moved, self.v[part], target)
+            if state.centre is not None:
+                torch.sum(moved, -1, keepdim=True, out=state.centre[part])
+        if state.v_dot is not None:
+            accumulate = state.logits_dot is not None
+            _columns(self.A[part], state.v_dot[part], target, accumulate=accumulate)
+
+    def _pull_slots(
+        self,
+        part: slice,
+        rate: Tensor | None,
+        state: CoreTangent,
+        outs: list[Tensor | None],
+        space: Workspace,
+    ) -> None:
+        rate_part, centre = _cut(rate, part), _cut(state.centre, part)
+        out_q, out_k, out_v = outs
+        if out_v is not None:
+            self._value_rate(part, rate_part, state, out_v[part], space)
+        if out_q is None and out_k is None:
+            return
+        w = self._adjoint(part, space) if state is not _STILL else None
+        e = self._logits_rate(part, rate_part, state, w, space)
+        if out_q is not None:
+            target, done = out_q[part], e is not None
+            if e is not None:
+                _rows(e, self.k[part], target)
+            if state.k_dot is not None:
+                assert w is not None
+                _columns(w, state.k_dot[part], target, accumulate=done)
+                done = True
+            target.mul_(self.scale) if done else target.zero_()
+        if out_k is not None:
+            target, done = out_k[part], e is not None
+            if e is not None:
+                _transposed_rows(e, self.q[part], target)
+            inner = _minus_scaled(_cut(state.q_dot, part), centre, self.q[part], space)
+            if inner is not None:
+                assert w is not None
+                _columns(w.mT, inner, target, accumulate=done)
+                done = True
+            target.mul_(self.scale) if done else target.zero_()
+
+    def _value_rate(
+        self,
+        part: slice,
+        rate: Tensor | None,
+        state: CoreTangent,
+        out: Tensor,
+        space: Workspace,
+    ) -> None:
+        inner, done = rate, False
+        if state.logits_dot is not None:
+            assert self.delta is not None
+            delta = self.delta[part]
+            moved = self._moved(state.logits_dot[part], part, space)
+            _transposed_rows(moved, delta, out)
+            inner, done = _minus_scaled(rate, _cut(state.centre, part), delta, space), True
+        if inner is not None:
+            _columns(self.A[part].mT, inner, out, accumulate=done)
+        elif not done:
+            out.zero_()
 
     def _logits_rate(
-        self, rate: Tensor | None, state: CoreTangent, space: Workspace
+        self,
+        part: slice,
+        rate: Tensor | None,
+        state: CoreTangent,
+        w: Tensor | None,
+        space: Workspace,
     ) -> Tensor | None:
-        """E with its row sums removed (S, K, M, L)."""
+        """E with its row sums removed, of some slots (S', K, M, L)."""
         terms = (rate, state.v_dot, state.logits_dot if self.softmax else None)
         given = next((t for t in terms if t is not None), None)
         if given is None:
             return None
-        s, m, length = self.A.shape
+        weights = self.A[part].unsqueeze(1)
+        s, _, m, length = weights.shape
         e = space.take("core.rate", s, given.shape[1], m, length, like=self.q)
-        done = _bilinear(rate, self.v, self.delta, state.v_dot, e, 1.0)
+        delta = _cut(self.delta, part)
+        done = _bilinear(rate, self.v[part], delta, _cut(state.v_dot, part), e, 1.0)
         if not self.softmax:
-            return e if self.allowed is None else e.mul_(self.allowed.unsqueeze(1))
-        weights = self.A.unsqueeze(1)
+            return e if self.allowed is None else e.mul_(self._allowed(part))
         if done:
             e *= weights
         if state.logits_dot is not None:
-            assert self.w is not None
-            w = self.w.unsqueeze(1)
-            e.addcmul_(w, state.logits_dot) if done else torch.mul(w, state.logits_dot, out=e)
+            assert w is not None
+            moved = state.logits_dot[part]
+            shared = w.unsqueeze(1)
+            e.addcmul_(shared, moved) if done else torch.mul(shared, moved, out=e)
         return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
 
-    def _query_rate(self, e: Tensor | None, state: CoreTangent, space: Workspace) -> Tensor | None:
-        given = e if e is not None else state.k_dot
-        if given is None:
-            return None
-        s, m, dk = self.q.shape
-        out = space.take("core.query", s, given.shape[1], m, dk, like=self.q)
-        if e is not None:
-            _rows(e, self.k, out)
-        if state.k_dot is not None:
-            assert self.w is not None
-            _columns(self.w, state.k_dot, out, accumulate=e is not None)
-        if state.centre is not None:
-            assert self.w_keys is not None
-            out.addcmul_(state.centre, self.w_keys.unsqueeze(1), value=-1)
-        return out.mul_(self.scale)
+    def _moved(self, logits_dot: Tensor, part: slice, space: Workspace) -> Tensor:
+        """B of some slots."""
+        if not self.softmax:
+            return logits_dot
+        out = space.take("core.moved", *logits_dot.shape, like=self.q)
+        return torch.mul(logits_dot, self.A[part].unsqueeze(1), out=out)
 
-    def _key_rate(self, e: Tensor | None, state: CoreTangent, space: Workspace) -> Tensor | None:
-        given = next((t for t in (e, state.q_dot, state.centre) if t is not None), None)
-        if given is None:
-            return None
-        s, length, dk = self.k.shape
-        out = space.take("core.key", s, given.shape[1], length, dk, like=self.q)
-        if e is not None:
-            _transposed_rows(e, self.q, out)
-        inner = _minus_scaled(state.q_dot, state.centre, self.q, "core.turned", space)
-        if inner is not None:
-            assert self.w is not None
-            _columns(self.w.mT, inner, out, accumulate=e is not None)
-        return out.mul_(self.scale)
+    def _adjoint(self, part: slice, space: Workspace) -> Tensor:
+        """w of some slots (S', M, L)."""
+        assert self.delta is not None
+        out = space.take("core.adjoint", *self.A[part].shape, like=self.q)
+        torch.bmm(self.delta[part], self.v[part].mT, out=out)
+        if self.row_sums is not None:
+            return out.sub_(self.row_sums[part]).mul_(self.A[part])
+        return out if self.allowed is None else out.mul_(self._allowed(part).squeeze(1))
 
-    def _value_rate(
-        self, rate: Tensor | None, state: CoreTangent, space: Workspace
-    ) -> Tensor | None:
-        given = rate if rate is not None else state.logits_dot
-        if given is None:
-            return None
-        s, length, dv = self.v.shape
-        out = space.take("core.value", s, given.shape[1], length, dv, like=self.q)
-        inner, curved = rate, state.logits_dot is not None
-        if state.logits_dot is not None:
-            assert self.delta is not None
-            _transposed_rows(self._moved(state.logits_dot, space), self.delta, out)
-            inner = _minus_scaled(rate, state.centre, self.delta, "core.turned", space)
-        if inner is not None:
-            _columns(self.A.mT, inner, out, accumulate=curved)
-        return out
+    def adjoint(self) -> Tensor:
+        """w (S, M, L) of all slots, fresh."""
+        return self._adjoint(slice(None), Workspace(keep=False))
+
+    def _allowed(self, part: slice) -> Tensor:
+        """The 0/1 pattern of some slots (S' or 1, 1, M or 1, L)."""
+        assert self.allowed is not None
+        return (self.allowed if self.allowed.shape[0] == 1 else self.allowed[part]).unsqueeze(1)
+
+
+# Larger tiles fall out of the cache, smaller ones spend their time in the interpreter.
+_TILE_BYTES = 2**20
+
+
+def _cut(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor[part]
 
 
 def _minus_scaled(
-    moved: Tensor | None, centre: Tensor | None, base: Tensor, key: str, space: Workspace
+    moved: Tensor | None, centre: Tensor | None, base: Tensor, space: Workspace
 ) -> Tensor | None:
     """moved − c base (S, K, M, a)."""
     if centre is None:
         return moved
-    out = space.take(key, *centre.shape[:3], base.shape[-1], like=base)
+    out = space.take("core.turned", *centre.shape[:3], base.shape[-1], like=base)
     if moved is None:
         return torch.mul(centre, base.unsqueeze(1), out=out).neg_()
     return torch.addcmul(moved, centre, base.unsqueeze(1), value=-1, out=out)

@@ -26,7 +26,6 @@ class FeedForwardTangent:
     x_dot: Tensor | None  # (K, N, d)
     up_dot: Tensor | None  # (K, N, d_ff)
     gate_dot: Tensor | None  # (K, N, d_ff)
-    hidden_dot: Tensor | None  # (K, N, d_ff)
     weights: Mapping[str, Tensor]
 
 
@@ -53,23 +52,20 @@ class FeedForward:
         return self.down.value()
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace, *, key: str
     ) -> tuple[Tensor | None, FeedForwardTangent]:
-        """The output's tangent (K, N, d) and what ``pull`` needs."""
+        """The output's tangent (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         directions = _directions(x_dot, dots)
         shape = (directions, *self.slope_up.shape)
         up = space.take(self._key + "up", *shape, like=self.slope_up)
         up_dot = self.up.push(x_dot, dots, up)
-        gate_dot, hidden_dot = None, None
+        gate_dot: Tensor | None = None
         if self.gate is not None:
             gate = space.take(self._key + "gate", *shape, like=self.slope_up)
             gate_dot = self.gate.push(x_dot, dots, gate)
-        if up_dot is not None or gate_dot is not None:
-            hidden_dot = space.take(self._key + "hidden", *shape, like=self.slope_up)
-            _sum_of_products(hidden_dot, (self.slope_up, up_dot), (self.slope_gate, gate_dot))
-        tangent = FeedForwardTangent(x_dot, up_dot, gate_dot, hidden_dot, dots)
-        out = space.take(self._key + "out", directions, *self.up.x.shape, like=self.slope_up)
-        return self.down.push(hidden_dot, dots, out), tangent
+        tangent = FeedForwardTangent(x_dot, up_dot, gate_dot, dots)
+        out = space.take(key, directions, *self.up.x.shape, like=self.slope_up)
+        return self.down.push(self._hidden_dot(up_dot, gate_dot, space), dots, out), tangent
 
     def pull(
         self,
@@ -81,11 +77,14 @@ class FeedForward:
     ) -> Tensor | None:
         """Rδ_x from the output's Rδ; finds the wanted weights' rates on the way."""
         if tangent is None:
-            x_dot, up_dot, gate_dot, hidden_dot = None, None, None, None
+            x_dot, up_dot, gate_dot = None, None, None
             dots: Mapping[str, Tensor] = {}
         else:
             x_dot, up_dot, gate_dot = tangent.x_dot, tangent.up_dot, tangent.gate_dot
-            hidden_dot, dots = tangent.hidden_dot, tangent.weights
+            dots = tangent.weights
+        hidden_dot = None
+        if self.down.weight_name in way.wanted:
+            hidden_dot = self._hidden_dot(up_dot, gate_dot, way.space)
         self.down.rates(rate, hidden_dot, way)
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}
         if not (needs_input or way.wanted & inner or way.record):
@@ -105,6 +104,16 @@ class FeedForward:
         if self.gate is not None:
             done = self.gate.pull(gate_rate, dots, out, accumulate=done)
         return out if done else None
+
+    def _hidden_dot(
+        self, up_dot: Tensor | None, gate_dot: Tensor | None, space: Workspace
+    ) -> Tensor | None:
+        """ġ (K, N, d_ff), formed on both ways: a pass is cheaper than the memory."""
+        given = up_dot if up_dot is not None else gate_dot
+        if given is None:
+            return None
+        out = space.take("ffn.hidden", *given.shape, like=given)
+        return _sum_of_products(out, (self.slope_up, up_dot), (self.slope_gate, gate_dot))
 
     def _through_units(
         self,

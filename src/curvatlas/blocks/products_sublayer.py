@@ -16,7 +16,7 @@ from curvatlas.blocks.products_attention import Attention, AttentionTangent
 from curvatlas.blocks.products_feed_forward import FeedForward, FeedForwardTangent
 from curvatlas.blocks.products_linear import add
 from curvatlas.blocks.products_norm import Normalization, NormTangent
-from curvatlas.blocks.products_workspace import Way, Workspace
+from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 
 
 @dataclass
@@ -45,9 +45,12 @@ class Sublayer:
         names: frozenset[str],
         norm_first: bool,
         residual: bool,
+        turn: int = 0,
     ) -> None:
         self.norm_first, self.residual, self.names = norm_first, residual, names
         self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
+        self._out = f"{norm_name}.out{turn}"
+        self._number = stage_number()
         self.norm: Normalization | None = None
         inner_input = x
         if norm_first and make_norm is not None:
@@ -70,7 +73,10 @@ class Sublayer:
         inner_dot = x_dot
         if self.norm is not None and self.norm_first:
             inner_dot, norm_tangent = self.norm.push(x_dot, dots, space)
-        moved, inner = self.inner.push(inner_dot, dots, space)
+        # Before or after a norm nobody needs the sum on the way back; without one the next layer
+        # multiplies by it then.
+        key = self._out if self.norm is not None else self._number + "out"
+        moved, inner = self.inner.push(inner_dot, dots, space, key=key)
         if self.residual:
             moved = add(moved, x_dot)
         if self.norm is not None and not self.norm_first:
@@ -108,6 +114,6 @@ class Sublayer:
             inner_rate = self.norm.pull(inner_rate, state, way)
         if not needs_input:
             return None
-        if way.record and inner_rate is not None:
+        if way.record and before and inner_rate is not None:
             inner_rate = inner_rate.clone()  # the norm keeps the other one as its δ_x
         return add(inner_rate, rate) if self.residual else inner_rate

@@ -8,6 +8,7 @@ way forward to the way back; the others are scratch shared by all stages of a st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,15 +32,16 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, key: str, *shape: int, like: Tensor) -> Tensor:
-        """An uninitialised tensor; the same memory each time ``key`` asks for the same shape."""
+        """An uninitialised tensor; the same memory each time ``key`` asks for no more than before."""
         if not self.keep:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+        size = math.prod(shape)
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != shape:
+        if buffer is None or buffer.numel() < size:
             self._buffers.pop(key, None)  # let the old one go before the new one comes
-            buffer = torch.empty(shape, dtype=like.dtype, device=like.device)
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
             self._buffers[key] = buffer
-        return buffer
+        return buffer[:size].view(shape)
 
     @property
     def bytes(self) -> int:
