@@ -160,9 +160,8 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
     for piece in anatomy.slices:
         path = piece.parameter.rpartition(".")[0]
         prefix = f"blocks.{piece.layer}." if piece.layer is not None else ""
-        if piece.sublayer == "norm" and not any(
-            w in piece.name for w in ("query_norm", "key_norm")
-        ):
+        inside_attention = ".query_norm." in piece.name or ".key_norm." in piece.name
+        if piece.sublayer == "norm" and not inside_attention:
             name = piece.name.rpartition(".")[0]
             found[path, name] = _Watched(path, name, "norm", piece.layer, take_input=True)
         elif piece.sublayer == "attention":
@@ -249,7 +248,8 @@ def _direct_parents(
     """Captured tensors reachable backwards without passing through another captured one."""
     found: dict[Node, None] = {}
     visited: set[Any] = set()
-    stack = [edge for edge in tensor.grad_fn.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+    start: Any = tensor.grad_fn
+    stack = [edge for edge in start.next_functions if edge[0] is not None]
     while stack:
         function, number = stack.pop()
         known = seen.get((function, number))

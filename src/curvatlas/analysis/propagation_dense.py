@@ -36,12 +36,13 @@ from curvatlas.problem.losses import differentiable_leaves, output_curvature
 class Step:
     """One activation, eliminated: its own Hessian and what its sublayer does to it.
 
-    Matrices are (samples, n, n) with n the entries of one sample's activation.
+    Matrices are (samples, n, n) with n the entries of one sample's activation. The first step is
+    the head: everything between the last activation and the loss.
     """
 
     node: Node
-    total: Tensor  # S at the activation
-    created: Tensor  # Σ δ ∂²f over the sublayers f that read it
+    total: Tensor | None  # S at the activation (None for the head: Λ is never formed)
+    created: Tensor | None  # Σ δ ∂²f over the sublayers f that read it
     through: list[tuple[Node, Tensor, Tensor]]  # input, Jᵀ S J, δ ∂²f of the node's own sublayer
     slope: Tensor  # δ, (samples, n)
 
@@ -56,7 +57,7 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: Samples) -
         known = hessian.get((p, q))
         hessian[p, q] = value if known is None else known.add_(value)
 
-    _seed(problem, batch, capture, view, add, created)
+    yield _seed(problem, batch, capture, view, add, created)
     for node in reversed(capture.nodes):
         own = hessian.pop((node, node))
         own = (own + own.transpose(1, 2)) / 2  # rounding only
@@ -122,7 +123,7 @@ def _seed(
     view: Samples,
     add: Callable[[Node, Node, Tensor], None],
     created: dict[Node, Tensor],
-) -> None:
+) -> Step:
     """The head and the loss: Jᵀ Λ J and δ ∂²Z without a matrix over the outputs."""
     outputs, rebuild = differentiable_leaves(capture.outputs)
     fixed = [z.detach().requires_grad_(True) for z in outputs]
@@ -131,7 +132,10 @@ def _seed(
     lam = output_curvature(problem.loss, outputs, rebuild, batch.targets)
     nodes = list(capture.last)
     with cut(nodes):
-        _seed_cut(view, add, created, nodes, outputs, deltas, lam)
+        through = _seed_cut(view, add, created, nodes, outputs, deltas, lam)
+    slope = torch.cat([view.flat(d.detach()) for d in deltas], dim=1)
+    head = Node("head", "head", None, capture.outputs, parents=nodes)
+    return Step(head, None, None, through, slope)
 
 
 def _seed_cut(
@@ -142,19 +146,16 @@ def _seed_cut(
     outputs: list[Tensor],
     deltas: list[Tensor],
     lam: Callable[[list[Tensor]], list[Tensor]],
-) -> None:
+) -> list[tuple[Node, Tensor, Tensor]]:
     tensors = [node.tensor for node in nodes]
     cotangents = [d.requires_grad_(True) for d in deltas]
-    gradients = torch.autograd.grad(
-        outputs, tensors, cotangents, create_graph=True, allow_unused=True
-    )
+    gradients = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
+    through: list[tuple[Node, Tensor, Tensor]] = []
     for p, own, gradient in zip(nodes, tensors, gradients, strict=True):
         size = view.flat(own).shape[1]
         outer = [own.new_zeros(view.count, size, view.flat(t).shape[1]) for t in tensors]
         inner = gradient_rows(gradient, own, tensors, view)
         for place, block in unit_columns(view.count, size, own):
-            if gradient is None:
-                continue
             moved = pull(gradient, cotangents, view.columns(block, own))  # J e_k at the outputs
             weighted = lam(moved)
             for target, rows in zip(outer, _pull_all(outputs, tensors, weighted), strict=True):
@@ -163,6 +164,8 @@ def _seed_cut(
             add(p, q, passed + made)
             if p is q:
                 created[p] = made
+                through.append((p, passed, made))
+    return through
 
 
 def _pull_all(

@@ -1,0 +1,116 @@
+"""The full map of H, H_o and H_f for the 1 M GPT: what it costs and how good it is.
+
+    python benchmarks/atlas.py [--quick] [--columns 10] [--reference 48]
+
+The cost is the wall time of ``ca.atlas`` divided by that of one H·v measured in the same process.
+The errors compare a sample of columns with a reference from many independent probes.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import curvatlas as ca
+from curvatlas.analysis.atlas import atlas
+from curvatlas.analysis.atlas_sketch import Sketch
+from curvatlas.operators.parts import PARTS, CurvatureParts
+from harness.cases import gpt_1m, gpt_100k
+from harness.results import keep, requirement
+
+
+def product_seconds(problem: ca.Problem, rounds: int) -> float:
+    """Median time of one H·v on a kept graph."""
+    operator = ca.Hessian(problem)
+    vector = torch.randn(problem.size, dtype=problem.dtype)
+    operator @ vector
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        operator @ vector
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(case: Any, *, columns: int, reference: int) -> dict[str, Any]:
+    problem = ca.Problem(case.model, "cross_entropy", (case.inputs, case.targets))
+    before = product_seconds(problem, 5)
+    start = time.perf_counter()
+    result = atlas(problem, method="sketch", rtol=0.05)
+    seconds = time.perf_counter() - start
+    after = product_seconds(problem, 5)
+    one = (before + after) / 2
+    return {
+        "case": case.name,
+        "parameters": problem.size,
+        "blocks": len(result.names),
+        "products": result.products,
+        "in_products_of_h": round(seconds / one, 1),
+        "estimated_rms_error": round(result.error, 4),
+        **errors(problem, result, columns, reference),
+    }
+
+
+def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> dict[str, Any]:
+    """Relative errors of the Frobenius norms in some columns, and how many intervals hold."""
+    blocks = list(_blocks(problem))
+    chosen = np.random.default_rng(0).choice(len(blocks), size=columns, replace=False)
+    sketch = Sketch(CurvatureParts(problem), blocks, seed=12345)
+    sketch.probe([int(j) for j in chosen], reference)
+    relative, inside, own = [], [], []
+    for j in map(int, chosen):
+        energy = sketch._column(j, np.eye(len(blocks)))
+        for p, part in enumerate(PARTS):
+            found = result.frobenius[part]
+            want = np.sqrt(energy.value[p])
+            known = want > 1e-5 * float(found.values.max())  # zeros have no relative error
+            got = found.values[:, j].numpy()
+            relative.append(((got - want) / want)[known])
+            own.append(energy.relative_error()[p][known])
+            low, high = found.low[:, j].numpy(), found.high[:, j].numpy()
+            inside.append(((low <= want) & (want <= high))[known])
+    all_errors, reference_error = np.concatenate(relative), np.concatenate(own)
+    return {
+        "compared_entries": int(all_errors.size),
+        "rms_error": round(float(np.sqrt((all_errors**2).mean())), 4),
+        "median_error": round(float(np.median(np.abs(all_errors))), 4),
+        "worst_error": round(float(np.abs(all_errors).max()), 4),
+        "reference_rms_error": round(float(np.sqrt((reference_error**2).mean())), 4),
+        "inside_interval": round(float(np.concatenate(inside).mean()), 4),
+    }
+
+
+def _blocks(problem: ca.Problem) -> Any:
+    from curvatlas.analysis.atlas_blocks import blocks_of
+
+    return blocks_of(problem.anatomy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the 100 k GPT; nothing is kept")
+    parser.add_argument("--columns", type=int, default=10)
+    parser.add_argument("--reference", type=int, default=48)
+    options = parser.parse_args()
+    case = gpt_100k() if options.quick else gpt_1m()
+    row = measure(case, columns=options.columns, reference=options.reference)
+    print(row)
+    if not options.quick:
+        requirements = [
+            requirement("full map in products of H", row["in_products_of_h"], 400),
+            requirement("rms relative error of its entries", row["rms_error"], 0.05),
+        ]
+        print(keep("atlas", {"rows": [row], "requirements": requirements}))
+
+
+if __name__ == "__main__":
+    main()

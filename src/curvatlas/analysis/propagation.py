@@ -1,0 +1,181 @@
+"""``CurvaturePropagationAnalyzer``: how curvature moves from the loss back to the embedding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.analysis.propagation_capture import Capture, capture
+from curvatlas.analysis.propagation_entries import dense_entries, free_entries
+from curvatlas.analysis.propagation_local import Samples, samples_interact
+from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
+from curvatlas.anatomy import anatomy_of
+from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.evaluation import call, evaluation
+from curvatlas.problem.losses import Loss, main_tensor
+
+# Matrices alive at once while one sublayer is eliminated: the joint Hessian of a block's branch and
+# skip (4), Jacobian and second derivative, their products, and the copies handed out.
+_ALIVE = 12
+_DENSE_UP_TO = 2048  # tokens · width beyond which products are cheaper than 2·n² entries
+
+
+class CurvaturePropagationAnalyzer:
+    """Exact account of second derivatives along the depth of any Transformer.
+
+    model: any ``nn.Module`` whose anatomy has attention, norm or feed-forward modules.
+    loss: ``"cross_entropy"``, ``"mse"`` or a callable (outputs, targets) → mean. None: cross-
+        entropy for integer targets, mean squared error for real ones; without targets, cross-entropy if the
+        model has a head and mean squared error otherwise.
+    budget: memory for dense matrices; beyond it (or 2048 entries a sample) products are used.
+    probes: products an entry when matrix-free.
+
+    Without targets the loss is that of the model's own predictions: for cross-entropy the most
+    likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None = None,
+        *,
+        budget: int | str | None = None,
+        probes: int = 8,
+        method: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        if method not in ("auto", "dense", "matrix-free"):
+            raise ValueError(f"method is 'auto', 'dense' or 'matrix-free', got {method!r}.")
+        if probes < 3:
+            raise ValueError(f"an interval needs at least 3 probes, got {probes}.")
+        self.model = model
+        self.loss = loss
+        self.budget = budget
+        self.probes = probes
+        self.method = method
+        self.seed = seed
+        self.history: list[CurvatureFlow] = []
+
+    # --- the article's methods ------------------------------------------------------------------
+
+    def compute_layer_curvature(self, x: Any, layer: int | str, target: Any = None) -> FlowEntry:
+        """The Hessian of the loss with respect to one activation.
+
+        layer: a block's number (its output), or a name such as "embedding", "blocks.0.attention".
+        """
+        name = f"blocks.{layer}" if isinstance(layer, int) else layer
+        problem, _ = self._problem(x, target)
+        batch = next(problem.batches())
+        with problem.evaluating():
+            captured = capture(problem, batch)
+            known = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
+            if name not in known:
+                raise KeyError(f"there is no activation {name!r}; there are {', '.join(known)}.")
+            wanted = known[name].name
+            for entry in self._entries(problem, batch, captured)[1]:
+                if entry.place == "activation" and entry.name == wanted:
+                    return entry
+        raise KeyError(f"the activation {name!r} was not reached.")  # pragma: no cover
+
+    def analyze_curvature_flow(
+        self, x: Any, target: Any = None, *, step: int | None = None
+    ) -> CurvatureFlow:
+        """Every sublayer and activation of one batch; kept in ``history`` for the figure.
+
+        x: the model's input, or a mapping of keyword arguments (``labels`` are its targets).
+        """
+        problem, origin = self._problem(x, target)
+        batch = next(problem.batches())
+        with problem.evaluating():
+            captured = capture(problem, batch)
+            method, entries = self._entries(problem, batch, captured)
+            found = list(entries)
+            loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
+        found.reverse()  # from the embedding to the head
+        flow = CurvatureFlow(
+            sublayers=tuple(e for e in found if e.place == "sublayer"),
+            activations=tuple(e for e in found if e.place == "activation"),
+            method=method,
+            loss=loss,
+            target=origin,
+            samples=batch.samples,
+            step=step,
+        )
+        self.history.append(flow)
+        return flow
+
+    def visualize_curvature_flow(
+        self, path: str | os.PathLike[str] | None = None, *, flows: Any = None
+    ) -> Any:
+        """Four panels over layers (and steps, after several analyses); saved where told."""
+        from curvatlas.analysis.propagation_figures import plot_flow
+
+        chosen = list(flows) if flows is not None else self.history
+        if not chosen:
+            raise ValueError("nothing to draw yet: call analyze_curvature_flow(x) first.")
+        figure = plot_flow(chosen)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    # --- what stands behind them ----------------------------------------------------------------
+
+    def _entries(
+        self, problem: Problem, batch: Batch, captured: Capture
+    ) -> tuple[str, Iterator[FlowEntry]]:
+        view = Samples(1 if samples_interact(batch, captured) else batch.samples)
+        largest = max(node.tensor.numel() // view.count for node in captured.nodes)
+        room = default_budget() if self.budget is None else parse_bytes(self.budget)
+        one = view.count * largest**2 * problem.dtype.itemsize
+        fits = _ALIVE * one <= room and largest <= _DENSE_UP_TO
+        if self.method == "dense" or (self.method == "auto" and fits):
+            everything = 6 * len(captured.nodes) * one
+            keep = everything <= room
+            return "dense", dense_entries(problem, batch, captured, view, keep=keep)
+        return "matrix-free", free_entries(
+            problem, batch, captured, view, probes=self.probes, seed=self.seed
+        )
+
+    def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
+        if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
+            labels = x["labels"]
+            return Problem(self.model, self._loss_for(labels), [x]), "labels"
+        if target is not None:
+            if isinstance(x, Mapping):
+                data: Any = {**{k: v for k, v in x.items() if k != "labels"}, "labels": target}
+                return Problem(self.model, self._loss_for(target), [data], shift=False), "given"
+            return Problem(self.model, self._loss_for(target), [(x, target)]), "given"
+        return self._self_targets(x)
+
+    def _loss_for(self, target: Any) -> Any:
+        if self.loss is not None:
+            return self.loss
+        real = isinstance(target, Tensor) and target.is_floating_point()
+        return "mse" if real else "cross_entropy"
+
+    def _self_targets(self, x: Any) -> tuple[Problem, str]:
+        """Targets from the model's own outputs."""
+        loss = self.loss
+        if loss is None:
+            slices = anatomy_of(self.model).slices
+            has_head = any(s.sublayer == "head" or "head" in " ".join(s.tied) for s in slices)
+            loss = "cross_entropy" if has_head else "mse"
+        name = loss if isinstance(loss, str) else getattr(loss, "name", "")
+        if name not in ("cross_entropy", "mse"):
+            raise ValueError("a callable loss needs targets: pass target=.")
+        inputs = {k: v for k, v in x.items() if k != "labels"} if isinstance(x, Mapping) else x
+        with evaluation(self.model, stay_double=False), torch.no_grad():
+            values = dict(self.model.named_parameters())
+            outputs = main_tensor(call(self.model, values, inputs), name)
+        if name == "cross_entropy":
+            target, origin = outputs.argmax(-1), "the model's own most likely classes"
+        else:
+            target, origin = torch.zeros_like(outputs), "zero"
+        data = {**inputs, "labels": target} if isinstance(inputs, Mapping) else (inputs, target)
+        shift = False if isinstance(inputs, Mapping) else None
+        return Problem(self.model, loss, [data], shift=shift), origin

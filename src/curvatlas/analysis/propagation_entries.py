@@ -1,0 +1,219 @@
+"""From matrices or products to the entries of a flow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvatlas.analysis.atlas_dense import largest_singular
+from curvatlas.analysis.propagation_capture import Capture, Node
+from curvatlas.analysis.propagation_dense import Step, propagate
+from curvatlas.analysis.propagation_free import FreeProducts, Product, orthonormal, probe
+from curvatlas.analysis.propagation_local import Samples
+from curvatlas.analysis.propagation_result import FlowEntry, Measure
+from curvatlas.problem import Batch, Problem
+from curvatlas.progress import track
+
+_SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
+_PARTS = ("total", "passed_on", "created_here")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an entry is called and where it stands."""
+
+    node: Node  # whose sublayer, or which activation
+    kind: str  # "sublayer" or "activation"
+    at: Node  # the activation whose coordinates the matrices have
+    name: str
+
+
+def tokens_of(tensor: Tensor, samples: int) -> int:
+    """Tokens of one sample: all axes between the samples' and the width."""
+    return max(1, math.prod(tensor.shape[:-1]) // samples)
+
+
+# --- dense ----------------------------------------------------------------------------------------
+
+
+def dense_entries(
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, keep: bool
+) -> Iterator[FlowEntry]:
+    """Entries from the loss backwards: each sublayer after the activation it puts out."""
+    total = len(capture.nodes) + 1
+    for step in track(propagate(problem, batch, capture, view), "propagation", total=total):
+        if step.total is not None and step.created is not None:
+            place = Place(step.node, "activation", step.node, step.node.name)
+            passed = step.total - step.created
+            yield _dense(place, passed, step.created, step.slope, view, None, keep)
+        yield from _sublayer_entries(step, view, keep)
+
+
+def _sublayer_entries(step: Step, view: Samples, keep: bool) -> Iterator[FlowEntry]:
+    behind = None if step.total is None else float(torch.linalg.norm(step.total))
+    through = step.through
+    if step.node.kind == "residual":
+        through = through[:1]  # a sum passes the same matrix on to each of its inputs
+    for node, passed, made in through:
+        name = step.node.name if len(through) == 1 else f"{step.node.name} ← {node.name}"
+        place = Place(step.node, "sublayer", node, name)
+        yield _dense(place, passed, made, step.slope, view, behind, keep)
+
+
+def _dense(
+    place: Place,
+    passed: Tensor,
+    made: Tensor,
+    slope: Tensor,
+    view: Samples,
+    behind: float | None,
+    keep: bool,
+) -> FlowEntry:
+    total = passed + made
+    matrices = dict(zip(_PARTS, (total, passed, made), strict=True))
+    tokens = tokens_of(place.at.tensor, view.count)
+    width = total.shape[1] // tokens
+    blocks = total.reshape(view.count, tokens, width, tokens, width)
+    own = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
+    values = torch.linalg.eigvalsh(total) if total.shape[1] <= _SPECTRUM_UP_TO else None
+    if values is not None:
+        largest = float(values.abs().max())
+    else:
+        largest = max(largest_singular(one.double()) for one in total)
+    norm = float(torch.linalg.norm(total))
+    amplification = norm / behind if behind else None
+    return FlowEntry(
+        **_named(place),
+        **_kept(matrices if keep else {}),
+        measures={part: _exact_measure(matrix) for part, matrix in matrices.items()},
+        spectral_norm=largest,
+        spectral_interval=(largest, largest),
+        eigenvalues=None if values is None else values.cpu(),
+        token_trace=own.diagonal(dim1=1, dim2=2).sum(-1).cpu(),
+        token_norm=own.pow(2).sum((1, 2)).sqrt().cpu(),
+        gradient_scale=float(torch.linalg.norm(slope)),
+        amplification=amplification,
+        amplification_interval=None if amplification is None else (amplification, amplification),
+        exact=True,
+    )
+
+
+def _kept(matrices: dict[str, Tensor]) -> dict[str, Any]:
+    return {part: matrices[part].detach().cpu() if part in matrices else None for part in _PARTS}
+
+
+def _exact_measure(matrix: Tensor) -> Measure:
+    norm = float(torch.linalg.norm(matrix))
+    trace = float(matrix.diagonal(dim1=1, dim2=2).sum())
+    return Measure(
+        norm=norm, norm_interval=(norm, norm), trace=trace, trace_interval=(trace, trace)
+    )
+
+
+def _named(place: Place) -> dict[str, Any]:
+    node = place.node
+    return {
+        "name": place.name,
+        "kind": node.kind,
+        "layer": node.layer,
+        "place": place.kind,
+        "aliases": tuple(node.aliases) if place.kind == "activation" else (),
+        "module": node.module,
+        "shape": tuple(place.at.tensor.shape),
+    }
+
+
+# --- matrix-free ----------------------------------------------------------------------------------
+
+
+def free_entries(
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
+) -> Iterator[FlowEntry]:
+    """The same entries, estimated from ``probes`` products each."""
+    products = FreeProducts(problem, batch, capture)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    behind: dict[Node, Measure] = {}
+
+    def entry(
+        place: Place, passed: Product | None, made: Product, total: Product | None
+    ) -> FlowEntry:
+        where = place.at.tensor
+        basis = orthonormal(where.shape, probes, generator, where)
+        created = torch.stack([made(v) for v in basis]).detach()
+        if total is not None:
+            whole = torch.stack([total(v) for v in basis]).detach()
+            images = (whole, whole - created, created)
+        else:
+            assert passed is not None
+            moved = torch.stack([passed(v) for v in basis]).detach()
+            images = (moved + created, moved, created)
+        slope = products.slopes.get(place.node)
+        return _estimated(place, images, basis, view, slope, behind.get(place.node))
+
+    for node in track(capture.last, "propagation: head"):
+        passed, made = products.head(node)
+        head = Node("head", "head", None, node.tensor)
+        name = "head" if len(capture.last) == 1 else f"head ← {node.name}"
+        yield entry(Place(head, "sublayer", node, name), passed, made, None)
+    for node in track(list(reversed(capture.nodes)), "propagation"):
+        found = entry(
+            Place(node, "activation", node, node.name),
+            None, products.created(node), products.total(node),
+        )  # fmt: skip
+        behind[node] = found.measures["total"]
+        yield found
+        parents = node.parents[:1] if node.kind == "residual" else node.parents
+        for parent in parents:
+            name = node.name if len(parents) == 1 else f"{node.name} ← {parent.name}"
+            yield entry(
+                Place(node, "sublayer", parent, name),
+                products.passed_by(node, parent), products.created_by(node, parent), None,
+            )  # fmt: skip
+
+
+def _estimated(
+    place: Place,
+    images: tuple[Tensor, Tensor, Tensor],
+    basis: Tensor,
+    view: Samples,
+    slope: Tensor | None,
+    behind: Measure | None,
+) -> FlowEntry:
+    found = {
+        part: probe(image, basis, view.count) for part, image in zip(_PARTS, images, strict=True)
+    }
+    whole = found["total"]
+    amplification, interval = None, None
+    if place.kind == "sublayer" and behind is not None and behind.norm_interval[0] > 0:
+        amplification = whole.norm / behind.norm
+        interval = (
+            whole.norm_interval[0] / behind.norm_interval[1],
+            whole.norm_interval[1] / behind.norm_interval[0],
+        )
+    return FlowEntry(
+        **_named(place),
+        total=None,
+        passed_on=None,
+        created_here=None,
+        measures={
+            part: Measure(
+                norm=p.norm, norm_interval=p.norm_interval,
+                trace=p.trace, trace_interval=p.trace_interval,
+            )
+            for part, p in found.items()
+        },
+        spectral_norm=math.sqrt(whole.spectral[0] * whole.spectral[1]),
+        spectral_interval=whole.spectral,
+        eigenvalues=None,
+        token_trace=whole.token_trace,
+        token_norm=None,
+        gradient_scale=float("nan") if slope is None else float(torch.linalg.norm(slope.detach())),
+        amplification=amplification,
+        amplification_interval=interval,
+        exact=False,
+    )  # fmt: skip

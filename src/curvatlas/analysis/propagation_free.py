@@ -1,0 +1,163 @@
+"""The same account without matrices: products on the kept graph, norms and traces from probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvatlas.analysis.atlas_statistics import energy_of
+from curvatlas.analysis.propagation_capture import Capture, Node
+from curvatlas.analysis.propagation_local import cut, is_sum
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.losses import differentiable_leaves, output_curvature
+
+_TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
+
+Product = Callable[[Tensor], Tensor]  # of one vector in the activation's shape
+
+
+class FreeProducts:
+    """Products with the Hessian at any activation and with the two parts of any sublayer.
+
+    A product at an activation costs one double backward through what lies behind it: linear in
+    tokens, parameters and layers, and no memory beyond the kept graph.
+    """
+
+    def __init__(self, problem: Problem, batch: Batch, capture: Capture) -> None:
+        self.capture = capture
+        tensors = [node.tensor for node in capture.nodes]
+        value = problem.loss.value(capture.outputs, batch.targets)
+        slopes = torch.autograd.grad(value, tensors, create_graph=True)
+        self.slopes = dict(zip(capture.nodes, slopes, strict=True))
+        self._outputs, rebuild = differentiable_leaves(capture.outputs)
+        fixed = [z.detach().requires_grad_(True) for z in self._outputs]
+        loss = problem.loss.value(rebuild(fixed), batch.targets)
+        self._deltas = torch.autograd.grad(loss, fixed, materialize_grads=True)
+        self._lambda = output_curvature(problem.loss, self._outputs, rebuild, batch.targets)
+        self.readers: dict[Node, list[Node]] = {node: [] for node in capture.nodes}
+        for node in capture.nodes:
+            for parent in node.parents:
+                self.readers[parent].append(node)
+
+    def total(self, node: Node) -> Product:
+        """v ↦ S v at the activation."""
+        slope = self.slopes[node]
+        return lambda v: _gradient([slope], node.tensor, [v])
+
+    def created(self, node: Node) -> Product:
+        """v ↦ Σ δ ∂²f v over every sublayer f that reads the activation."""
+        parts = [self.created_by(reader, node) for reader in self.readers[node]]
+        if node in self.capture.last:
+            parts.append(self.head(node)[1])
+        if not parts:
+            return torch.zeros_like
+        return lambda v: torch.stack([part(v) for part in parts]).sum(0)
+
+    def created_by(self, reader: Node, node: Node) -> Product:
+        """v ↦ Σ δ ∂²f/∂node² v for the one sublayer that makes ``reader``."""
+        if is_sum(reader):
+            return torch.zeros_like
+        with cut(reader.parents):
+            (slope,) = torch.autograd.grad(
+                reader.tensor, [node.tensor], self.slopes[reader].detach(), create_graph=True
+            )
+
+        def product(v: Tensor) -> Tensor:
+            with cut(reader.parents):
+                return _gradient([slope], node.tensor, [v])
+
+        return product
+
+    def passed_by(self, reader: Node, node: Node) -> Product:
+        """v ↦ Jᵀ S J v for the one sublayer that makes ``reader``; S is at ``reader``."""
+        behind = self.total(reader)
+        if is_sum(reader):
+            return behind
+        u = torch.zeros_like(reader.tensor).requires_grad_(True)
+        with cut(reader.parents):
+            (transposed,) = torch.autograd.grad(reader.tensor, [node.tensor], u, create_graph=True)
+
+        def product(v: Tensor) -> Tensor:
+            with cut(reader.parents):
+                moved = _gradient([transposed], u, [v])
+            arrived = behind(moved)
+            with cut(reader.parents):
+                return _gradient([reader.tensor], node.tensor, [arrived])
+
+        return product
+
+    def head(self, node: Node) -> tuple[Product, Product]:
+        """(v ↦ Jᵀ Λ J v, v ↦ δ ∂²Z v) of everything behind the last activation."""
+        parents = self.capture.last
+        u = [d.detach().clone().requires_grad_(True) for d in self._deltas]
+        with cut(parents):
+            (slope,) = torch.autograd.grad(self._outputs, [node.tensor], u, create_graph=True)
+
+        def passed(v: Tensor) -> Tensor:
+            with cut(parents):
+                moved = torch.autograd.grad(slope, u, v, retain_graph=True, materialize_grads=True)
+                weighted = self._lambda([m.unsqueeze(0) for m in moved])
+                return _gradient(self._outputs, node.tensor, [w[0] for w in weighted])
+
+        def created(v: Tensor) -> Tensor:
+            with cut(parents):
+                return _gradient([slope], node.tensor, [v])
+
+        return passed, created
+
+
+def _gradient(roots: list[Tensor], where: Tensor, cotangents: list[Tensor]) -> Tensor:
+    chosen = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
+    if not chosen:
+        return torch.zeros_like(where)
+    (found,) = torch.autograd.grad(
+        [r for r, _ in chosen], [where], [c for _, c in chosen],
+        retain_graph=True, materialize_grads=True,
+    )  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What probes say about one symmetric matrix of size n."""
+
+    norm: float
+    norm_interval: tuple[float, float]
+    trace: float
+    trace_interval: tuple[float, float]
+    spectral: tuple[float, float]
+    token_trace: Tensor
+
+
+def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
+    """From S Q for an orthonormal Q: both (K, samples, tokens, width)."""
+    count = len(basis)
+    flat, q = images.reshape(count, -1).double(), basis.reshape(count, -1).double()
+    size = flat.shape[1]
+    energy = energy_of((flat @ flat.T).cpu().numpy(), size)
+    low, high = (float(np.sqrt(max(float(end), 0.0))) for end in energy.interval())
+    norm = float(np.sqrt(max(float(energy.value), 0.0)))
+    trace = size / count * float((flat * q).sum())
+    reach = _TAIL * float(np.sqrt(2 / count * max(0.0, 1 - count / size))) * norm
+    ends = tuple(float(np.sqrt(max(float(end), 0.0))) for end in energy.spectral_interval())
+    tokens = size / count * (images * basis).double().sum(0)  # (samples, tokens, width)
+    return Probed(
+        norm=norm,
+        norm_interval=(low, high),
+        trace=trace,
+        trace_interval=(trace - reach, trace + reach),
+        spectral=(ends[0], ends[1]),
+        token_trace=tokens.reshape(samples, -1, tokens.shape[-1]).sum(-1).cpu(),
+    )
+
+
+def orthonormal(shape: torch.Size, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
+    """(count, *shape) random and orthonormal."""
+    size = int(np.prod(shape))
+    draw = torch.randn(size, min(count, size), generator=generator, dtype=torch.float64)
+    basis: Tensor = torch.linalg.qr(draw).Q.T
+    return basis.reshape(-1, *shape).to(device=like.device, dtype=like.dtype)
