@@ -229,6 +229,7 @@ def slope_null_control(effort: Effort) -> Outcome:
     null = all(abs(slopes[name] + 1.0) < 0.15 for name in ("uniform noise", "χ² noise"))
     shown = torch.logspace(0, float(torch.log10(k[-1])), 60).long() - 1
     shown = torch.tensor(sorted({int(i) for i in shown if i >= 0}))
+    curves["guide 1/k"] = curves["uniform noise"][20] * k[20] / k
     return Outcome(
         # the slope would be evidence only if noise did not have it
         verdict=judge(printed=not null),

@@ -14,9 +14,11 @@ from curvatlas.theory.attention_bounds import (
     corrected_bound,
     printed_theorem_1,
 )
-from curvatlas.theory.efficient import attention_hessian_blocks
+from curvatlas.theory.efficient import attention_hessian_blocks, head_as_block
+from curvatlas.theory.figures import lines_figure
 from curvatlas.theory.kronecker import SingleHead, draw_head, eye, kron
 from curvatlas.theory.printed_block import draw_block
+from curvatlas.theory.spectral_bounds import bounds
 from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
@@ -230,6 +232,7 @@ def theorem_6(effort: Effort) -> Outcome:
     tested_by="every block of random heads, and gradient ascent on ‖H‖/bound",
     verdict=HOLDS,
     derivation=_DERIVATION,
+    plot=lines_figure,
 )
 def attention_corrected(effort: Effort) -> Outcome:
     ratios, blocks = [], 0.0
@@ -255,6 +258,7 @@ def attention_corrected(effort: Effort) -> Outcome:
         climbed.append(
             climb(ratio, [h0.x, *h0.parameters, h0.target], steps=effort.trials(80, 400))[0]
         )
+    scales, curves = _bounds_against_scale(effort)
     return Outcome(
         verdict=judge(
             printed=min(ratios) >= 1 / _SLACK and blocks <= _SLACK and max(climbed) <= _SLACK
@@ -262,7 +266,32 @@ def attention_corrected(effort: Effort) -> Outcome:
         figure=f"bound/true {spread(ratios)}; worst block true/bound {blocks:.2f}; "
         f"adversary reached {max(climbed):.3f} of 1",
         numbers={"smallest": min(ratios), "largest": max(ratios), "climbed": max(climbed)},
+        series={
+            "x": scales,
+            "curves": curves,
+            "xscale": "log",
+            "yscale": "log",
+            "xlabel": "input scale t",
+            "ylabel": "bound on ‖H‖ of one head",
+        },
     )
+
+
+def _bounds_against_scale(effort: Effort) -> tuple[list[float], dict[str, list[float]]]:
+    """Exact norm and all bounds of one head under X → tX."""
+    head = draw_head(effort.generator(4), length=6, d=4, d_k=3)
+    scales = [0.03 * 10 ** (i / 4) for i in range(11)]
+    curves: dict[str, list[float]] = {
+        n: [] for n in ("printed, Theorem 1", "corrected", "token-structured", "exact")
+    }
+    for t in scales:
+        scaled = SingleHead(t * head.x, *head.parameters, head.target)
+        found = bounds(head_as_block(scaled), scaled.x, scaled.target)
+        curves["printed, Theorem 1"].append(found.printed)
+        curves["corrected"].append(float(corrected_bound(scaled)))
+        curves["token-structured"].append(found.token_structured)
+        curves["exact"].append(found.exact)
+    return scales, curves
 
 
 @statement(

@@ -27,6 +27,20 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list
     return figure, list(axes)
 
 
+def _quiet_minor_ticks(axis: Any) -> None:
+    """No labels between the decades: on short ranges they run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for side in (axis.xaxis, axis.yaxis):
+        if side.get_scale() == "log":
+            low, high = side.get_view_interval()
+            if low > 0 and high / low > 100:
+                side.set_minor_formatter(NullFormatter())
+            else:
+                side.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+                side.set_minor_formatter(NullFormatter())
+
+
 def bounds_figure(found: CurvatureBounds) -> Any:
     """The bounds beside the exact norm, and the matrix of group bounds."""
     import numpy as np
@@ -56,9 +70,10 @@ def looseness_figure(outcome: Outcome) -> Any:
     ratios: dict[str, list[float]] = outcome.series["ratios"]
     axis.boxplot(list(ratios.values()), whis=(0, 100), widths=0.5)
     axis.set_xticks(range(1, len(ratios) + 1), list(ratios))
+    axis.set_xlim(0.5, len(ratios) + 0.5)
     for level, text in ((1.0, "violated below"), (3.0, "median allowed"), (6.0, "worst allowed")):
         axis.axhline(level, color="#bbbbbb", linewidth=0.8, linestyle="--")
-        axis.text(len(ratios) + 0.45, level, text, fontsize=7, va="bottom", ha="right")
+        axis.text(0.52, level, text, fontsize=7, va="bottom", ha="left")
     axis.set_yscale("log")
     axis.set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
     axis.set_ylabel("token-structured bound / true ‖H‖")
@@ -80,6 +95,7 @@ def growth_figure(outcome: Outcome) -> Any:
             axis.plot(scales, values, marker="o", markersize=3, color=colour, label=label)
         axis.set_xscale("log")
         axis.set_yscale("log")
+        _quiet_minor_ticks(axis)
         axis.set_xlabel(outcome.series.get("xlabel", "scale t"))
         axis.set_ylabel(outcome.series.get("ylabel", "Frobenius norm of the block"))
         axis.set_title(title, fontsize=9)
@@ -111,6 +127,7 @@ def lines_figure(outcome: Outcome) -> Any:
         axis.plot(outcome.series["x"], values, marker="o", markersize=3, color=colour, label=name)
     axis.set_xscale(outcome.series.get("xscale", "linear"))
     axis.set_yscale(outcome.series.get("yscale", "linear"))
+    _quiet_minor_ticks(axis)
     axis.set_xlabel(outcome.series.get("xlabel", ""))
     axis.set_ylabel(outcome.series.get("ylabel", ""))
     axis.legend(fontsize=8, frameon=False)

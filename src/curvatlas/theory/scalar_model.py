@@ -74,7 +74,7 @@ def scalar_condition(effort: Effort) -> Outcome:
         drift.append(abs(grown.bulk() / model.bulk() - 1.0))
     rate = slope(sizes[-4:], conditions[-4:])
     return Outcome(
-        verdict=judge(printed=abs(rate - 1.0) < 0.05 and worst(drift) < 1e-9),
+        verdict=judge(printed=abs(rate - 1.0) < 0.05 and worst(drift) < 1e-6),
         figure=f"slope of κ against z² {rate:.3f}; bulk drifts by {worst(drift):.0e}",
         numbers={"slope": rate, "bulk_drift": worst(drift)},
         series={
