@@ -74,7 +74,7 @@ def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> di
             want = np.sqrt(energy.value[p])
             known = want > 1e-5 * float(found.values.max())  # zeros have no relative error
             got = found.values[:, j].numpy()
-            relative.append(((got - want) / want)[known])
+            relative.append((got[known] - want[known]) / want[known])
             own.append(energy.relative_error()[p][known])
             low, high = found.low[:, j].numpy(), found.high[:, j].numpy()
             inside.append(((low <= want) & (want <= high))[known])

@@ -145,7 +145,8 @@ def _label(axes: Any, names: Sequence[str], *, first: bool) -> None:
         axes.axhline(edge - 0.5, color="white", linewidth=0.6, alpha=0.7)
         axes.axvline(edge - 0.5, color="white", linewidth=0.6, alpha=0.7)
     if len(names) <= _LABELLED_UP_TO:
-        places, labels = list(range(len(names))), list(names)
+        places: list[float] = [float(place) for place in range(len(names))]
+        labels = list(names)
         size = 7.0
     else:
         # A group's label sits in its middle; a group too thin for its own label goes without one.

@@ -30,8 +30,8 @@ class CurvaturePropagationAnalyzer:
 
     model: any ``nn.Module`` whose anatomy has attention, norm or feed-forward modules.
     loss: ``"cross_entropy"``, ``"mse"`` or a callable (outputs, targets) → mean. None: cross-
-        entropy for integer targets, mean squared error for real ones; without targets, cross-entropy if the
-        model has a head and mean squared error otherwise.
+        entropy for integer targets, mean squared error for real ones; without targets,
+        cross-entropy if the model has a head and mean squared error otherwise.
     budget: memory for dense matrices; beyond it (or 2048 entries a sample) products are used.
     probes: products an entry when matrix-free.
 

@@ -119,7 +119,7 @@ def _named(place: Place) -> dict[str, Any]:
     node = place.node
     return {
         "name": place.name,
-        "kind": node.kind,
+        "sublayer": node.kind,
         "layer": node.layer,
         "place": place.kind,
         "aliases": tuple(node.aliases) if place.kind == "activation" else (),

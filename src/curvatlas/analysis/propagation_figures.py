@@ -41,7 +41,7 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
         for kind in ("attention", "ffn", "norm"):
             by_layer: dict[int, float] = {}
             for entry in flow.sublayers:
-                if entry.kind == kind and entry.layer is not None:
+                if entry.sublayer == kind and entry.layer is not None:
                     square = by_layer.get(entry.layer, 0.0)
                     by_layer[entry.layer] = square + entry.measures["created_here"].norm ** 2
             if by_layer:

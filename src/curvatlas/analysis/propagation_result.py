@@ -36,7 +36,7 @@ class FlowEntry(Result):
     """
 
     name: str
-    kind: str  # embedding, norm, attention, ffn, residual, head
+    sublayer: str  # embedding, norm, attention, ffn, residual, head
     layer: int | None
     place: str  # "sublayer" or "activation"
     aliases: tuple[str, ...]
@@ -120,7 +120,7 @@ class CurvatureFlow(Result):
         return _find(self.sublayers, name, "sublayer")
 
     def activation(self, name: str | int) -> FlowEntry:
-        """An activation by name ("embedding", "blocks.0.attention"), or a block's output by number."""
+        """An activation by name ("embedding", "blocks.0.attention") or a block's output."""
         return _find(self.activations, f"blocks.{name}" if isinstance(name, int) else name,
                      "activation")  # fmt: skip
 
