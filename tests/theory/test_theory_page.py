@@ -1,0 +1,22 @@
+"""The generated page says what the registry says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from curvatlas.theory.statements import statements
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("theory_page", ROOT / "scripts/theory_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    expected = script.render(statements(), script.kept())
+    written = script.PAGE.read_text(encoding="utf-8")
+    assert written == expected, "run: python scripts/theory_page.py"
+    assert "not yet measured" not in written, "run: python scripts/theory_page.py --measure"
