@@ -47,6 +47,7 @@ _PUBLIC: dict[str, str] = {
     "solve": "curvatlas.spectra.solve",
     "spectral_density": "curvatlas.spectra.density",
     "Result": "curvatlas.results",
+    "TaylorExpansionAnalyzer": "curvatlas.analysis.taylor",
     "visualize_hessian_spectrum": "curvatlas.report.figures",
     "visualize_curvature_flow": "curvatlas.report.figures",
     "plot_scaling_law_predictions": "curvatlas.report.figures",
