@@ -10,11 +10,11 @@ from torch import Tensor
 from curvatlas import runs
 from curvatlas.analysis.atlas_result import Atlas, AtlasMap
 from curvatlas.runs.subject import RoleSize, Subject
-from curvatlas.runs.verified import VerifiedStatement
 from curvatlas.runs.weights import TrainedWeights
 from curvatlas.spectra.density_result import SpectralDensity, exact_density
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.estimate import Estimate
+from curvatlas.theory.verification import Verification
 from curvatlas.zoo.training import TrainingHistory
 
 ROLES = ("query", "key", "value", "output", "up", "down", "gamma", "beta")
@@ -92,11 +92,15 @@ def atlas(layers: int, seed: int, *, role: str | None = None) -> Atlas:
     )  # fmt: skip
 
 
-def statement(name: str, verdict: str, recorded: str = "holds") -> VerifiedStatement:
-    return VerifiedStatement(
-        name=name, source="a paper, Theorem 1", title="A bound on the norm",
-        formula="‖H‖ ≤ 3 max(C_o + C_f)", recorded=recorded, verdict=verdict, figure="ratio 0.8",
+def verification(*names: str) -> Verification:
+    """The first statement holds, the others come out otherwise than recorded."""
+    entries = tuple(
+        {"name": name, "topic": "softmax", "source": "a paper, Theorem 1", "agrees": index == 0,
+         "title": f"About {name}", "formula": "‖H‖ ≤ 3 max(C_o + C_f)", "recorded": "holds",
+         "verdict": "holds" if index == 0 else "false as printed", "figure": "ratio 0.8"}
+        for index, name in enumerate(names)
     )  # fmt: skip
+    return Verification(entries=entries, full=False, seed=0, seconds=1.0)
 
 
 def write_sample_run(
@@ -118,7 +122,6 @@ def write_sample_run(
             steps=300, losses=losses, validation_loss=0.25, validation_accuracy=0.9
         )
         run.step("training", lambda: TrainedWeights(tensors={"w": torch.ones(2)}, history=history))
-        run.step("statement.bound", lambda: statement(name, "holds"))
-        run.step("statement.claim", lambda: statement("claim", "false as printed"))
+        run.step("statements", lambda: verification(name, "claim"))
         run.warn(f"{name}: the key bias is exactly flat")
     return path

@@ -369,3 +369,64 @@ def test_demo_makes_a_run_and_a_report(tmp_path: Path) -> None:
     before, after = (answer["results"][f"{s}.subject"]["loss"] for s in ("initial", "trained"))
     assert after < before
     assert "Curvature of reference ViT" in Path(answer["report"]).read_text()
+
+
+def test_atlas_maps_the_roles_exactly_for_a_small_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import oracles
+
+    finished = _in_process(
+        ["atlas", "cli_models:make_model", "cli_models:make_data", "--json", "--dtype", "float64",
+         "--biases"],
+        tmp_path, capsys, monkeypatch,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    maps = json.loads(finished.stdout)["results"]["model.atlas"]["maps"]
+    model = make_model().double()
+    inputs = torch.cat([x for x, _ in make_data()]).double()
+    targets = torch.cat([y for _, y in make_data()])
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    truth = oracles.hessian(loss, list(model.parameters()))
+    (whole,) = maps["model/frobenius/total"]["values"][0]
+    assert whole == pytest.approx(float(truth.norm()), rel=1e-10)
+    assert maps["block/frobenius/total"]["values"][0][0] == pytest.approx(
+        float(truth[:12, :12].norm()), rel=1e-10
+    )
+
+
+def test_verify_lists_and_tests_statements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = _in_process(["verify", "--list", "--json"], tmp_path, capsys, monkeypatch)
+    names = [row["name"] for row in json.loads(listed.stdout)]
+    assert "softmax-jacobian-norm" in names
+    finished = _in_process(
+        ["verify", "softmax-jacobian-norm", "softmax-derivative", "--json", "--output", "run"],
+        tmp_path, capsys, monkeypatch,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(finished.stdout)
+    assert [row["name"] for row in rows] == ["softmax-jacobian-norm", "softmax-derivative"]
+    assert all(row["source"] and row["figure"] for row in rows)
+    assert rows[0]["verdict"] == "holds"
+    assert "Theorems and claims" in (tmp_path / "run/report.html").read_text()
+    unknown = _in_process(["verify", "no-such-thing"], tmp_path, capsys, monkeypatch)
+    assert unknown.returncode == 2
+    assert "no-such-thing" in _one_line(unknown)
+
+
+def test_verify_fails_when_a_statement_comes_out_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    from curvatlas import theory
+
+    honest = theory.find("softmax-jacobian-norm")
+    wrong = dataclasses.replace(honest, verdict="false as printed")
+    monkeypatch.setattr("curvatlas.theory.verification.find", lambda name: wrong)
+    finished = _in_process(["verify", "softmax-jacobian-norm"], tmp_path, capsys, monkeypatch)
+    assert finished.returncode == 1
+    assert "differs from the recorded one" in finished.stdout
+    assert list(tmp_path.iterdir()) == []  # without --output nothing is written

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from curvatlas.commands.options import AsJson, Debug, Quiet, Seed, Verbose
+from curvatlas.commands.options import AsJson, Debug, Output, Quiet, Seed, Verbose
 
-_DEFAULT = Path("curvatlas-runs/verify")
+if TYPE_CHECKING:
+    from curvatlas.theory.verification import Verification
 
 
 def verify(
@@ -19,28 +21,61 @@ def verify(
     full: Annotated[
         bool, typer.Option("--full", help="Run the large sweeps (about an hour).")
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", show_default=str(_DEFAULT),
-            help="Folder for verify.json and the figures.",
-        ),
-    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the statements.")] = False,
+    output: Output = None,
     seed: Seed = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     debug: Debug = False,
-) -> None:  # fmt: skip
-    """Check every theorem, bound and claim; exit 1 if a verdict differs from the recorded one."""
+) -> None:
+    """Check every theorem, bound and claim; exit 1 if a verdict differs from the recorded one.
+
+    With --output the run is resumable, and its folder gets verify.json, figures and a report.
+    """
+    from curvatlas import theory
     from curvatlas.commands.console import Console
     from curvatlas.theory.verification import describe, run_verify
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    folder = output if output is not None else _DEFAULT
-    result = run_verify(tuple(names or ()), full=full, seed=seed, output=folder)
-    text = "\n\n".join(describe(e) for e in result.entries) if names else str(result)
+    chosen = [theory.find(name) for name in names] if names else list(theory.statements())
+    if listing:
+        rows = [{"name": s.name, "source": s.source, "title": s.title} for s in chosen]
+        console.answer(rows, "\n".join(f"{s.name}: {s.title} ({s.source})" for s in chosen))
+        return
+    wanted = [statement.name for statement in chosen]
+    if output is None:
+        result = run_verify(wanted, full=full, seed=seed)
+    else:
+        result = _in_a_run(wanted, output, full=full, seed=seed)
+    text = "\n\n".join(describe(entry) for entry in result.entries) if names else str(result)
     console.answer(result.listing(), text)
-    console.say(f"written to {folder}")
     if not result.agrees:
         raise typer.Exit(1)
+
+
+def _in_a_run(names: list[str], output: Path, *, full: bool, seed: int) -> Verification:
+    """One step a statement: what a killed run has measured is not measured again."""
+    from curvatlas.commands.execution import finish, open_run
+    from curvatlas.files import write_json
+    from curvatlas.progress import track
+    from curvatlas.theory.verification import Verification, run_verify
+
+    options = {"command": "verify", "names": names, "full": full, "seed": seed}
+    run = open_run("verify", output, options=options)
+    parts: list[Verification] = []
+
+    def work() -> None:
+        for name in track(names, "statements", total=len(names)):
+            measure = partial(run_verify, [name], full=full, seed=seed, output=run.path)
+            parts.append(run.step(f"statement.{name}", measure))
+
+    finish(run, work)
+    result = Verification(
+        entries=tuple(entry for part in parts for entry in part.entries),
+        full=full,
+        seed=seed,
+        seconds=sum(part.seconds for part in parts),
+    )
+    write_json(run.path / "verify.json", result.listing())
+    return result

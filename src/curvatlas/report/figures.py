@@ -224,8 +224,8 @@ def _statistics(density: Mapping[str, Any] | None, values: Array | None) -> list
         if len(ordered) > 1:
             lines.append(f"gap      {ordered[0] - ordered[1]:.4g}")
         if density is None:  # with a density, mean and share are told of the whole spectrum
-            lines += ["", f"of these {len(values)} values", f"mean     {values.mean():.4g}",
-                      f"spread   {values.std():.4g}", f"negative {np.mean(values < 0):.1%}"]  # fmt: skip
+            lines += ["", f"of these {len(values)} values", f"mean     {values.mean():.4g}"]
+            lines += [f"spread   {values.std():.4g}", f"negative {np.mean(values < 0):.1%}"]
     if density is not None:
         nodes = np.asarray(density["nodes"]).reshape(-1)
         weights = np.asarray(density["weights"]).reshape(-1)

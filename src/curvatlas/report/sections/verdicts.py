@@ -9,7 +9,9 @@ from curvatlas.report.markup import join, table, tag
 
 
 def verdicts(contents: Contents) -> Section | None:
-    found = [entry.content for entry in contents.of_kind("VerifiedStatement")]
+    found: list[dict[str, Any]] = []
+    for entry in contents.of_kind("Verification"):
+        found += [one for one in entry.content.get("entries") or [] if isinstance(one, dict)]
     if not found:
         return None
     counts: dict[str, int] = {}
