@@ -36,6 +36,7 @@ class Part(str, Enum):
 
     trace = "trace"
     map = "map"
+    propagation = "propagation"
     density = "density"
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import curvatlas as ca
 from curvatlas.analysis.atlas import atlas
 from curvatlas.analysis.atlas_blocks import blocks_of
+from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
+from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
 from curvatlas.commands.budgets import Budget
 from curvatlas.commands.console import Console
 from curvatlas.results import Result
@@ -19,6 +21,7 @@ from curvatlas.spectra.estimate import Estimate
 
 R = TypeVar("R", bound=Result)
 
+_FLOW_SAMPLES = 4
 _DENSE_UP_TO = 512  # parameters; beyond that the map is estimated, with intervals
 SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
 
@@ -33,7 +36,7 @@ class Effort:
     map_rtol: float = 0.1
     density_products: int = 300
     seed: int = 0
-    skip: tuple[str, ...] = ()  # "trace", "map", "density"
+    skip: tuple[str, ...] = ()  # "trace", "map", "propagation", "density"
 
 
 class Survey:
@@ -80,6 +83,8 @@ class Survey:
             self.traces()
         if "map" not in self.effort.skip and not self.restricted:
             self.map()
+        if "propagation" not in self.effort.skip and not self.restricted:
+            self.propagation()
         for part in self.operators if "density" not in self.effort.skip else ():
             self.say(part, self.density(part))
 
@@ -168,6 +173,36 @@ class Survey:
             ),
         )
         self.console.say(f"  {found}")
+
+    def propagation(self) -> None:
+        """Curvature by depth on a few samples; a model without known sublayers has none."""
+        if not any(p.sublayer in ("attention", "ffn", "norm") for p in self.problem.anatomy):
+            return
+
+        def flow() -> Result:
+            batch = next(self.problem.batches())
+            small = batch.part(0, _FLOW_SAMPLES, self.problem.loss.count)
+            analyzer = CurvaturePropagationAnalyzer(
+                self.problem.model, self.problem.loss, budget=self.budget.memory,
+                seed=self.effort.seed,
+            )  # fmt: skip
+            return _without_matrices(analyzer.analyze_curvature_flow(small.inputs, small.targets))
+
+        found = self.step("propagation", flow)
+        self.console.say(f"  propagation: {str(found).splitlines()[0]}")
+
+
+def _without_matrices(flow: CurvatureFlow) -> CurvatureFlow:
+    """Norms, traces and eigenvalues are kept; the matrices themselves would fill the disk."""
+
+    def bare(entry: FlowEntry) -> FlowEntry:
+        return replace(entry, total=None, passed_on=None, created_here=None)
+
+    return replace(
+        flow,
+        sublayers=tuple(bare(entry) for entry in flow.sublayers),
+        activations=tuple(bare(entry) for entry in flow.activations),
+    )
 
 
 def chosen_slices(anatomy: Any, wanted: list[str]) -> list[Any]:

@@ -11,7 +11,7 @@ from curvatlas.report.markup import join, table, tag
 # classes that have a section of their own
 _SHOWN = {
     "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
-    "TrainingHistory", "Atlas", "Verification",
+    "TrainingHistory", "Atlas", "Verification", "CurvatureFlow",
 }  # fmt: skip
 
 

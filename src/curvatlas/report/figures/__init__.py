@@ -1,0 +1,12 @@
+"""The article's three figures, for papers: they return the figure, save where told, never show."""
+
+from curvatlas.report.figures.flow import visualize_curvature_flow
+from curvatlas.report.figures.scaling import plot_scaling_law_predictions, power_law
+from curvatlas.report.figures.spectrum import visualize_hessian_spectrum
+
+__all__ = [
+    "plot_scaling_law_predictions",
+    "power_law",
+    "visualize_curvature_flow",
+    "visualize_hessian_spectrum",
+]
