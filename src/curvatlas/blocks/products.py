@@ -83,7 +83,8 @@ class LinearisedBlock:
         check_block(spec, weights, x)
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec = spec
-        self.turn = turn
+        # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
+        self.turn = turn = turn if spec.d_ff is None else 2
         self.space = space if space is not None else Workspace(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
@@ -97,16 +98,18 @@ class LinearisedBlock:
         return tuple(self.weights)
 
     def gradient(
-        self, delta: Tensor, *, into: Mapping[str, Tensor] | None = None
+        self, delta: Tensor, *, wanted: Collection[str] | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """∂ℓ/∂W of every weight and δ_x (n, L, d) from δ_Z (n, L, d); keeps the adjoints, once.
+        """∂ℓ/∂W of the wanted weights and δ_x (n, L, d) from δ_Z (n, L, d); keeps the adjoints.
 
-        Every later product with ``total`` or ``functional`` part uses these adjoints.
+        Every later product with ``total`` or ``functional`` part uses these adjoints; a block
+        takes one δ in its life.
         """
         if self.recorded:
             raise ValueError("this block already keeps an adjoint: linearise again for another.")
         # Fresh memory, also under a keeping workspace: these tensors stay.
-        way = Way(Workspace(keep=False), frozenset(self.weights), into or {}, record=True)
+        names = frozenset(self.weights if wanted is None else wanted)
+        way = Way(Workspace(keep=False), names, record=True)
         rate = self._pull(delta.reshape(1, -1, self.width).clone(), None, way, needs_input=True)
         self.recorded = True
         assert rate is not None

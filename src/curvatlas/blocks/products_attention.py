@@ -7,13 +7,14 @@ adjoints through their transposes. ``None`` is zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from curvatlas.blocks.products_core import AttentionCore, CoreTangent
-from curvatlas.blocks.products_linear import Linear
+from curvatlas.blocks.products_linear import Linear, complete
 from curvatlas.blocks.products_mask import attention_mask
 from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 from curvatlas.blocks.rope import Rotation
@@ -40,7 +41,7 @@ class Attention:
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
         self._key = stage_number()
-        self.inputs = {name: Linear(name, weights, x) for name in PROJECTIONS}
+        self.together, self.inputs = _projections(weights, x)
         self.rotation: Rotation | None = None
         if spec.rope_base is not None:
             self.rotation = Rotation.from_base(
@@ -67,10 +68,12 @@ class Attention:
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
-        self._mixed = self._merge(self.core.value().unsqueeze(1), "output", fresh)[0]
+        mixed = self.core.value().unsqueeze(1)
+        width = spec.n_heads * spec.value_size
+        self._mixed = self._merge(mixed, "output", x.new_empty(1, x.shape[0], width))[0]
         self.output: Linear | None = None
         if "output_weight" in weights:
-            self.output = Linear("output", weights, self._mixed)
+            self.output = Linear(["output"], weights, self._mixed)
 
     def value(self) -> Tensor:
         """F (N, d)."""
@@ -80,15 +83,13 @@ class Attention:
         self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace, *, key: str
     ) -> tuple[Tensor | None, AttentionTangent]:
         """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
-        heads: list[Tensor | None] = []
         directions = x_dot.shape[0] if x_dot is not None else next(iter(dots.values())).shape[0]
-        for name in PROJECTIONS:
-            layer = self.inputs[name]
-            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
-            moved = layer.push(x_dot, dots, space.take("attention." + name, *shape, like=layer.x))
-            heads.append(None if moved is None else self._split(moved, name, space))
+        heads = self._push_projections(x_dot, dots, directions, space)
         mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
-        tokens = None if mixed is None else self._merge(mixed, "output", space)
+        tokens: Tensor | None = None
+        if mixed is not None:
+            buffer = space.take(self._key + "merged", directions, *self._mixed.shape, like=mixed)
+            tokens = self._merge(mixed, "output", buffer)
         if tokens is not None and core.centre is not None:
             self._subtract(core.centre, self._mixed, tokens)
         tangent = AttentionTangent(x_dot, tokens, core, dots)
@@ -111,11 +112,14 @@ class Attention:
         x_dot = None if tangent is None else tangent.x_dot
         if self.output is not None:
             self.output.rates(rate, None if tangent is None else tangent.mixed_dot, way)
-        needs = [
-            needs_input or f"{name}_weight" in way.wanted or f"{name}_bias" in way.wanted
+        query, key, value = (
+            needs_input
+            or way.record
+            or f"{name}_weight" in way.wanted
+            or f"{name}_bias" in way.wanted
             for name in PROJECTIONS
-        ]
-        if not (any(needs) or way.record):
+        )
+        if not (query or key or value):
             return None
         given = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
         if given is None:
@@ -123,28 +127,90 @@ class Attention:
         directions = given.shape[0]
         if self.output is not None:
             shape = (directions, *self._mixed.shape)
-            buffer = way.space.take("attention.mixed", *shape, like=self._mixed)
+            buffer = way.space.take("attention.tokens", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
         rates = self.core.pull(
             None if rate is None else self._split(rate, "output", way.space),
             None if tangent is None else tangent.core,
             way,
-            needs=(True, True, True) if way.record else (needs[0], needs[1], needs[2]),
+            needs=(query, key, value),
         )
+        centre = None if tangent is None else tangent.core.centre
         shape = (directions, *self.inputs["query"].x.shape)
         out = way.space.take(f"attention.x{way.turn}", *shape, like=self._mixed)
         done = False
-        for name, head_rate in zip(PROJECTIONS, rates, strict=True):
-            layer = self.inputs[name]
-            tokens = None if head_rate is None else self._merge(head_rate, name, way.space)
-            if name == "query" and tokens is not None and tangent is not None:
-                centre, delta = tangent.core.centre, layer.delta
-                if centre is not None and delta is not None:
-                    self._subtract(centre, delta, tokens)
+        for layer, tokens in self._merged(rates, centre, dots, way):
             layer.rates(tokens, x_dot, way)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
+        if way.record:
+            self._share_adjoint()
         return out if done else None
+
+    def _push_projections(
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], directions: int, space: Workspace
+    ) -> list[Tensor | None]:
+        """q̇, k̇, v̇ in the slots' layout; in one matrix product where all three move alike."""
+        layer = self.together
+        if layer is not None and _alike(layer, dots):
+            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
+            buffer = space.take("attention.tokens", *shape, like=layer.x)
+            tokens = layer.push(x_dot, dots, buffer)
+            if tokens is None:
+                return [None, None, None]
+            parts = torch.split(tokens, list(layer.sizes), -1)
+            named = zip(PROJECTIONS, parts, strict=True)
+            return [self._split(part, name, space) for name, part in named]
+        heads: list[Tensor | None] = []
+        for name, layer in self.inputs.items():
+            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
+            buffer = space.take("attention.tokens", *shape, like=layer.x)
+            moved = layer.push(x_dot, dots, buffer)
+            heads.append(None if moved is None else self._split(moved, name, space))
+        return heads
+
+    def _merged(
+        self,
+        rates: Sequence[Tensor | None],
+        centre: Tensor | None,
+        dots: Mapping[str, Tensor],
+        way: Way,
+    ) -> Iterator[tuple[Linear, Tensor | None]]:
+        """The projections with their outputs' Rδ as tokens, all three as one where they can be."""
+        layer = self.together
+        given = [rate for rate in rates if rate is not None]
+        if layer is not None and len(given) == 3 and _alike(layer, dots, way.wanted):
+            shape = (given[0].shape[1], layer.x.shape[0], layer.weight.shape[0])
+            tokens: Tensor = way.space.take("attention.tokens", *shape, like=layer.x)
+            parts = torch.split(tokens, list(layer.sizes), -1)
+            for name, rate, part in zip(PROJECTIONS, given, parts, strict=True):
+                self._merge(rate, name, part)
+            self._correct_query(parts[0], centre)
+            yield layer, tokens
+            return
+        for (name, single), head_rate in zip(self.inputs.items(), rates, strict=True):
+            if head_rate is None:
+                yield single, None
+                continue
+            shape = (head_rate.shape[1], single.x.shape[0], single.weight.shape[0])
+            buffer = way.space.take("attention.tokens", *shape, like=head_rate)
+            tokens = self._merge(head_rate, name, buffer)
+            if name == "query":
+                self._correct_query(tokens, centre)
+            yield single, tokens
+
+    def _correct_query(self, tokens: Tensor, centre: Tensor | None) -> None:
+        """The core's Rδ_q + c δ_q without its second term."""
+        delta = self.inputs["query"].delta
+        if centre is not None and delta is not None:
+            self._subtract(centre, delta, tokens)
+
+    def _share_adjoint(self) -> None:
+        """Let the three projections see their columns of the common adjoint."""
+        if self.together is not None and self.together.delta is not None:
+            parts = torch.split(self.together.delta, list(self.together.sizes), -1)
+            for layer, part in zip(self.inputs.values(), parts, strict=True):
+                layer.delta = part
 
     def _split(self, tokens: Tensor, name: str, space: Workspace) -> Tensor:
         """Tokens (K, n·L, heads·s) → slots (n·G, K, (H/G)·L, s); queries and keys are rotated."""
@@ -161,8 +227,8 @@ class Attention:
         out.view(heads.shape).copy_(heads)
         return out
 
-    def _merge(self, heads: Tensor, name: str, space: Workspace) -> Tensor:
-        """The adjoint of ``_split``."""
+    def _merge(self, heads: Tensor, name: str, out: Tensor) -> Tensor:
+        """The adjoint of ``_split``, written to ``out`` (K, n·L, heads·s)."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
         k, size = heads.shape[1], heads.shape[-1]
@@ -170,9 +236,6 @@ class Attention:
         if self.rotation is not None and name in ("query", "key"):
             parts = self.rotation.adjoint(parts)
         tokens = parts.permute(2, 0, 4, 1, 3, 5)  # (K, n, L, G, H/G, s)
-        key = self._key + "merged" if name == "output" else "attention." + name
-        width = shared * repeats * size
-        out = space.take(key, k, self.samples * self.length, width, like=heads)
         out.view(tokens.shape).copy_(tokens)
         return out
 
@@ -193,3 +256,24 @@ class Attention:
             return pairs[0]
         full = pairs.expand(self.samples, self.spec.n_heads, self.length, self.length)
         return full.reshape(self.samples * shared, repeats * self.length, self.length)
+
+
+def _projections(weights: Weights, x: Tensor) -> tuple[Linear | None, dict[str, Linear]]:
+    """The three projections as one layer (None where only some have a bias) and one by one."""
+    biases = [f"{name}_bias" for name in PROJECTIONS]
+    if not complete(biases, weights):
+        return None, {name: Linear([name], weights, x) for name in PROJECTIONS}
+    together = Linear(PROJECTIONS, weights, x)
+    views = dict(
+        zip(together.weight_names, torch.split(together.weight, list(together.sizes)), strict=True)
+    )
+    if together.bias is not None:
+        parts = torch.split(together.bias, list(together.sizes))
+        views |= dict(zip(together.bias_names, parts, strict=True))
+    return together, {name: Linear([name], views, x) for name in PROJECTIONS}
+
+
+def _alike(layer: Linear, *given: Container[str]) -> bool:
+    """Whether layers taken together have all or none of their weights, and biases, in each."""
+    names = (layer.weight_names, layer.bias_names)
+    return all(complete(group, some) for some in given for group in names)

@@ -88,7 +88,7 @@ class AttentionCore:
         if given is None:
             return None, _STILL
         (s, m, length), directions = self.A.shape, given.shape[1]
-        out = space.take("core.mixed", s, directions, m, self.v.shape[-1], like=self.q)
+        out = space.take("core.query", s, directions, m, self.v.shape[-1], like=self.q)
         state = CoreTangent(q_dot, k_dot, v_dot, None, None)
         if q_dot is not None or k_dot is not None:
             shape = (s, directions, m, length)

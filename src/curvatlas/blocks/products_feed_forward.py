@@ -34,11 +34,11 @@ class FeedForward:
 
     def __init__(self, spec: BlockSpec, weights: Weights, x: Tensor) -> None:
         self._key = stage_number()
-        self.up = Linear("up", weights, x)
-        self.gate = Linear("gate", weights, x) if spec.gated else None
+        self.up = Linear(["up"], weights, x)
+        self.gate = Linear(["gate"], weights, x) if spec.gated else None
         gate = None if self.gate is None else self.gate.value()
         units = hidden_units(spec.activation, self.up.value(), gate)
-        self.down = Linear("down", weights, units.value)
+        self.down = Linear(["down"], weights, units.value)
         self.slope_up, self.slope_gate = units.slope_up, units.slope_gate
         # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter.
         straight = spec.activation in ("relu", "identity")
@@ -83,7 +83,7 @@ class FeedForward:
             x_dot, up_dot, gate_dot = tangent.x_dot, tangent.up_dot, tangent.gate_dot
             dots = tangent.weights
         hidden_dot = None
-        if self.down.weight_name in way.wanted:
+        if way.wants(self.down.weight_names):
             hidden_dot = self._hidden_dot(up_dot, gate_dot, way.space)
         self.down.rates(rate, hidden_dot, way)
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}

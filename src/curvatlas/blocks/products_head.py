@@ -96,7 +96,7 @@ class LinearisedReadout:
         pooled = self._pool(z.unsqueeze(0))[0]
         self.linear: Linear | None = None
         if readout.weight is not None:
-            self.linear = Linear("head", self.weights, pooled)
+            self.linear = Linear(["head"], self.weights, pooled)
         flat = pooled if self.linear is None else self.linear.value()
         self.output = flat.view(samples, -1, flat.shape[-1])  # (n, L or 1, C or d)
 

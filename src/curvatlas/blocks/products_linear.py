@@ -13,12 +13,12 @@ directions. ``None`` stands for zero everywhere, and costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.products_workspace import Way
+from curvatlas.blocks.products_workspace import Way, Workspace, adjoining
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -31,14 +31,19 @@ def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 class Linear:
     """A linear layer at its input ``x`` (N, in); ``delta`` is its output's adjoint, when known.
 
-    ``name`` is the prefix of its weights: ``{name}_weight`` and ``{name}_bias``.
+    ``names`` are the prefixes of its weights, ``{name}_weight`` and ``{name}_bias``. Several names
+    are layers of one input taken together, their outputs side by side: larger matrix products.
     """
 
-    def __init__(self, name: str, weights: Mapping[str, Tensor], x: Tensor) -> None:
-        self.weight_name, self.bias_name = f"{name}_weight", f"{name}_bias"
+    def __init__(self, names: Sequence[str], weights: Mapping[str, Tensor], x: Tensor) -> None:
+        self.weight_names = tuple(f"{name}_weight" for name in names)
+        self.bias_names = tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
         self.x = x
-        self.weight = weights[self.weight_name]
-        self.bias = weights.get(self.bias_name)
+        self.sizes = tuple(weights[name].shape[0] for name in self.weight_names)
+        self.weight = _join([weights[name] for name in self.weight_names], 0)
+        self.bias: Tensor | None = None
+        if self.bias_names:
+            self.bias = _join([weights[name] for name in self.bias_names], 0)
         self.delta: Tensor | None = None  # (N, out)
 
     def value(self) -> Tensor:
@@ -49,12 +54,11 @@ class Linear:
 
     def push(self, x_dot: Tensor | None, dots: Mapping[str, Tensor], out: Tensor) -> Tensor | None:
         """ẏ (K, N, out), written to ``out``; None when it is zero."""
-        bias_dot = dots.get(self.bias_name)
+        weight_dot, bias_dot = _tangent(self.weight_names, dots), _tangent(self.bias_names, dots)
         done = False
         if x_dot is not None:
             _times_shared(x_dot, self.weight.T, out, bias_dot)
             done = True
-        weight_dot = dots.get(self.weight_name)
         if weight_dot is not None:
             _shared_times(self.x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
             done = True
@@ -78,8 +82,9 @@ class Linear:
         if rate is not None:
             _times_shared(rate, self.weight, out, None, accumulate=accumulate)
             accumulate = True
-        weight_dot = dots.get(self.weight_name)
-        if weight_dot is not None and self.delta is not None:
+        weight_dot = None if self.delta is None else _tangent(self.weight_names, dots)
+        if weight_dot is not None:
+            assert self.delta is not None
             _shared_times(self.delta, weight_dot, out, None, accumulate=accumulate)
             accumulate = True
         return accumulate
@@ -90,23 +95,48 @@ class Linear:
             assert rate is not None
             self.delta = rate[0]
         moved = x_dot if self.delta is not None else None
-        if self.weight_name in way.wanted and (rate is not None or moved is not None):
-            directions = (rate if rate is not None else moved).shape[0]  # type: ignore[union-attr]
-            out = way.slot(self.weight_name, directions, *self.weight.shape, like=self.x)
-            wide = directions == 1 and self.weight.shape[0] > self.weight.shape[1]
-            # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead
-            # of 24 GFlop/s there (512 × 128, inner 512).
-            target = way.space.take("linear.wide", *out.mT.shape, like=out).mT if wide else out
-            if rate is not None:
-                _transposed_times(rate, self.x, target)
-            if moved is not None:
-                assert self.delta is not None
-                _shared_times(self.delta.T, moved, target, None, accumulate=rate is not None)
-            if wide:
-                out.copy_(target)
-        if self.bias_name in way.wanted and rate is not None:
-            out = way.slot(self.bias_name, rate.shape[0], rate.shape[2], like=self.x)
-            torch.sum(rate, 1, out=out)
+        given = rate if rate is not None else moved
+        if given is not None and way.wants(self.weight_names):
+            shape = (given.shape[0], *self.weight.shape)
+            with way.slots(self.weight_names, self.sizes, *shape, like=self.x) as out:
+                self._weight_rate(rate, moved, out, way.space)
+        if rate is not None and way.wants(self.bias_names):
+            shape = (rate.shape[0], rate.shape[2])
+            with way.slots(self.bias_names, self.sizes, *shape, like=self.x) as out:
+                torch.sum(rate, 1, out=out)
+
+    def _weight_rate(
+        self, rate: Tensor | None, moved: Tensor | None, out: Tensor, space: Workspace
+    ) -> None:
+        wide = out.shape[0] == 1 and out.shape[1] > out.shape[2]
+        # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
+        # 24 GFlop/s there (512 × 128, inner 512).
+        target = space.take("linear.wide", *out.mT.shape, like=out).mT if wide else out
+        if rate is not None:
+            _transposed_times(rate, self.x, target)
+        if moved is not None:
+            assert self.delta is not None
+            _shared_times(self.delta.T, moved, target, None, accumulate=rate is not None)
+        if wide:
+            out.copy_(target)
+
+
+def complete(names: Iterable[str], given: Container[str]) -> bool:
+    """Whether all or none of ``names`` are given: what layers taken together need."""
+    return len({name in given for name in names}) <= 1
+
+
+def _tangent(names: Sequence[str], dots: Mapping[str, Tensor]) -> Tensor | None:
+    parts = [dots[name] for name in names if name in dots]
+    return _join(parts, 1) if parts else None
+
+
+def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """The parts along ``axis``; neighbours in memory, as in a flat vector, are not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = adjoining(parts, axis)
+    return torch.cat(list(parts), axis) if whole is None else whole
 
 
 def _times_shared(

@@ -111,8 +111,10 @@ class Normalization:
         self, x_dot: Tensor | None, space: Workspace
     ) -> tuple[Tensor | None, Tensor | None]:
         """ṅ = (Cẋ − n (n·ẋ)/d)/σ and n·ẋ."""
-        if x_dot is None or self.norm == "none":
-            return x_dot, None
+        if x_dot is None:
+            return None, None
+        if self.norm == "none":  # a copy: the caller's buffer does not live until the way back
+            return space.take(self._key + "n", *x_dot.shape, like=self.n).copy_(x_dot), None
         scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
         along = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True)
         n_dot = space.take(self._key + "n", *x_dot.shape, like=self.n)

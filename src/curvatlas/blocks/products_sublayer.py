@@ -49,7 +49,7 @@ class Sublayer:
     ) -> None:
         self.norm_first, self.residual, self.names = norm_first, residual, names
         self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
-        self._out = f"{norm_name}.out{turn}"
+        self._out = f"{norm_name}.pulled{turn}"  # free until the way back
         self._number = stage_number()
         self.norm: Normalization | None = None
         inner_input = x

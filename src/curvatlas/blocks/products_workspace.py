@@ -9,7 +9,8 @@ way forward to the way back; the others are scratch shared by all stages of a st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -24,24 +25,53 @@ def stage_number() -> str:
     return f"{next(_numbers)}."
 
 
+def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
+    """Tensors that follow each other in memory as one, along ``axis``; None when they do not."""
+    first, inner = parts[0], parts[0].stride()[axis:]
+    end, length = first.storage_offset(), 0
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        same = part.stride()[axis:] == inner and part.shape[axis + 1 :] == first.shape[axis + 1 :]
+        packed = part[0].is_contiguous() if axis else part.is_contiguous()
+        rows = axis == 0 or part.shape[0] == 1 or part.stride(0) == first.stride(0)
+        if not (same and packed and rows and part.storage_offset() == end):
+            return None
+        if part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.numel() // (part.shape[0] if axis else 1)
+        length += part.shape[axis]
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    return first.as_strided(shape, first.stride())
+
+
 class Workspace:
     """Buffers by key; with ``keep=False`` every buffer is fresh and belongs to the caller."""
 
     def __init__(self, *, keep: bool) -> None:
         self.keep = keep
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def take(self, key: str, *shape: int, like: Tensor) -> Tensor:
-        """An uninitialised tensor; the same memory each time ``key`` asks for no more than before."""
+        """An uninitialised tensor; the same memory while ``key`` asks for no more than before."""
         if not self.keep:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        size = math.prod(shape)
+        view = self._views.get((key, shape))
+        if view is None:
+            view = self._grow(key, math.prod(shape), like).view(shape)
+            self._views[key, shape] = view
+        return view
+
+    def _grow(self, key: str, size: int, like: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            self._buffers.pop(key, None)  # let the old one go before the new one comes
+            # let the old memory go, with every view of it, before the new one comes
+            self._views = {k: v for k, v in self._views.items() if k[0] != key}
+            self._buffers.pop(key, None)
+            buffer = None
             buffer = torch.empty(size, dtype=like.dtype, device=like.device)
             self._buffers[key] = buffer
-        return buffer[:size].view(shape)
+        return buffer[:size]
 
     @property
     def bytes(self) -> int:
@@ -59,6 +89,32 @@ class Way:
     found: dict[str, Tensor] = field(default_factory=dict)
     record: bool = False
     turn: int = 0  # alternates from block to block: a result must not overwrite what it came from
+
+    def wants(self, names: Sequence[str]) -> bool:
+        """Whether the weights of one layer are wanted."""
+        return bool(names) and names[0] in self.wanted
+
+    @contextmanager
+    def slots(
+        self, names: Sequence[str], sizes: Sequence[int], *shape: int, like: Tensor
+    ) -> Iterator[Tensor]:
+        """One tensor (K, Σ sizes, …) that takes the rates of several weights side by side."""
+        if len(names) == 1:
+            yield self.slot(names[0], *shape, like=like)
+            return
+        parts = [self.into[name] for name in names if name in self.into]
+        whole = adjoining(parts, 1) if len(parts) == len(names) else None
+        if whole is None:
+            whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+            yield whole
+            pieces = torch.split(whole, list(sizes), 1)
+        else:
+            yield whole
+            pieces = tuple(parts)
+        for name, piece in zip(names, pieces, strict=True):
+            self.found[name] = piece
+            if name in self.into and piece is not self.into[name]:
+                self.into[name].copy_(piece)
 
     def slot(self, name: str, *shape: int, like: Tensor) -> Tensor:
         """The tensor that takes the rate of weight ``name``."""

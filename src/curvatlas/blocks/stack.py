@@ -14,6 +14,7 @@ of ``WEIGHT_NAMES``, then the readout, then, if asked for, the stack's input.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,7 @@ class LinearisedStack:
         if include_input:
             self._shapes[INPUT] = tuple(x.shape)
         self._sizes = [torch.Size(shape).numel() for shape in self._shapes.values()]
-        self.gradient: Tensor = self._gradient()
+        self._record()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -191,26 +192,15 @@ class LinearisedStack:
         if part != "functional" and readout.output is not None:
             rate = self._seeds.product(readout.output.view(directions, *self.output.shape))
             rate = rate.reshape(readout.output.shape)
-        curved = part != "outer"
-        flat = self.output.new_empty(directions, sum(self._sizes))
-        slots = self._slots(flat)
-        way = Way(self.space, frozenset(slots.get(-1, {})), slots.get(-1, {}))
-        rate = self._readout.pull(rate, readout if curved else None, way)
-        _clear(slots.get(-1, {}), way)
-        for index in reversed(range(len(self.blocks))):
-            block = self.blocks[index]
-            _, back = block.pull(
-                None if rate is None else rate.view(directions, *block.output.shape),
-                states[index] if curved else None,
-                wanted=slots.get(index, {}),
-                needs_input=index > 0 or self.include_input,
-                into=slots.get(index, {}),
-            )
-            rate = None if back is None else back.flatten(1, 2)
-        if self.include_input:
-            last = flat[:, -self._sizes[-1] :]
-            last.zero_() if rate is None else last.copy_(rate.flatten(1))
+        flat = self._pull(rate, states, readout, directions, curved=part != "outer")
         return flat[0] if v.ndim == 1 else flat.T
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """∂ℓ/∂θ (P,), by one way back when first asked for."""
+        delta = self._seeds.delta.reshape(1, -1, self.output.shape[-1])
+        states: list[BlockTangent | None] = [None] * len(self.blocks)
+        return self._pull(delta, states, None, 1, curved=False)[0]
 
     def jacobian_product(self, v: Tensor) -> Tensor:
         """J v: (P,) → the outputs' shape (n, L, C), or (P, K) → (K, n, L, C)."""
@@ -244,25 +234,45 @@ class LinearisedStack:
         flat = None if moved is None else moved.flatten(1, 2)
         return states, self._readout.push(flat, tangents.get(-1, {}), self.space)
 
-    def _gradient(self) -> Tensor:
-        flat = self.output.new_empty(1, sum(self._sizes))
+    def _pull(
+        self,
+        rate: Tensor | None,
+        states: list[BlockTangent | None],
+        readout: ReadoutTangent | None,
+        directions: int,
+        *,
+        curved: bool,
+    ) -> Tensor:
+        """The way back from the outputs' Rδ to flat rows (K, P); ``curved`` uses the tangents."""
+        flat = self.output.new_empty(directions, sum(self._sizes))
         slots = self._slots(flat)
-        way = Way(
-            Workspace(keep=False),
-            frozenset(slots.get(-1, {})),
-            slots.get(-1, {}),
-            record=True,
-        )
+        way = Way(self.space, frozenset(slots.get(-1, {})), slots.get(-1, {}))
+        rate = self._readout.pull(rate, readout if curved else None, way)
+        _clear(slots.get(-1, {}), way)
+        for index in reversed(range(len(self.blocks))):
+            block = self.blocks[index]
+            _, back = block.pull(
+                None if rate is None else rate.view(directions, *block.output.shape),
+                states[index] if curved else None,
+                wanted=slots.get(index, {}),
+                needs_input=index > 0 or self.include_input,
+                into=slots.get(index, {}),
+            )
+            rate = None if back is None else back.flatten(1, 2)
+        if self.include_input:
+            last = flat[:, -self._sizes[-1] :]
+            last.zero_() if rate is None else last.copy_(rate.flatten(1))
+        return flat
+
+    def _record(self) -> None:
+        """Send δ back once and let every stage keep its adjoint."""
+        way = Way(Workspace(keep=False), frozenset(), record=True)
         delta = self._seeds.delta.reshape(1, -1, self.output.shape[-1])
         rate = self._readout.pull(delta, None, way)
-        for index in reversed(range(len(self.blocks))):
+        for block in reversed(self.blocks):
             assert rate is not None
-            _, delta_x = self.blocks[index].gradient(rate[0], into=slots.get(index, {}))
+            _, delta_x = block.gradient(rate[0], wanted=())
             rate = delta_x.view(1, -1, delta_x.shape[-1])
-        if self.include_input:
-            assert rate is not None
-            flat[:, -self._sizes[-1] :] = rate.flatten(1)
-        return flat[0]
 
     def _slots(self, flat: Tensor) -> dict[int, dict[str, Tensor]]:
         """Views of flat rows (K, P) in the weights' shapes, by block (−1: the readout)."""
