@@ -1,0 +1,321 @@
+"""The monitor: true numbers, no effect on training, events, trackers, callbacks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvatlas as ca
+from curvatlas import results
+from curvatlas.training import LinesTracker, TensorBoardTracker, Thresholds, WandbTracker
+from curvatlas.training import monitor as monitor_module
+from curvatlas.training.events import events_of
+from curvatlas.training.snapshot import Snapshot
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.LayerNorm(6), nn.Linear(6, 3)
+    ).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(32, 4, dtype=torch.float64, generator=generator),
+        torch.randint(0, 3, (32,), generator=generator),
+    )
+
+
+def train(model: nn.Module, steps: int, monitor: ca.Monitor | None, optimizer: Any) -> list[Tensor]:
+    x, y = batch()
+    for _ in range(steps):
+        chosen = torch.randint(0, 32, (8,))  # drawn from the global generator, as loaders do
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def run(with_monitor: bool) -> tuple[list[Tensor], ca.Monitor | None]:
+    model = network().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = None
+    if with_monitor:
+        monitor = ca.Monitor(
+            model, "cross_entropy", batch(), every=3, budget=1.0, optimizer=optimizer
+        )
+    torch.manual_seed(5)
+    return train(model, 10, monitor, optimizer), monitor
+
+
+def test_training_is_the_same_bit_for_bit_with_and_without_the_monitor() -> None:
+    without, _ = run(False)
+    with_it, monitor = run(True)
+    assert monitor is not None
+    assert [s.step for s in monitor.snapshots] == [0, 3, 6, 9]
+    assert all(torch.equal(a, b) for a, b in zip(without, with_it, strict=True))
+
+
+def test_a_snapshot_holds_the_true_curvature() -> None:
+    model = network().train()
+    monitor = ca.Monitor(model, "cross_entropy", batch(), budget=1.0, probes=32, tol=1e-6)
+    snapshot = monitor.measure(learning_rate=0.1)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    model.eval()
+    problem = ca.Problem(model, "cross_entropy", batch())
+    dense = ca.Hessian(problem).dense()
+    values, vectors = torch.linalg.eigh(dense)
+    gradient = problem.gradient()
+    assert snapshot.sharpness == pytest.approx(float(values[-1]), rel=1e-5)
+    assert snapshot.most_negative == pytest.approx(float(values[0]), rel=1e-5)
+    assert snapshot.stability == pytest.approx(0.1 * float(values[-1]), rel=1e-5)
+    low, high = snapshot.trace_interval
+    assert low - 0.5 * (high - low) <= float(dense.trace()) <= high + 0.5 * (high - low)
+    top = vectors[:, -2:]
+    want = float((top.T @ gradient).square().sum() / gradient.square().sum())
+    assert snapshot.gradient_alignment == pytest.approx(want, rel=1e-4)
+    assert snapshot.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-12)
+    total = sum(norm**2 for norm in snapshot.role_gradient.values())
+    assert total == pytest.approx(float(gradient.square().sum()), rel=1e-12)
+    assert sum(snapshot.role_trace.values()) == pytest.approx(snapshot.trace, rel=1e-9)
+    assert snapshot.negative_mass == pytest.approx(float((values < 0).double().mean()), abs=0.2)
+
+
+def test_every_role_gets_its_sharpness_in_turn() -> None:
+    model = network().eval()
+    monitor = ca.Monitor(model, "cross_entropy", batch(), budget=1.0, tol=1e-6)
+    problem = ca.Problem(model, "cross_entropy", batch())
+    roles = {piece.role for piece in problem.anatomy.slices}
+    for step in range(len(roles)):
+        snapshot = monitor.measure(step=step)
+    assert set(snapshot.role_sharpness) == roles
+    dense = ca.Hessian(problem).dense()
+    for role in roles:
+        places = torch.cat([s.indices for s in problem.anatomy.slices if s.role == role])
+        want = float(torch.linalg.eigvalsh(dense[places][:, places])[-1])
+        assert snapshot.role_sharpness[role] == pytest.approx(want, rel=1e-3, abs=1e-9), role
+
+
+def test_standing_weights_do_not_drift_and_turned_ones_do() -> None:
+    model = network().eval()
+    monitor = ca.Monitor(model, "cross_entropy", batch(), budget=1.0, tol=1e-6)
+    assert monitor.measure(step=0).drift is None
+    still = monitor.measure(step=1).drift
+    assert still is not None
+    assert still < 1e-6
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    moved = monitor.measure(step=2).drift
+    assert moved is not None
+    assert 0.01 < moved <= 1
+
+
+def test_measurements_wait_until_the_budget_allows_them(monkeypatch: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(monitor_module.time, "perf_counter", lambda: clock[0])
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), every=1, budget=0.1)
+    taken = []
+    real = monitor._measuring.measure
+
+    def slow(step: int, rate: float | None) -> Snapshot:
+        clock[0] += 5.0
+        taken.append(step)
+        return real(step, rate)
+
+    monkeypatch.setattr(monitor._measuring, "measure", slow)
+    for _ in range(120):
+        clock[0] += 1.0
+        monitor.step()
+    # After the first, one measurement of 5 s for every 50 s of wall time.
+    assert len(taken) == 3
+    assert monitor.skipped == 117
+    assert monitor.overhead < 0.13
+
+
+def snapshot_at(step: int, **changes: Any) -> Snapshot:
+    values: dict[str, Any] = {
+        "step": step, "loss": 1.0, "learning_rate": 0.1, "sharpness": 1.0,
+        "sharpness_interval": (1.0, 1.0), "most_negative": -0.1, "trace": 1.0,
+        "trace_interval": (1.0, 1.0), "negative_mass": 0.1, "negative_mass_interval": (0.0, 0.2),
+        "gradient_norm": 1.0, "gradient_alignment": 0.5, "drift": None, "role_sharpness": {},
+        "role_trace": {}, "role_gradient": {"query": 1.0, "value": 1.0}, "products": 1,
+        "seconds": 0.1,
+    }  # fmt: skip
+    return Snapshot(**{**values, **changes})
+
+
+def names(snapshot: Snapshot, earlier: list[Snapshot], **thresholds: float) -> list[str]:
+    return [event.name for event in events_of(snapshot, earlier, Thresholds(**thresholds))]
+
+
+def test_events_fire_where_their_thresholds_say() -> None:
+    calm = [snapshot_at(i) for i in range(3)]
+    assert names(snapshot_at(3), calm) == []
+    assert names(snapshot_at(3, sharpness=21.0), calm) == ["edge_of_stability"]
+    assert names(snapshot_at(3, sharpness=21.0), calm, edge=3.0) == []
+    assert names(snapshot_at(3, sharpness=40.0), calm) == ["edge_of_stability", "spike_ahead"]
+    assert names(snapshot_at(3, loss=2.0), calm) == ["loss_spike"]
+    assert names(snapshot_at(3, loss=math.nan), calm) == ["loss_spike"]
+    fired = events_of(
+        snapshot_at(3, role_gradient={"query": 50.0, "value": 0.0}), calm, Thresholds()
+    )
+    assert [(e.name, e.message.split()[3]) for e in fired] == [
+        ("exploding_block", "query"),
+        ("dead_block", "value"),
+    ]
+
+
+def test_a_diverged_run_is_an_event_and_not_an_exception() -> None:
+    model = network().eval()
+    monitor = ca.Monitor(model, "cross_entropy", batch(), every=1, budget=1.0)
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    assert monitor.step() is None
+    assert monitor.events[0].name == "not_finite"
+    assert "0.weight" in monitor.events[0].message
+
+
+def test_history_saves_loads_prints_and_plots(tmp_path: Path) -> None:
+    _, monitor = run(True)
+    assert monitor is not None
+    history = monitor.history
+    back = ca.load(history.save(tmp_path / "history"))
+    assert results.same(back, history)
+    assert back.series("sharpness") == history.series("sharpness")  # type: ignore[attr-defined]
+    assert "overhead" in str(history)
+    figure = history.plot()
+    assert len(figure.axes) == 4
+
+
+def test_trackers_get_every_snapshot(tmp_path: Path) -> None:
+    class FakeRun:
+        def __init__(self) -> None:
+            self.logged: list[tuple[int, dict[str, float]]] = []
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.logged.append((step, values))
+
+    fake = FakeRun()
+    pytest.importorskip("tensorboard")
+    monitor = ca.Monitor(
+        network().eval(),
+        "cross_entropy",
+        batch(),
+        every=1,
+        budget=1.0,
+        trackers=[
+            LinesTracker(tmp_path / "lines.jsonl"),
+            WandbTracker(fake),
+            TensorBoardTracker(tmp_path / "board"),
+        ],
+    )
+    with monitor:
+        monitor.step(learning_rate=0.1)
+        monitor.step(learning_rate=0.1)
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["sharpness"] == monitor.snapshots[0].sharpness
+    assert [step for step, _ in fake.logged] == [0, 1]
+    assert fake.logged[1][1]["curvature/stability"] == monitor.snapshots[1].stability
+    assert list((tmp_path / "board").iterdir())
+
+
+@pytest.mark.huggingface
+@pytest.mark.slow
+def test_the_trainer_callback_rides_along_without_changing_the_weights(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    tokens = torch.randint(0, 17, (8, 6), generator=torch.Generator().manual_seed(0))
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def trained(watch: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(
+            GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=17, n_positions=8)
+        )
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True, seed=3,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+        monitor = None
+        if watch:
+            monitor = ca.Monitor(
+                model,
+                "cross_entropy",
+                {"input_ids": tokens, "labels": tokens},
+                every=2,
+                budget=1.0,
+                eigenvalues=1,
+                density_products=4,
+                max_products=10,
+            )
+            trainer.add_callback(monitor.trainer_callback())
+        trainer.train()
+        return [p.detach().clone() for p in model.parameters()], monitor
+
+    plain, _ = trained(False)
+    watched, monitor = trained(True)
+    assert [s.step for s in monitor.snapshots] == [2, 4]
+    assert all(s.learning_rate is not None for s in monitor.snapshots)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+@pytest.mark.slow
+def test_the_lightning_callback_rides_along_without_changing_the_weights(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, data: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.net(data[0]), data[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    x, y = batch()
+    dataset = torch.utils.data.TensorDataset(x, y)
+
+    def trained(watch: bool) -> tuple[list[Tensor], ca.Monitor]:
+        module = Module()
+        monitor = ca.Monitor(module.net, "cross_entropy", batch(), every=2, budget=1.0)
+        torch.manual_seed(1)
+        trainer = lightning.Trainer(
+            max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path),
+            callbacks=[monitor.lightning_callback()] if watch else [],
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_size=8))
+        return [p.detach().clone() for p in module.parameters()], monitor
+
+    plain, _ = trained(False)
+    watched, monitor = trained(True)
+    assert [s.step for s in monitor.snapshots] == [2, 4]
+    assert monitor.snapshots[0].learning_rate == pytest.approx(0.1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"every": 0}, "every"), ({"budget": 0.0}, "share of the wall time"), ({"probes": 1}, "2")],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ca.Monitor(network(), "cross_entropy", batch(), **options)
