@@ -23,6 +23,7 @@ class Eigenpairs(Result):
     vectors: Tensor  # (n, k) unit columns on the operator's device
     residuals: Tensor  # (k,) ‖A v − λ v‖, rounding included
     interval: tuple[Tensor, Tensor]  # each contains an eigenvalue with certainty
+    data_interval: tuple[Tensor, Tensor] | None = None  # 95 %, batches only, to first order
     which: str
     k: int
     tol: float

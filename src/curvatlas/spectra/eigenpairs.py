@@ -10,6 +10,7 @@ the probability that something was missed is bounded (``spectra/missed.py``).
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from curvatlas.budget import available_bytes, default_budget, parse_bytes
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.data_error import eigenvalue_half_widths
 from curvatlas.spectra.dense import dense_eigenpairs
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
 from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
@@ -42,13 +44,15 @@ def eigenpairs(
     start: Tensor | None = None,
     max_products: int | None = None,
     memory: int | float | str | None = None,
+    data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Eigenpairs:
     """The k largest, smallest (most negative), both (k at each end) or largest-|λ| eigenpairs.
 
     tol: residual relative to ‖A‖;  start: (n,) or (n, j) earlier eigenvectors to warm-start from;
     max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis, beyond it
-    the run restarts thickly;  checkpoint: a file to resume from.
+    the run restarts thickly;  data_error: where the operator knows its batches, measure their
+    scatter too (one more product for each pair);  checkpoint: a file to resume from.
     """
     n = require_symmetric(op, "eigenpairs")
     wanted = _check(n, k, which, tol)
@@ -56,13 +60,24 @@ def eigenpairs(
         max_products = min(n, 1000 + 40 * k)
     check_budget(max_products)
     if (2 * wanted >= n or n <= _EXACT_UP_TO) and max_products >= n:
-        return dense_eigenpairs(op, k, which)
+        found = dense_eigenpairs(op, k, which)
+        return _with_data_error(op, found) if data_error else found
     mark = fingerprint(
         op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
         memory=memory, warm=None if start is None else list(start.shape),
     )  # fmt: skip
     run = _Run(op, k, which, wanted, tol, max_products, Checkpoint(checkpoint, mark), memory)
-    return run.result(seed, start)
+    found = run.result(seed, start)
+    return _with_data_error(op, found) if data_error else found
+
+
+def _with_data_error(op: LinearOperator, found: Eigenpairs) -> Eigenpairs:
+    measured = eigenvalue_half_widths(op, found.vectors)
+    if measured is None:
+        return found
+    half, products = measured
+    interval = (found.values - half, found.values + half)
+    return replace(found, data_interval=interval, products=found.products + products)
 
 
 class _Run:
@@ -182,7 +197,7 @@ class _Run:
             self.missed = missed_probability(
                 alphas, betas, ritz.values[chosen], self.which, around, slack
             )
-        limit = 4 + basis.products // 25
+        limit = 3 + basis.products // 50
         if self.missed <= _MISSED or self.searched >= limit:
             return True
         if basis.count >= basis.capacity - 1:

@@ -3,6 +3,7 @@ r"""Frobenius and spectral norm, of rectangular operators too."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,10 +11,13 @@ import torch
 from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
 from curvatlas.spectra.requirements import check_budget, check_rtol
+
+_DATA_PROBES = 6
 
 
 class Gram(LinearOperator):
@@ -37,6 +41,7 @@ def spectral_norm(
     rtol: float = 1e-3,
     seed: int = 0,
     max_products: int | None = None,
+    data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """‖A‖₂, the largest |eigenvalue|, or the largest singular value through ``op.T``.
@@ -51,7 +56,7 @@ def spectral_norm(
         # The eigenvalue's own error is quadratic in the residual: √rtol would do, rtol certifies.
         found = eigenpairs(
             op, k=1, which="magnitude", tol=rtol, seed=seed, max_products=budget,
-            checkpoint=checkpoint,
+            data_error=data_error, checkpoint=checkpoint,
         )  # fmt: skip
         value = abs(found.value)
         radius = float(found.interval[1][0] - found.interval[0][0]) / 2
@@ -60,14 +65,18 @@ def spectral_norm(
         budget = None if max_products is None else max(max_products // 2, 1)
         found = eigenpairs(
             Gram(op), k=1, which="largest", tol=rtol, seed=seed, max_products=budget,
-            checkpoint=checkpoint,
+            data_error=False, checkpoint=checkpoint,
         )  # fmt: skip
         low, high = (float(np.sqrt(max(float(bound[0]), 0.0))) for bound in found.interval)
         value, products = float(np.sqrt(max(found.value, 0.0))), 2 * found.products
+    spread = found.data_interval
     return Estimate(
         quantity="spectral norm",
         value=value,
         interval=(low, high),
+        data_interval=None
+        if spread is None
+        else around(value, float(spread[1][0] - spread[0][0]) / 2),
         products=products,
         converged=found.converged,
         exact=found.exact,
@@ -81,15 +90,42 @@ def frobenius_norm(
     rtol: float = 0.02,
     seed: int = 0,
     max_products: int | None = None,
+    data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """‖A‖_F until the 95 % interval is within ``rtol`` of the value; exact for a matrix at hand."""
+    """‖A‖_F until the 95 % interval is within ``rtol`` of the value; exact for a matrix at hand.
+
+    ``data_error``: where the operator knows its batches, measure their scatter too.
+    """
     check_rtol(rtol)
     if min(op.shape) == 0:
         raise ValueError("frobenius_norm: the operator is empty.")
-    known = _closed_form(op)
-    if known is not None:
-        return known
+    found = _closed_form(op) or _estimate(op, rtol, seed, max_products, checkpoint)
+    parts = batches_of(op) if data_error and found.value > 0 else []
+    if not parts:
+        return found
+    random = generator(seed + 1)
+    probes = torch.randn(op.shape[1], _DATA_PROBES, generator=random, dtype=torch.float64)
+    probes = probes.to(device=op.device, dtype=op.dtype)
+    whole = op @ probes
+    # d‖A‖_F = ⟨A, dA⟩ / ‖A‖_F: linear around A, so every batch has its own number.
+    shares, samples = linear_samples(
+        parts, probes, lambda images: (whole * images).sum(0) / found.value
+    )
+    return replace(
+        found,
+        data_interval=around(found.value, half_width(shares, samples)),
+        products=found.products + 2 * _DATA_PROBES,
+    )
+
+
+def _estimate(
+    op: LinearOperator,
+    rtol: float,
+    seed: int,
+    max_products: int | None,
+    checkpoint: str | os.PathLike[str] | None,
+) -> Estimate:
     # ‖A‖_F = ‖Aᵀ‖_F: sample on the side with fewer columns.
     side = op.T if op.shape[1] > op.shape[0] else op
     n = side.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,11 +11,13 @@ import torch
 from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
 from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
 from curvatlas.spectra.diagonal import read_diagonal
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
 
+_DATA_PROBES = 6
 _FIRST_STEPS = 8
 _EXACT_UP_TO = 64  # so few products that reading the whole diagonal is cheaper than estimating
 
@@ -25,19 +28,46 @@ def trace(
     rtol: float = 0.01,
     seed: int = 0,
     max_products: int | None = None,
+    data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """tr A until the 95 % interval is within ``rtol`` of the value.
 
     A dense matrix or an operator with ``exact_trace()`` answers exactly. Otherwise outliers are
     captured by Lanczos and the rest is sampled; when sampling would take more products than the
-    operator has columns, the diagonal is read exactly.
+    operator has columns, the diagonal is read exactly. ``data_error``: where the operator knows its
+    batches, measure their scatter too (six more products).
     """
-    n = require_square(op, "trace")
+    require_square(op, "trace")
     check_rtol(rtol)
-    known = _closed_form(op)
-    if known is not None:
-        return known
+    found = _closed_form(op) or _estimate(op, rtol, seed, max_products, checkpoint)
+    return _with_data_error(op, found, seed) if data_error else found
+
+
+def _with_data_error(op: LinearOperator, found: Estimate, seed: int) -> Estimate:
+    parts = batches_of(op)
+    if not parts:
+        return found
+    random = generator(seed + 1)
+    probes = torch.randn(op.shape[0], _DATA_PROBES, generator=random, dtype=torch.float64)
+    probes = probes.to(device=op.device, dtype=op.dtype)
+    shares, samples = linear_samples(parts, probes, lambda images: (probes * images).sum(0))
+    half = half_width(shares, samples)
+    return replace(
+        found,
+        data_interval=around(found.value, half),
+        products=found.products + _DATA_PROBES,
+    )
+
+
+def _estimate(
+    op: LinearOperator,
+    rtol: float,
+    seed: int,
+    max_products: int | None,
+    checkpoint: str | os.PathLike[str] | None,
+) -> Estimate:
+    n = op.shape[0]
     budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
     check_budget(budget)
     if n <= _EXACT_UP_TO and budget >= n:

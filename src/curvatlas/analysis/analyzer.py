@@ -1,0 +1,220 @@
+"""TransformerHessianAnalyzer: the article's entry point, with true quantities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.operators.base import LinearOperator
+from curvatlas.operators.hessian import Hessian
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.results import Result
+from curvatlas.spectra.eigen_result import Eigenpairs
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.estimate import Estimate
+from curvatlas.spectra.norms import frobenius_norm, spectral_norm
+from curvatlas.spectra.participation import participation
+from curvatlas.spectra.trace import trace
+
+Loss = str | Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullHessianAnalysis(Result):
+    """The Hessian of all data, and how its largest eigenvalues scatter over the batches."""
+
+    eigenpairs: Eigenpairs  # of the whole data, both ends
+    values: Tensor  # (B, k) largest eigenvalues of every batch
+    mean_norm: float  # mean over batches of the spectral norm
+    eigenvalue_mean: Tensor  # (k,) over batches
+    eigenvalue_spread: Tensor  # (k,) standard deviation over batches; nan for one batch
+    top_eigenvalue: float  # of the whole data
+    spectral_gap: float  # λ1 − λ2 of the whole data
+    trace: Estimate
+    roles: dict[str, float]  # mass of the top eigenvector by role
+    products: int
+    converged: bool
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the top eigenvalue, certified."""
+        low, high = self.eigenpairs.interval
+        return float(low[0]), float(high[0])
+
+    def __str__(self) -> str:
+        lead = max(self.roles, key=lambda role: self.roles[role])
+        spread = ", ".join(
+            f"{m:.4g} ± {s:.2g}"
+            for m, s in zip(
+                self.eigenvalue_mean.tolist(), self.eigenvalue_spread.tolist(), strict=True
+            )
+        )
+        return (
+            f"{self.eigenpairs}\nover {len(self.values)} batches: {spread}; gap "
+            f"{self.spectral_gap:.4g}; {self.trace}; top vector mostly in {lead} "
+            f"({self.roles[lead]:.0%})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCurvature(Result):
+    """The diagonal block of one sublayer of one layer."""
+
+    layer: int | None
+    sublayer: str
+    size: int
+    top_eigenvalue: float
+    spectral_norm: Estimate
+    frobenius: Estimate
+    trace: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWiseCurvature(Result):
+    """Curvature of every layer's sublayers."""
+
+    layers: tuple[LayerCurvature, ...]
+    products: int
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax {c.top_eigenvalue:.4g}"
+            f"  ‖·‖_F {c.frobenius.value:.4g} ± {c.frobenius.error:.1g}"
+            f"  trace {c.trace.value:.4g} ± {c.trace.error:.1g}"
+            for c in self.layers
+        )
+
+    def plot(self) -> Any:
+        """Largest eigenvalue of every sublayer as bars."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in self.layers]
+        axes.bar(range(len(names)), [c.top_eigenvalue for c in self.layers])
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        axes.set(ylabel="largest eigenvalue", title="curvature by layer")
+        return figure
+
+
+class TransformerHessianAnalyzer:
+    """Eigenvalues, whole-data statistics and layer-wise curvature of a model's loss Hessian.
+
+    loss: as in ``Problem``. folder: where long estimates keep checkpoints, so that the same
+    sequence of calls resumes after a kill. ``history`` holds every result in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss = "cross_entropy",
+        seed: int = 0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.seed = seed
+        self.folder = None if folder is None else Path(folder)
+        self.history: list[Result] = []
+
+    def compute_hessian_eigenvalues(
+        self, x: Any, y: Any, k: int = 5, *, which: str = "largest", tol: float = 1e-4
+    ) -> Eigenpairs:
+        """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals."""
+        op = self._hessian((x, y))
+        found = eigenpairs(
+            op,
+            k=k,
+            which=which,  # type: ignore[arg-type]
+            tol=tol,
+            seed=self.seed,
+            checkpoint=self._file("eigenvalues"),
+        )
+        self.history.append(found)
+        return found
+
+    def analyze_full_hessian(self, data: Any, *, k: int = 5) -> FullHessianAnalysis:
+        """Both ends of the whole data's spectrum, and the top of every batch's."""
+        op = self._hessian(data)
+        whole = eigenpairs(op, k=k, which="both", seed=self.seed, checkpoint=self._file("full"))
+        total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace"))
+        products = whole.products + total.products
+        rows, norms = [], []
+        parts = op.per_batch()
+        if len(parts) > 1:
+            for _, part in track(parts, "batches", total=len(parts)):
+                top = eigenpairs(part, k=k, seed=self.seed, start=whole.vectors[:, :k])
+                low = eigenpairs(part, k=1, which="smallest", seed=self.seed,
+                                 start=whole.vectors[:, -1])  # fmt: skip
+                rows.append(top.values)
+                norms.append(max(abs(top.value), abs(low.value)))
+                products += top.products + low.products
+                part.release()
+        else:
+            rows, norms = [whole.largest], [whole.norm]
+        values = torch.stack(rows)
+        scatter = values.std(0) if len(rows) > 1 else torch.full_like(values[0], torch.nan)
+        spread = participation(whole.vectors[:, 0], op.problem.anatomy)
+        result = FullHessianAnalysis(
+            eigenpairs=whole,
+            values=values,
+            mean_norm=sum(norms) / len(norms),
+            eigenvalue_mean=values.mean(0),
+            eigenvalue_spread=scatter,
+            top_eigenvalue=whole.value,
+            spectral_gap=float(whole.values[0] - whole.values[1]) if k > 1 else float("nan"),
+            trace=total,
+            roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
+            products=products,
+            converged=whole.converged,
+        )
+        self.history.append(result)
+        return result
+
+    def analyze_layer_wise_curvature(
+        self, x: Any, y: Any, *, rtol: float = 0.1
+    ) -> LayerWiseCurvature:
+        """Top eigenvalue, norms and trace of every (layer, sublayer) diagonal block."""
+        op = self._hessian((x, y))
+        groups: dict[tuple[int | None, str], list[Any]] = {}
+        for piece in op.problem.anatomy:
+            groups.setdefault((piece.layer, piece.sublayer), []).append(piece)
+        entries, products = [], 0
+        for (layer, sublayer), pieces in track(groups.items(), "layers", total=len(groups)):
+            block: LinearOperator = op[pieces, pieces]
+            top = eigenpairs(block, k=1, tol=1e-3, seed=self.seed)
+            norm = spectral_norm(block, seed=self.seed)
+            size = frobenius_norm(block, rtol=rtol, seed=self.seed, max_products=200)
+            total = trace(block, rtol=rtol, seed=self.seed, max_products=200)
+            products += top.products + norm.products + size.products + total.products
+            entries.append(
+                LayerCurvature(
+                    layer=layer,
+                    sublayer=sublayer,
+                    size=block.shape[0],
+                    top_eigenvalue=top.value,
+                    spectral_norm=norm,
+                    frobenius=size,
+                    trace=total,
+                )
+            )
+        result = LayerWiseCurvature(layers=tuple(entries), products=products)
+        self.history.append(result)
+        return result
+
+    def _hessian(self, data: Any) -> Hessian:
+        return Hessian(Problem(self.model, self.loss, data))
+
+    def _file(self, what: str) -> Path | None:
+        """A checkpoint of its own for every call: the number of results so far names it."""
+        if self.folder is None:
+            return None
+        return self.folder / f"{len(self.history):03d}-{what}.safetensors"

@@ -1,0 +1,70 @@
+r"""The other source of error: the batches at hand are a sample of the data.
+
+An operator that offers ``per_batch()`` is a mean A = Σ_b w_b A_b over batches. A quantity that is
+linear in A (or made linear around it) has a value q_b on every batch, and
+
+    Var[Σ_b w_b q_b] ≈ B/(B−1) Σ_b w_b² (q_b − q)².
+
+q_b is measured on the same few probes for all batches, so that what they have in common cancels;
+the probes' remaining noise is subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from curvatlas.operators.base import LinearOperator
+from curvatlas.spectra.estimate import Interval
+from curvatlas.spectra.krylov import Array
+
+Batches = list[tuple[float, LinearOperator]]
+
+
+def batches_of(op: LinearOperator) -> Batches:
+    """(share, operator) of every batch; empty when the operator has fewer than two."""
+    offered = getattr(op, "per_batch", None)
+    parts: Batches = list(offered()) if callable(offered) else []
+    return parts if len(parts) > 1 else []
+
+
+def linear_samples(
+    parts: Batches, probes: Tensor, read: Callable[[Tensor], Tensor]
+) -> tuple[Array, Array]:
+    """Shares (B,) and samples (B, q): ``read`` turns A_b @ probes into one number a probe."""
+    shares = np.array([share for share, _ in parts])
+    rows = [read(part @ probes).double().cpu().numpy() for _, part in parts]
+    return shares / shares.sum(), np.stack(rows)
+
+
+def half_width(shares: Array, samples: Array, *, exact: bool = False) -> float:
+    """95 % half-width of the weighted mean; exact: the samples carry no probe noise."""
+    count, probes = samples.shape
+    deviations = samples - shares @ samples  # (B, q)
+    middle = deviations.mean(1)
+    squares = middle**2
+    if not exact and probes > 1:
+        squares = squares - deviations.var(1, ddof=1) / probes
+    variance = count / (count - 1) * float(shares**2 @ squares)
+    return float(student.ppf(0.975, count - 1)) * float(np.sqrt(max(variance, 0.0)))
+
+
+def around(value: float, half: float) -> Interval:
+    """value ± half."""
+    return value - half, value + half
+
+
+def eigenvalue_half_widths(op: LinearOperator, vectors: Tensor) -> tuple[Tensor, int] | None:
+    """Half-widths (k,) of eigenvalues over batches, to first order vᵀ A_b v; and the products."""
+    parts = batches_of(op)
+    if not parts:
+        return None
+    shares, samples = linear_samples(parts, vectors, lambda images: (vectors * images).sum(0))
+    widths = [
+        half_width(shares, samples[:, i : i + 1], exact=True) for i in range(samples.shape[1])
+    ]
+    return torch.tensor(widths, dtype=torch.float64), vectors.shape[1]
