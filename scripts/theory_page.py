@@ -3,7 +3,7 @@
     python scripts/theory_page.py             # rewrite the page
     python scripts/theory_page.py --measure   # run every statement first and keep its numbers
 
-``docs/theory/measured.json`` holds what ``curvatlas verify`` printed when the page was last measured.
+``docs/theory/measured.json`` keeps what ``curvatlas verify`` printed when it was last measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from curvatlas.theory.statements import Statement, statements
+from curvatlas.theory.statements import Statement, all_statements
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "theory"
 PAGE = DOCS / "statements.md"
@@ -71,7 +71,7 @@ def main() -> None:
         found = {entry["name"]: entry["figure"] for entry in run_verify().entries}
         text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
         MEASURED.write_text(text, encoding="utf-8")
-    PAGE.write_text(render(statements(), kept()), encoding="utf-8")
+    PAGE.write_text(render(all_statements(), kept()), encoding="utf-8")
 
 
 if __name__ == "__main__":

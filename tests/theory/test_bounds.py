@@ -15,7 +15,7 @@ from curvatlas.results import load
 from curvatlas.theory import reference
 from curvatlas.theory.curvature_bounds import head_hessian
 from curvatlas.theory.efficient import head_as_block
-from curvatlas.theory.kronecker import draw_head
+from curvatlas.theory.kronecker import SingleHead
 from curvatlas.theory.norm_rows import has_norms, rows_by_backward, rows_by_products
 from curvatlas.theory.token_bound import entry_bounds
 from curvatlas.theory.token_entries import entry_columns
@@ -56,13 +56,13 @@ def test_every_pair_of_entries_is_bounded(seed: int) -> None:
 def test_the_contract_on_looseness_is_kept_with_room() -> None:
     for kind in KINDS:
         ratios = []
-        for seed in range(15):
+        for seed in range(11):
             case = draw_case(generator(900 + seed), kind)
             found = ca.theory.bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
             ratios.append(found.looseness["token_structured"])
         ratios.sort()
         assert ratios[0] >= 1 / ROUNDING
-        assert ratios[7] <= 2.0
+        assert ratios[5] <= 2.0
         assert ratios[-1] <= 4.0
 
 
@@ -91,13 +91,24 @@ def test_bare_attention_shows_the_printed_bound_as_invalid() -> None:
     assert found.exact <= found.token_structured <= found.data_free
 
 
-def test_the_draft_theorem_is_violated_where_attention_collects_on_one_token() -> None:
-    # found by gradient ascent once, kept as numbers: near its target the head's H is H_o
-    head = draw_head(generator(5), length=2, d=2, d_k=1)
-    found = ca.theory.bounds(head_as_block(head), head.x, head.target)
-    assert found.exact == pytest.approx(
-        float(reference.spectral_norm(head_hessian(head))), rel=1e-10
+def test_the_draft_theorem_fails_at_a_point_that_fits_on_one_line() -> None:
+    # found by gradient ascent (statement theorem-1-draft), rounded to three digits
+    x, q, k, v, y = (
+        torch.tensor(values, dtype=torch.float64)
+        for values in (
+            [[-1.607, 0.219], [-0.224, -1.614]],
+            [[0.485], [0.361]],
+            [[-0.41], [0.426]],
+            [[0.383, 0.165], [-0.411, 0.081]],
+            [[0.233, -0.18], [0.217, -0.196]],
+        )
     )
+    head = SingleHead(x, q, k, v, y)
+    true = float(reference.spectral_norm(head_hessian(head)))
+    found = ca.theory.bounds(head_as_block(head), x, y)
+    assert found.exact == pytest.approx(true, rel=1e-10)
+    assert true > 1.4 * found.printed
+    assert true <= found.token_structured * ROUNDING <= found.data_free * ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ def test_less_usual_blocks_are_bounded_too(spec: BlockSpec) -> None:
 
 
 def test_padding_masks_are_respected() -> None:
-    case = draw_case(generator(8), "post-norm")
+    case = draw_case(generator(8), "attention")
     n, length, _ = case.x.shape
     mask = torch.ones(n, length, dtype=torch.bool)
     mask[:, -1] = False
@@ -132,7 +143,7 @@ def test_padding_masks_are_respected() -> None:
         (case.spec, case.weights), case.x, case.target, loss=case.loss, mask=mask
     )
     plain = ca.theory.bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
-    assert masked.exact != pytest.approx(plain.exact, rel=1e-3)
+    assert masked.exact != pytest.approx(plain.exact, rel=1e-6)
     assert masked.exact <= masked.token_structured * ROUNDING
 
 
@@ -198,9 +209,7 @@ def test_what_is_not_covered_is_refused_with_the_reason() -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     head: Tensor = torch.randn(3, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match="couple tokens"):
-        ca.theory.bounds(
-            (spec, weights), x, torch.tensor([[0], [1]]).squeeze(1), loss=PooledCrossEntropy(head)
-        )
+        ca.theory.bounds((spec, weights), x, torch.tensor([0, 1]), loss=PooledCrossEntropy(head))
     with pytest.raises(ValueError, match=r"\(n, L, 4\)"):
         ca.theory.bounds((spec, weights), torch.randn(3, 5, dtype=torch.float64), x[0])
     with pytest.raises(ValueError, match="NaN"):

@@ -1,20 +1,23 @@
 """Every statement of the sources executable, and bounds a user can call on their own block.
 
-from curvatlas import theory
-theory.bounds(block, x, target)          # printed, data-free, token-structured, exact
-theory.statements()                      # the registry behind ``curvatlas verify``
-theory.find("layer-norm-jacobian").run() # measure one statement now
+``theory.bounds(block, x, target)`` → printed, data-free, token-structured and exact norm.
+``theory.directional_derivatives(block, x, target, v)`` → ℓ, ℓ', ℓ'', ℓ''' along v.
+``theory.all_statements()`` → the registry behind ``curvatlas verify``.
+``theory.find("layer-norm-jacobian").run()`` → measure one statement now.
 """
 
 from curvatlas.theory.spectral_bounds import CurvatureBounds, bounds
-from curvatlas.theory.statements import Effort, Outcome, Statement, find, statements
+from curvatlas.theory.statements import Effort, Outcome, Statement, all_statements, find
+from curvatlas.theory.third_order import DirectionalDerivatives, directional_derivatives
 
 __all__ = [
     "CurvatureBounds",
+    "DirectionalDerivatives",
     "Effort",
     "Outcome",
     "Statement",
+    "all_statements",
     "bounds",
+    "directional_derivatives",
     "find",
-    "statements",
 ]

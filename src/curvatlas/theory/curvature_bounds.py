@@ -68,7 +68,9 @@ def _from_tensors(tensors: Sequence[Tensor]) -> SingleHead:
     assumptions="single head, d_v = d, mean squared error",
     tested_by="random heads, then gradient ascent on ‖H‖/M from random starts at L=2, d=2, d_k=1",
     verdict=FALSE,
-    counterexample="gradient ascent reaches ‖H‖/M above 1.2 with two tokens of width two",
+    counterexample="‖H‖/M = 1.44 at X = [[-1.607, 0.219], [-0.224, -1.614]], "
+    "W_Q = [0.485, 0.361]ᵀ, W_K = [-0.41, 0.426]ᵀ, W_V = [[0.383, 0.165], [-0.411, 0.081]], "
+    "Y = [[0.233, -0.18], [0.217, -0.196]]",
     derivation=_DERIVATION,
 )
 def theorem_1(effort: Effort) -> Outcome:
@@ -224,7 +226,7 @@ def theorem_6(effort: Effort) -> Outcome:
 
 @statement(
     name="attention-bound-corrected",
-    source="ours, replaces Theorem 1 of the draft; THEORY §14.2",
+    source="ours, replaces Theorem 1 of the draft",
     title="Corrected bound of self-attention, block by block",
     formula="VV ≤ cμ²; QQ ≤ s²k²r²(c‖X‖²v²r²+2ωr); KK, QK, VQ, VK alike; ‖H‖ ≤ ‖[b_ij]‖₂ with "
     "μ ≤ √L max‖x_j‖, r = max‖x_j − x̄‖, ω = λ_max(Σ‖W_VR_i‖x_ix_iᵀ)",

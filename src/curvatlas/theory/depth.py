@@ -192,7 +192,7 @@ def pre_norm_fix(effort: Effort) -> Outcome:
 
 @statement(
     name="post-norm-scaling",
-    source="ours; THEORY §16.3",
+    source="ours",
     title="Post-norm: value and feed-forward blocks are scale-free, query and key blocks go like "
     "t⁴",
     formula="small t, ε → 0: ‖H(V,V)‖, ‖H(W1,W1)‖, ‖H(W2,W2)‖ ∝ t⁰; ‖H(Q,Q)‖, ‖H(K,K)‖ of H_o ∝ t⁴",

@@ -59,7 +59,7 @@ def _spec(trial: int, **options: object) -> BlockSpec:
 
 @statement(
     name="layer-norm-shift-directions",
-    source="ours; THEORY §16.4",
+    source="ours",
     title="Directions removed by LayerNorm are exact null directions of H",
     formula="post-norm: H annihilates W2 += 1aᵀ (and its bias), W_O += 1aᵀ (W_V += 1aᵀ without "
     "W_O)",
@@ -93,7 +93,7 @@ def shift_directions(effort: Effort) -> Outcome:
 
 @statement(
     name="key-bias-is-flat",
-    source="ours; THEORY §4",
+    source="ours",
     title="The key bias has exactly zero Hessian rows",
     formula="softmax ignores a constant added to a row of logits: H[b_K, ·] = 0",
     tested_by="rows of b_K, post- and pre-norm, one and two heads",
@@ -115,7 +115,7 @@ def key_bias(effort: Effort) -> Outcome:
 
 @statement(
     name="rescaling-identities",
-    source="ours; THEORY §16.4",
+    source="ours",
     title="One-parameter symmetries fix H along their orbits: Hξ = −Gᵀ∇ℓ",
     formula="(W_QS, −W_KSᵀ) per head; (W_VS, −SW_O) per head; ReLU rescaling (W1D, −DW2); ξ = Gθ",
     assumptions="no query/key bias for the first, no value bias for the second, ReLU for the third",

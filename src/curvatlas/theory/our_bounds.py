@@ -53,7 +53,7 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
 
 @statement(
     name="token-structured-bound",
-    source="ours; THEORY §14.3, extended to all parameters of post- and pre-norm blocks",
+    source="ours: all parameters of attention layers, post- and pre-norm blocks",
     title="Token-structured bound: never violated, within a small factor of the truth",
     formula="‖Σ_i α_iβ_iᵀ⊗M_i‖ ≤ [λ_max(Σ w αα ᵀ⊗USUᵀ) λ_max(Σ w⁻¹ββᵀ⊗VSVᵀ)]^½ per block, "
     "signed on the diagonal, Frobenius norms from token Grams, γ and β rows exact; then "

@@ -157,7 +157,7 @@ def attention_functional(effort: Effort) -> Outcome:
 
 @statement(
     name="attention-key-blocks",
-    source="ours, missing from Ormaniec et al.; THEORY §2.1",
+    source="ours, missing from Ormaniec et al.",
     title="The blocks the slides leave out: KK and VK",
     formula="Π = (W_Q⊗I)K_{dK,d}: H_o(K,K) = c s² ΠᵀZ1ᵀ(I⊗W_VW_Vᵀ)Z1Π, H_o(V,K) = c s(M1ᵀ⊗W_Vᵀ)Z1Π,"
     " H_f(K,K) = c s² R(I⊗Πᵀ)(I⊗W_Vᵀ⊗I)Z2Π, H_f(V,K) = c s R(I⊗S)Z1Π",

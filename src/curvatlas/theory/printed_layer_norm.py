@@ -192,7 +192,7 @@ def layer_norm_entrywise(effort: Effort) -> Outcome:
 
 @statement(
     name="normalisation-is-a-gradient",
-    source="ours; THEORY §3.2",
+    source="ours",
     title="Normalisation is the gradient of d·σ: symmetric Jacobian, fully symmetric Hessian",
     formula="n = d∇σ; J = (C − nnᵀ/d)/σ; ∂²n_a/∂x_b∂x_c = −(J_ab n_c + J_ac n_b + J_bc n_a)/(dσ)",
     assumptions="LayerNorm or RMSNorm (C = I), any ε with σ > 0",
@@ -225,7 +225,7 @@ def normalisation_gradient(effort: Effort) -> Outcome:
 
 @statement(
     name="normalisation-curvature-constant",
-    source="ours; sharpens √2 of THEORY §3.2",
+    source="ours; a plain estimate gives √2",
     title="The curvature of normalisation is at most 2/√3 in units of ‖δ‖/(√d σ²)",
     formula="‖Σ_a δ_a ∂²n_a‖₂ ≤ (2/√3)‖δ‖/(√d σ²), attained for ε = 0 at an angle cos = 1/√3 to n",
     assumptions="LayerNorm or RMSNorm, any ε ≥ 0 with σ > 0",

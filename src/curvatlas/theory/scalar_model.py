@@ -171,7 +171,7 @@ def gauss_newton_top(effort: Effort) -> Outcome:
 
 @statement(
     name="gamma-bulk",
-    source="ours, generalises the scalar bulk; THEORY §16.2",
+    source="ours, generalises the scalar bulk",
     title="In any block the Hessian has eigenvalues ±σ_k(Γ), Γ = ∂ℓ/∂(W_QW_Kᵀ)",
     formula="a ⊥ rows of W_Q, W_K in R^{d_k}: (u_kaᵀ, ±v_kaᵀ) are eigenvectors with ±σ_k(Γ); per "
     "head; "

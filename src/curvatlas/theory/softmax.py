@@ -55,7 +55,7 @@ def softmax_derivative(effort: Effort) -> Outcome:
 
 @statement(
     name="softmax-jacobian-norm",
-    source="Petrov et al., draft, proof of Theorem 1; THEORY §3.1",
+    source="Petrov et al., draft, proof of Theorem 1",
     title="The softmax Jacobian has norm at most one half",
     formula="‖∂A/∂T‖₂ = max_i ‖diag(a_i) − a_i a_iᵀ‖₂ ≤ ½ (the draft uses ≤ 1)",
     tested_by="random logits at scales 0.1 to 30, and the two-token row (½, ½), which attains ½",
@@ -145,7 +145,7 @@ def attention_moments(effort: Effort) -> Outcome:
 
 @statement(
     name="attention-exponential-family",
-    source="ours; THEORY §3.1",
+    source="ours",
     title="An attention row is an exponential family in θ_i = s W_K W_Qᵀ x_i",
     formula="ψ(θ) = log Σ_j exp(x_jᵀθ): ∇ψ = M1, ∇²ψ = M2, ∇³ψ = M3",
     tested_by="three derivatives of ψ by automatic differentiation against the moments",

@@ -96,10 +96,9 @@ def bounds(
     layers = as_layers(block)
     if isinstance(block, BlockStack):
         loss = block.loss
-    x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
-    target = (
-        target.unsqueeze(0) if target.ndim < (3 if target.is_floating_point() else 2) else target
-    )
+    x = x.detach()
+    if x.ndim == 2:
+        x, target = x.unsqueeze(0), target.unsqueeze(0)
     _check(layers, x, target)
     resolved = resolve_loss(loss)
     if len(layers) > 1:

@@ -143,7 +143,7 @@ def statement(
     return register
 
 
-def statements() -> tuple[Statement, ...]:
+def all_statements() -> tuple[Statement, ...]:
     """Every registered statement, in reading order."""
     for topic in TOPICS:
         importlib.import_module(f"curvatlas.theory.{topic}")
@@ -153,7 +153,7 @@ def statements() -> tuple[Statement, ...]:
 
 def find(name: str) -> Statement:
     """The statement called ``name``; raises ValueError with the close names otherwise."""
-    known = {s.name: s for s in statements()}
+    known = {s.name: s for s in all_statements()}
     if name in known:
         return known[name]
     close = [n for n in known if name in n or n in name] or list(known)

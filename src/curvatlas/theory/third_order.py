@@ -71,9 +71,9 @@ def directional_derivatives(
     tensors by name (a list of such mappings for a stack). ``input_direction`` also moves x.
     """
     layers = as_layers(block)
-    x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
-    if target.ndim < (3 if target.is_floating_point() else 2):
-        target = target.unsqueeze(0)
+    x = x.detach()
+    if x.ndim == 2:
+        x, target = x.unsqueeze(0), target.unsqueeze(0)
     moves = _directions(layers, direction)
     if input_direction is not None:
         z = Jet.line(x, input_direction.reshape(x.shape))

@@ -11,7 +11,7 @@ from typing import Any
 
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.theory.statements import UNCONFIRMED, Outcome, Statement, find, statements
+from curvatlas.theory.statements import UNCONFIRMED, Outcome, Statement, all_statements, find
 
 _SHORT = {"holds": "holds", "holds corrected": "corrected", "false as printed": "FALSE"}
 
@@ -74,7 +74,7 @@ def run_verify(
     ``full`` runs the large sweeps (2,000 random blocks and 50 ascents for the bounds). ``output``
     is a folder for ``verify.json`` and ``figures/*.png``; without matplotlib no figure is drawn.
     """
-    chosen = [find(name) for name in names] if names else list(statements())
+    chosen = [find(name) for name in names] if names else list(all_statements())
     folder = None if output is None else Path(output)
     entries = []
     started = time.perf_counter()
