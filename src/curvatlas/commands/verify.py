@@ -33,12 +33,11 @@ def verify(
 
     With --output the run is resumable, and its folder gets verify.json, figures and a report.
     """
-    from curvatlas import theory
     from curvatlas.commands.console import Console
     from curvatlas.theory.verification import describe, run_verify
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    chosen = [theory.find(name) for name in names] if names else list(theory.statements())
+    chosen = [theory.find(name) for name in names] if names else list(theory.all_statements())
     if listing:
         rows = [{"name": s.name, "source": s.source, "title": s.title} for s in chosen]
         console.answer(rows, "\n".join(f"{s.name}: {s.title} ({s.source})" for s in chosen))
