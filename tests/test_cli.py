@@ -122,6 +122,7 @@ def _write_inputs(folder: Path) -> None:
         ("cli_models:missing", "digits", (), "missing"),
         ("cli_models:not_a_model", "digits", (), "nn.Module"),
         ("huggingface", "digits", (), "huggingface"),
+        ("zoo:resnet", "digits", (), "resnet"),
         ("empty", "digits", (), "config.json"),
         ("vit", "broken.npz", (), "broken.npz"),
         ("vit", "objects.npz", (), "objects.npz"),
@@ -421,9 +422,9 @@ def test_verify_fails_when_a_statement_comes_out_otherwise(
 ) -> None:
     import dataclasses
 
-    from curvatlas import theory
+    from curvatlas.theory.statements import find
 
-    honest = theory.find("softmax-jacobian-norm")
+    honest = find("softmax-jacobian-norm")
     wrong = dataclasses.replace(honest, verdict="false as printed")
     monkeypatch.setattr("curvatlas.theory.verification.find", lambda name: wrong)
     finished = _in_process(["verify", "softmax-jacobian-norm"], tmp_path, capsys, monkeypatch)

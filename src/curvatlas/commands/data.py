@@ -44,9 +44,10 @@ def find_data(
 ) -> NamedData:
     """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype."""
     path = Path(text)
-    if text in ZOO:
-        raw: Any = _from_zoo(text, model, context)
-        name = text
+    ours = references.zoo_name(text, ZOO)
+    if ours is not None:
+        raw: Any = _from_zoo(ours, model, context)
+        name = ours
     elif references.is_reference(text):
         raw, name = references.resolve(text), text
         raw = raw() if callable(raw) else raw

@@ -44,8 +44,9 @@ def find_model(
     """The model that ``text`` names, converted, moved, in evaluation mode."""
     folder: Path | None = None
     torch.manual_seed(seed)  # a factory that draws weights draws the same ones every time
-    if text in ZOO:
-        model = _from_zoo(text, seed)
+    ours = references.zoo_name(text, ZOO)
+    if ours is not None:
+        model = _from_zoo(ours, seed)
     elif references.is_reference(text):
         model = _from_reference(text)
     elif Path(text).is_dir():

@@ -16,6 +16,19 @@ def is_reference(text: str) -> bool:
     return _REFERENCE.fullmatch(text) is not None
 
 
+def zoo_name(text: str, known: tuple[str, ...]) -> str | None:
+    """The name of something of ours, or None; ``zoo:name`` says so beyond doubt."""
+    prefixed = text.startswith("zoo:")
+    name = text.removeprefix("zoo:")
+    if name not in known:
+        if prefixed:
+            raise ValueError(f"the zoo has no {name!r}: it has {', '.join(known)}.")
+        return None
+    if not prefixed and Path(text).exists():
+        raise ValueError(f"{text!r} is ours and a path here: write zoo:{text} or ./{text}.")
+    return name
+
+
 def resolve(text: str) -> Any:
     """The object that ``pkg.module:name`` names; modules of the current folder are found too."""
     module_name, _, path = text.partition(":")
