@@ -33,6 +33,7 @@ def verify(
 
     With --output the run is resumable, and its folder gets verify.json, figures and a report.
     """
+    from curvatlas import theory
     from curvatlas.commands.console import Console
     from curvatlas.theory.verification import describe, run_verify
 
