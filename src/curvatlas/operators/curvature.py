@@ -92,6 +92,7 @@ class CurvatureOperator(LinearOperator):
             if next(problem.batches(), None) is None:
                 return  # this process has no share of the data
             kept = self._kept_for({*columns, *rows})
+            kept.plan_for(count * parts)
             with problem.evaluating():
                 for weight, linear in kept:
                     step = min(linear.columns_at_once, kept.columns_that_fit())
@@ -100,6 +101,7 @@ class CurvatureOperator(LinearOperator):
                         chunk = {name: column[some] for name, column in columns.items()}
                         for part, results in enumerate(product(linear, chunk)):
                             _add_pieces(total[part, some], results, sizes, weight)
+                    del linear, results  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
 
         total = parallel.summed(
@@ -130,9 +132,11 @@ class CurvatureOperator(LinearOperator):
         return self._partial
 
     def _start(self, names: list[str]) -> KeptLinearisations:
-        if self._checks:
-            self.problem.check()
         sample = _probe_batch(self.problem)
+        if self._checks:
+            # One sample is enough to see randomness; a whole batch may exceed the budget. Every
+            # batch's loss is checked for NaN when it is linearised.
+            self.problem.with_batches([sample]).check()
         with self.problem.evaluating():
             linear = self._linearise(sample, names)
             if self._checks and self.tags.symmetric:

@@ -91,12 +91,7 @@ class _ResidualLinearisation(OuterLinearisation):
                 loss.sample_residual(z, targets, self._uniform(draw))
                 for draw in range(self._fisher.samples)
             ]
-        targets_in_batch = loss.count(targets)
-        if axes == z.ndim - 1 and isinstance(loss, CallableLoss):
-            targets_in_batch = float(z.shape[0])
-        elif loss.name == "mse":
-            targets_in_batch /= z.shape[-1] if z.ndim > 1 else 1
-        scale = 1.0 / (len(residuals) * targets_in_batch)
+        scale = 1.0 / (len(residuals) * loss.target_count(z, targets))
         last = tuple(range(-axes, 0))
 
         def product(columns: list[Tensor]) -> list[Tensor]:

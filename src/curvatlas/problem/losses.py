@@ -62,6 +62,10 @@ class Loss:
             (slope,) = torch.autograd.grad(self.value(leaf, targets), leaf)
         return slope * leaf.shape[0], leaf.ndim - 1
 
+    def target_count(self, outputs: Tensor, targets: Any) -> float:
+        """Number of targets in the sense of ``residual``: samples, unless a loss knows better."""
+        return float(outputs.shape[0])
+
     def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
         """The residual with targets drawn from the model's own predictive distribution."""
         raise ProblemError(
@@ -157,6 +161,9 @@ class CrossEntropy(Loss):
         truth = truth * (1 - self.label_smoothing) + self.label_smoothing / classes
         return (outputs.detach().softmax(-1) - truth) * rows, 1
 
+    def target_count(self, outputs: Tensor, targets: Tensor) -> float:
+        return self.count(targets)
+
     def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
         probabilities = outputs.detach().softmax(-1)
         cumulative = probabilities.cumsum(-1)
@@ -202,6 +209,9 @@ class MeanSquaredError(Loss):
         size = outputs.shape[-1] if outputs.ndim > 1 else 1
         slope = 2.0 * (outputs.detach() - targets.to(outputs.dtype)) / size
         return slope, min(outputs.ndim - 1, 1)
+
+    def target_count(self, outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs.numel() // (outputs.shape[-1] if outputs.ndim > 1 else 1))
 
     def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
         size = outputs.shape[-1] if outputs.ndim > 1 else 1
