@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from batched_oracles import parts
-from reference_block import Case, block, random_case
 from torch import Tensor
 
+from batched_oracles import parts
 from curvatlas.blocks.block import TransformerBlockHessian
 from curvatlas.blocks.derivatives import BlockDerivatives
 from curvatlas.blocks.losses import (
@@ -21,6 +20,7 @@ from curvatlas.blocks.losses import (
     PooledCrossEntropy,
     TokenCrossEntropy,
 )
+from reference_block import Case, block, random_case
 
 TOLERANCE = 1e-12
 GROUPS, PER_GROUP = 11, 20

@@ -23,11 +23,17 @@ from curvatlas.blocks.families import Family, Pair, Segment
 
 # Numbers in one folded bracket: 1 MB of float64 stays in the second-level cache.
 _FOLD = 1 << 17
+# Tokens per activation up to which folding is the faster way (measured at widths 16 and 32).
+_FOLD_TWO_TERMS = 5
+_FOLD_ONE_TERM = 2
 # Numbers in one paired product before it is copied into place.
-_PAIR = 1 << 20
+_PAIR = 1 << 19
+# A block on the diagonal is cut into this many strips: each skips what lies left of it.
+_STRIPS = 4
 # From this many tokens on, packing a ≤ b saves more arithmetic than unpacking costs.
 _PACK_FROM = 64
-_TILE = 128
+# Rows and columns of one transposed tile: wide enough that its rows are whole pages of memory.
+_TILE = 512
 
 
 @dataclass
@@ -109,12 +115,20 @@ def add_block(
         if columns is not None and right.name not in columns:
             continue
         for lefts in _same_core(f, rows):
-            wide = [s for s in lefts if s.shape[1] > 1]
-            if wide and right.shape[1] > 1:
+            if _folds(lefts, right, operands):
                 _fold(out, lefts, right, operands, accumulate, workspace, origin)
             else:
                 for left in lefts:
                     _pair(out, left, right, operands, accumulate, workspace, origin)
+
+
+def _folds(lefts: list[Segment], right: Segment, x: Operands) -> bool:
+    """Whether folding beats pairing: the bracket costs n/|a| passes, a second product n."""
+    widest = max(left.shape[1] for left in lefts)
+    if widest == 1 or right.shape[1] == 1:
+        return False
+    limit = _FOLD_TWO_TERMS if x.slope is not None else _FOLD_ONE_TERM
+    return x.left.shape[-1] <= limit * widest
 
 
 def _same_core(f: Family, names: frozenset[str] | None) -> list[list[Segment]]:
@@ -252,19 +266,12 @@ def _pair(
     workspace: Workspace,
     origin: tuple[int, int],
 ) -> None:
-    """One of the two activations is a single number: products of tokens, then a copy."""
+    """(M as rc × n) @ (αα' as n × ab), and (αδ' as ac × n) @ (K as n × rb), each copied into place."""
     view = _view(_view(out, right, 1, origin[1]), left, 0, origin[0])  # (r, a, c, b)
     active = x.left[slice(*left.activation)]
     inner = x.right[slice(*right.activation)]
-    (r, a), (c, b) = left.shape, right.shape
-    n = active.shape[-1]
     core = x.core[slice(*left.core), slice(*right.core)]
-    both = (active.unsqueeze(1) * inner).reshape(a * b, n)
-    step = max(1, _PAIR // (c * a * b))
-    for low in range(0, r, step):
-        high = min(low + step, r)
-        product = core[low:high].reshape(-1, n) @ both.mT
-        _put(view[low:high], product.view(high - low, c, a, b).transpose(1, 2), accumulate)
+    _add_products(view, core, active, inner, right.activation_major, accumulate, workspace)
     if x.delta is None:
         return
     delta = x.delta[slice(*right.core)]
@@ -273,13 +280,38 @@ def _pair(
         last = min(right.activation[1], x.slope_start + x.slope.shape[1])
         if first < last:
             slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
-            width = last - first
-            mixed = (active[:, None, None] * slope).reshape(-1, n)  # (a r w, n)
-            product = (mixed @ delta.mT).view(a, r, width, c)
-            part = view.narrow(3, first - right.activation[0], width)
-            part.add_(product.permute(1, 0, 3, 2))
+            part = view.narrow(3, first - right.activation[0], last - first)
+            swapped = part.transpose(2, 3)  # c and b change places: K is indexed by b
+            _add_products(
+                swapped, slope, active, delta, not right.activation_major, True, workspace
+            )
     if x.diagonal is not None:
         _pair_diagonal(view, left, right, x, active, delta)
+
+
+def _add_products(
+    view: Tensor,
+    core: Tensor,
+    active: Tensor,
+    inner: Tensor,
+    core_fastest: bool,
+    accumulate: bool,
+    workspace: Workspace,
+) -> None:
+    """view (r, a, c, b) ← Σ_i core[r, c] active[a] inner[b]; ``core_fastest``: c runs in memory."""
+    (r, c, n), a, b = core.shape, len(active), len(inner)
+    both = (active.unsqueeze(1) * inner).reshape(a * b, n)
+    step = max(1, _PAIR // (c * a * b))
+    for low in range(0, r, step):
+        high = min(low + step, r)
+        rows = core[low:high].reshape(-1, n)
+        if core_fastest:
+            product = _multiply(both, rows.mT, workspace).view(a, b, high - low, c)
+            product = product.permute(2, 0, 3, 1)
+        else:
+            product = _multiply(rows, both.mT, workspace).view(high - low, c, a, b)
+            product = product.transpose(1, 2)
+        _put(view[low:high], product, accumulate)
 
 
 def _pair_diagonal(
@@ -347,23 +379,40 @@ def _square(
     r, a = segment.shape
     n = active.shape[-1]
     both, unpack = _products_of(active)
-    step = max(1, min(r, _PAIR // (r * a * a)))
+    step = max(1, min(-(-r // _STRIPS), _PAIR // (r * a * a)))
     for low in range(0, r, step):
         high = min(low + step, r)
         rest = r - low
         left = core[low:high, low:].reshape(-1, n)
         if segment.activation_major:
             # memory order is (a, r): let the core index run fastest in the product too
-            product = both @ left.mT
-            product = product if unpack is None else product.index_select(0, unpack)
+            product = _multiply(both, left.mT, workspace)
+            product = _unpack(product, 0, unpack, workspace)
             tile = product.view(a, a, high - low, rest).permute(2, 0, 3, 1)  # (r, a, c, b)
         else:
-            product = left @ both.mT
-            product = product if unpack is None else product.index_select(1, unpack)
+            product = _multiply(left, both.mT, workspace)
+            product = _unpack(product, 1, unpack, workspace)
             tile = product.view(high - low, rest, a, a).transpose(1, 2)  # (r, a, c, b)
         _put(view[low:high, :, low:], tile, accumulate)
         below = tile[:, :, high - low :]  # M and α αᵀ are symmetric: no transposition inside
         _put(view[high:, :, low:high], below.permute(2, 1, 0, 3), accumulate)
+
+
+def _multiply(left: Tensor, right: Tensor, workspace: Workspace) -> Tensor:
+    """left @ right in the workspace: a fresh temporary costs more in page faults than in flops."""
+    rows, columns = left.shape[0], right.shape[1]
+    out = workspace.take("product", rows * columns, left).view(rows, columns)
+    return torch.mm(left, right, out=out)
+
+
+def _unpack(product: Tensor, dim: int, place: Tensor | None, workspace: Workspace) -> Tensor:
+    """Spread the packed pairs a ≤ b over all (a, b)."""
+    if place is None:
+        return product
+    shape = list(product.shape)
+    shape[dim] = len(place)
+    out = workspace.take("unpacked", shape[0] * shape[1], product).view(shape)
+    return torch.index_select(product, dim, place, out=out)
 
 
 def _products_of(active: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -396,7 +445,8 @@ def _transpose(source: Tensor, target: Tensor, workspace: Workspace) -> None:
     reading a column of them directly throws every line out of the cache before it is used."""
     rows, columns = source.shape
     padded = _TILE + 8
-    buffer = workspace.take("tile", _TILE * padded, source).view(_TILE, padded)
+    height = min(_TILE, rows)
+    buffer = workspace.take("tile", height * padded, source).view(height, padded)
     for i in range(0, rows, _TILE):
         i_end = min(i + _TILE, rows)
         for j in range(0, columns, _TILE):

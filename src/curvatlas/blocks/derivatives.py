@@ -103,20 +103,25 @@ class BlockDerivatives:
         if tied:
             out.zero_()
         source: Part = "functional" if self.seeds.couples_tokens else part
-        for number, terms in enumerate(self.chunks(source)):
+        chunks = list(self.chunks(source))  # lazy: nothing is computed before a pair is asked for
+        for number, terms in enumerate(chunks):
+            chunks[number] = None  # type: ignore[call-overload]
             activations = {f.key: terms.activation(f) for f in self.families}
             for i, f in enumerate(self.families):
                 for g in self.families[i:]:
                     operands = prepare(terms.pair(f, g), activations[f.key], activations[g.key])
                     accumulate = tied or number > 0
-                    if f.key != g.key and f.segments[0].start == g.segments[0].start:
+                    if _same_place(f, g):
                         _add_tied(out, f, g, operands, workspace)
-                    else:
-                        add_block(out, f, g, operands, accumulate=accumulate, workspace=workspace)
-        for i, f in enumerate(self.families):
-            for g in self.families[i + 1 :]:
-                if f.segments[0].start != g.segments[0].start:
-                    mirror(out, f, g, workspace)
+                        continue
+                    add_block(out, f, g, operands, accumulate=accumulate, workspace=workspace)
+                    if f.key != g.key and number == len(chunks) - 1 and not tied:
+                        mirror(out, f, g, workspace)  # while the block is still in cache
+        if tied:
+            for i, f in enumerate(self.families):
+                for g in self.families[i + 1 :]:
+                    if not _same_place(f, g):
+                        mirror(out, f, g, workspace)
         if self.seeds.couples_tokens and part == "total":
             factor = self.outer_factor()
             out.addmm_(factor, factor.mT)
@@ -315,6 +320,11 @@ class BlockDerivatives:
             columns=self.offsets[b],
             factor=self.outer_factor() if coupled else None,
         )
+
+
+def _same_place(f: Family, g: Family) -> bool:
+    """Two heads that share one weight (grouped-query attention)."""
+    return f.key != g.key and f.segments[0].start == g.segments[0].start
 
 
 def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: Workspace) -> None:
