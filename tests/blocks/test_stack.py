@@ -156,6 +156,36 @@ def _small(length: int = 3, **options: object) -> tuple[BlockSpec, dict[str, Ten
     return spec, random_weights(spec, 1), torch.randn(2, length, 4, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("order", ["pre post pre", "post none post", "none pre none", "bare post"])
+def test_neighbours_of_different_kinds_do_not_disturb_each_other(order: str) -> None:
+    kinds = {
+        "pre": BlockSpec(d_model=4, n_heads=2, d_ff=6, norm_first=True),
+        "post": BlockSpec(d_model=4, n_heads=2, d_ff=6),
+        "none": BlockSpec(d_model=4, n_heads=2, d_ff=6, norm="none"),
+        "bare": BlockSpec(d_model=4, n_heads=2, norm="none", residual=False),
+    }
+    model = Model(0)
+    model.specs = [kinds[name] for name in order.split()]
+    model.weights = [
+        random_weights(s, i, drop=_norms(s), scale=0.4) for i, s in enumerate(model.specs)
+    ]
+    torch.manual_seed(0)
+    model.x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    model.keys, model.norm, model.pooling, model.head = None, "none", None, {}
+    model.loss, model.targets = "mse", torch.randn(2, 3, 4, dtype=torch.float64)
+    blocks = list(zip(model.specs, model.weights, strict=True))
+    here = BlockStack(blocks).linearise(model.x, model.targets, include_input=True)
+    v = torch.randn(here.shape[0], dtype=torch.float64)
+    want = _oracle(model, v)
+    for part in ("total", "outer", "functional"):
+        assert relative_error(here.product(v, part=part), want[part]) <= 10 * TOLERANCE, part
+
+
+def _norms(spec: BlockSpec) -> frozenset[str]:
+    names = {f"norm{i}_{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    return frozenset(names) if spec.norm == "none" else frozenset()
+
+
 def test_one_vector_and_its_columns_give_the_same_product() -> None:
     spec, weights, x = _small()
     here = BlockStack([(spec, weights)] * 2).linearise(x, torch.zeros_like(x))

@@ -28,7 +28,7 @@ from curvatlas.blocks.products_attention import Attention
 from curvatlas.blocks.products_check import check_block, check_directions
 from curvatlas.blocks.products_feed_forward import FeedForward
 from curvatlas.blocks.products_norm import Normalization
-from curvatlas.blocks.products_sublayer import Sublayer, SublayerTangent
+from curvatlas.blocks.products_sublayer import Formed, FormedTangent, Sublayer, SublayerTangent
 from curvatlas.blocks.products_workspace import Way, Workspace
 from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec, Weights
 
@@ -44,6 +44,7 @@ class BlockTangent:
     """One push through a block: the output's tangent and what ``pull`` needs of the inside."""
 
     output: Tensor | None  # (K, n, L, d); None is zero
+    output_again: FormedTangent  # the same (K, N, d) on the way back
     sublayers: list[SublayerTangent]
     directions: int
 
@@ -76,6 +77,7 @@ class LinearisedBlock:
         *,
         space: Workspace | None = None,
         turn: int = 0,
+        x_again: Formed | None = None,
     ) -> None:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
@@ -88,9 +90,25 @@ class LinearisedBlock:
         self.space = space if space is not None else Workspace(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
-        self.sublayers = _sublayers(spec, self.weights, tokens, self.samples, mask, turn)
-        self.output = self.sublayers[-1].output.view_as(x)  # (n, L, d)
+        again = x_again if x_again is not None else lambda _: tokens
+        self.sublayers = _sublayers(spec, self.weights, tokens, again, self.samples, mask, turn)
+        self.shape = x.shape
+        self._output: Tensor | None = self.sublayers[-1].output.view_as(x)
+        for sublayer in self.sublayers:
+            del sublayer.output  # the next sublayer keeps what it needs of it
         self.recorded = False
+
+    @property
+    def output(self) -> Tensor:
+        """Z (n, L, d)."""
+        if self._output is None:
+            raise ValueError("this block has given its output away.")
+        return self._output
+
+    def give_output(self) -> Tensor:
+        """Z (n, L, d), and forget it: a stack needs no block's output but the last one's."""
+        output, self._output = self.output, None
+        return output
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,19 +132,32 @@ class LinearisedBlock:
         self.recorded = True
         assert rate is not None
         found = self._complete(way, 1)
-        return {name: value[0] for name, value in found.items()}, rate[0].view_as(self.output)
+        return {name: value[0] for name, value in found.items()}, rate[0].view(self.shape)
 
-    def push(self, tangents: Weights, x_dot: Tensor | None = None) -> BlockTangent:
-        """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d)."""
-        directions = check_directions(self.weights, tangents, x_dot, self.output)
+    def push(
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None = None,
+        *,
+        x_dot_again: FormedTangent | None = None,
+    ) -> BlockTangent:
+        """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d).
+
+        ``x_dot_again`` gives the input's tangent (K, N, d) once more on the way back, for a caller
+        whose ``x_dot`` does not live that long.
+        """
+        dtype = next(iter(self.weights.values())).dtype
+        directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
         moved = None if x_dot is None else self._tokens(x_dot)
+        given = moved
+        again = x_dot_again if x_dot_again is not None else lambda _: given
         states = []
         for sublayer in self.sublayers:
-            state = sublayer.push(moved, tangents, self.space)
+            state = sublayer.push(moved, again, tangents, self.space)
             states.append(state)
-            moved = state.output
-        shaped = None if moved is None else moved.view(directions, *self.output.shape)
-        return BlockTangent(shaped, states, directions)
+            moved, again = state.output, state.output_again
+        shaped = None if moved is None else moved.view(directions, *self.shape)
+        return BlockTangent(shaped, again, states, directions)
 
     def pull(
         self,
@@ -158,14 +189,14 @@ class LinearisedBlock:
             directions = given.shape[0] if isinstance(given, Tensor) else given.directions
             flat = None if rate is None else self._tokens(rate)
             moved = self._pull(flat, tangent, way, needs_input=needs_input)
-        shaped = None if moved is None else moved.view(-1, *self.output.shape)
+        shaped = None if moved is None else moved.view(-1, *self.shape)
         return self._complete(way, directions), shaped
 
     def jvp(self, tangents: Weights, x_dot: Tensor | None = None) -> Tensor:
         """J v (K, n, L, d)."""
         state = self.push(tangents, x_dot)
         if state.output is None:
-            return self.output.new_zeros(state.directions, *self.output.shape)
+            return self._zeros(state.directions)
         return state.output
 
     def vjp(
@@ -201,7 +232,7 @@ class LinearisedBlock:
             rate, None if part == "outer" else state, wanted=wanted, needs_input=needs_input
         )
         if needs_input and rate_x is None:
-            rate_x = self.output.new_zeros(state.directions, *self.output.shape)
+            rate_x = self._zeros(state.directions)
         return found, rate_x
 
     def _pull(
@@ -220,6 +251,9 @@ class LinearisedBlock:
                 return None
         return rate
 
+    def _zeros(self, directions: int) -> Tensor:
+        return self.weights["query_weight"].new_zeros(directions, *self.shape)
+
     def _tokens(self, samples: Tensor) -> Tensor:
         """(K, n, L, d) → (K, n·L, d), contiguous."""
         return samples.reshape(samples.shape[0], -1, self.width).contiguous()
@@ -236,6 +270,7 @@ def _sublayers(
     spec: BlockSpec,
     weights: Weights,
     x: Tensor,
+    x_again: Formed,
     samples: int,
     mask: Tensor | None,
     turn: int,
@@ -250,6 +285,7 @@ def _sublayers(
 
     attention = Sublayer(
         x,
+        x_again,
         make_attention,
         make_norm("norm1") if spec.residual else None,
         norm_name="norm1",
@@ -262,6 +298,7 @@ def _sublayers(
         return [attention]
     feed_forward = Sublayer(
         attention.output,
+        attention.output_again,
         partial(FeedForward, spec, weights),
         make_norm("norm2"),
         norm_name="norm2",
@@ -270,4 +307,6 @@ def _sublayers(
         residual=spec.residual,
         turn=turn,
     )
+    if feed_forward.normalizes_input:
+        attention.forget_output()
     return [attention, feed_forward]

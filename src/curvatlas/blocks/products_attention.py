@@ -27,7 +27,6 @@ PROJECTIONS = ("query", "key", "value")
 class AttentionTangent:
     """What the way back needs of the way forward."""
 
-    x_dot: Tensor | None  # (K, N, d)
     mixed_dot: Tensor | None  # Ȯ as tokens (K, N, H·dv)
     core: CoreTangent
     weights: Mapping[str, Tensor]
@@ -41,7 +40,7 @@ class Attention:
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
         self._key = stage_number()
-        self.together, self.inputs = _projections(weights, x)
+        self.together, self.inputs = _projections(weights)
         self.rotation: Rotation | None = None
         if spec.rope_base is not None:
             self.rotation = Rotation.from_base(
@@ -56,7 +55,7 @@ class Attention:
         )
         fresh = Workspace(keep=False)
         q, k, v = (
-            self._split(self.inputs[name].value().unsqueeze(0), name, fresh).squeeze(1)
+            self._split(self.inputs[name].value(x).unsqueeze(0), name, fresh).squeeze(1)
             for name in PROJECTIONS
         )
         self.core = AttentionCore(
@@ -73,18 +72,24 @@ class Attention:
         self._mixed = self._merge(mixed, "output", x.new_empty(1, x.shape[0], width))[0]
         self.output: Linear | None = None
         if "output_weight" in weights:
-            self.output = Linear(["output"], weights, self._mixed)
+            self.output = Linear(["output"], weights)
 
     def value(self) -> Tensor:
         """F (N, d)."""
-        return self._mixed if self.output is None else self.output.value()
+        return self._mixed if self.output is None else self.output.value(self._mixed)
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace, *, key: str
+        self,
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        space: Workspace,
+        *,
+        key: str,
     ) -> tuple[Tensor | None, AttentionTangent]:
         """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         directions = x_dot.shape[0] if x_dot is not None else next(iter(dots.values())).shape[0]
-        heads = self._push_projections(x_dot, dots, directions, space)
+        heads = self._push_projections(x, x_dot, dots, directions, space)
         mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
         tokens: Tensor | None = None
         if mixed is not None:
@@ -92,12 +97,11 @@ class Attention:
             tokens = self._merge(mixed, "output", buffer)
         if tokens is not None and core.centre is not None:
             self._subtract(core.centre, self._mixed, tokens)
-        tangent = AttentionTangent(x_dot, tokens, core, dots)
-        shape = (directions, *self.inputs["query"].x.shape)
-        out = space.take(key, *shape, like=self._mixed)
+        tangent = AttentionTangent(tokens, core, dots)
+        out = space.take(key, directions, *x.shape, like=x)
         if self.output is None:
             return (None if tokens is None else out.copy_(tokens)), tangent
-        return self.output.push(tokens, dots, out), tangent
+        return self.output.push(self._mixed, tokens, dots, out), tangent
 
     def pull(
         self,
@@ -105,13 +109,15 @@ class Attention:
         tangent: AttentionTangent | None,
         way: Way,
         *,
+        x: Tensor,
+        x_dot: Tensor | None,
         needs_input: bool,
     ) -> Tensor | None:
         """Rδ_x from Rδ_F; finds the wanted weights' rates on the way."""
         dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
-        x_dot = None if tangent is None else tangent.x_dot
         if self.output is not None:
-            self.output.rates(rate, None if tangent is None else tangent.mixed_dot, way)
+            mixed_dot = None if tangent is None else tangent.mixed_dot
+            self.output.rates(rate, self._mixed, mixed_dot, way)
         query, key, value = (
             needs_input
             or way.record
@@ -136,11 +142,10 @@ class Attention:
             needs=(query, key, value),
         )
         centre = None if tangent is None else tangent.core.centre
-        shape = (directions, *self.inputs["query"].x.shape)
-        out = way.space.take(f"attention.x{way.turn}", *shape, like=self._mixed)
+        out = way.space.take(f"attention.x{way.turn}", directions, *x.shape, like=x)
         done = False
         for layer, tokens in self._merged(rates, centre, dots, way):
-            layer.rates(tokens, x_dot, way)
+            layer.rates(tokens, x, x_dot, way)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
         if way.record:
@@ -148,14 +153,19 @@ class Attention:
         return out if done else None
 
     def _push_projections(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], directions: int, space: Workspace
+        self,
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        directions: int,
+        space: Workspace,
     ) -> list[Tensor | None]:
         """q̇, k̇, v̇ in the slots' layout; in one matrix product where all three move alike."""
         layer = self.together
         if layer is not None and _alike(layer, dots):
-            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
-            buffer = space.take("attention.tokens", *shape, like=layer.x)
-            tokens = layer.push(x_dot, dots, buffer)
+            shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
+            buffer = space.take("attention.tokens", *shape, like=self._mixed)
+            tokens = layer.push(x, x_dot, dots, buffer)
             if tokens is None:
                 return [None, None, None]
             parts = torch.split(tokens, list(layer.sizes), -1)
@@ -163,9 +173,9 @@ class Attention:
             return [self._split(part, name, space) for name, part in named]
         heads: list[Tensor | None] = []
         for name, layer in self.inputs.items():
-            shape = (directions, layer.x.shape[0], layer.weight.shape[0])
-            buffer = space.take("attention.tokens", *shape, like=layer.x)
-            moved = layer.push(x_dot, dots, buffer)
+            shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
+            buffer = space.take("attention.tokens", *shape, like=self._mixed)
+            moved = layer.push(x, x_dot, dots, buffer)
             heads.append(None if moved is None else self._split(moved, name, space))
         return heads
 
@@ -180,8 +190,8 @@ class Attention:
         layer = self.together
         given = [rate for rate in rates if rate is not None]
         if layer is not None and len(given) == 3 and _alike(layer, dots, way.wanted):
-            shape = (given[0].shape[1], layer.x.shape[0], layer.weight.shape[0])
-            tokens: Tensor = way.space.take("attention.tokens", *shape, like=layer.x)
+            shape = (given[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
+            tokens: Tensor = way.space.take("attention.tokens", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, given, parts, strict=True):
                 self._merge(rate, name, part)
@@ -192,7 +202,7 @@ class Attention:
             if head_rate is None:
                 yield single, None
                 continue
-            shape = (head_rate.shape[1], single.x.shape[0], single.weight.shape[0])
+            shape = (head_rate.shape[1], self._mixed.shape[0], single.weight.shape[0])
             buffer = way.space.take("attention.tokens", *shape, like=head_rate)
             tokens = self._merge(head_rate, name, buffer)
             if name == "query":
@@ -258,19 +268,19 @@ class Attention:
         return full.reshape(self.samples * shared, repeats * self.length, self.length)
 
 
-def _projections(weights: Weights, x: Tensor) -> tuple[Linear | None, dict[str, Linear]]:
+def _projections(weights: Weights) -> tuple[Linear | None, dict[str, Linear]]:
     """The three projections as one layer (None where only some have a bias) and one by one."""
     biases = [f"{name}_bias" for name in PROJECTIONS]
     if not complete(biases, weights):
-        return None, {name: Linear([name], weights, x) for name in PROJECTIONS}
-    together = Linear(PROJECTIONS, weights, x)
+        return None, {name: Linear([name], weights) for name in PROJECTIONS}
+    together = Linear(PROJECTIONS, weights)
     views = dict(
         zip(together.weight_names, torch.split(together.weight, list(together.sizes)), strict=True)
     )
     if together.bias is not None:
         parts = torch.split(together.bias, list(together.sizes))
         views |= dict(zip(together.bias_names, parts, strict=True))
-    return together, {name: Linear([name], views, x) for name in PROJECTIONS}
+    return together, {name: Linear([name], views) for name in PROJECTIONS}
 
 
 def _alike(layer: Linear, *given: Container[str]) -> bool:

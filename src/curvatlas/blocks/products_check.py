@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from curvatlas.blocks.activations import check_activation
@@ -95,7 +96,11 @@ def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
 
 
 def check_directions(
-    weights: Weights, tangents: Weights, x_dot: Tensor | None, output: Tensor
+    weights: Weights,
+    tangents: Weights,
+    x_dot: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
 ) -> int:
     """The number K of directions, after checking that all tangents agree on it."""
     counts: dict[str, int] = {}
@@ -107,13 +112,13 @@ def check_directions(
                 f"the tangent of {name} must be (K, {', '.join(map(str, weights[name].shape))}), "
                 f"got {tuple(tangent.shape)}."
             )
-        if tangent.dtype != output.dtype:
-            raise TypeError(f"the tangent of {name} is {tangent.dtype}, the block {output.dtype}.")
+        if tangent.dtype != dtype:
+            raise TypeError(f"the tangent of {name} is {tangent.dtype}, the block {dtype}.")
         counts[name] = tangent.shape[0]
     if x_dot is not None:
-        if x_dot.ndim != 4 or x_dot.shape[1:] != output.shape:
+        if x_dot.ndim != 4 or x_dot.shape[1:] != shape:
             raise ValueError(
-                f"the input's tangent must be (K, {', '.join(map(str, output.shape))}), "
+                f"the input's tangent must be (K, {', '.join(map(str, shape))}), "
                 f"got {tuple(x_dot.shape)}."
             )
         counts["x"] = x_dot.shape[0]

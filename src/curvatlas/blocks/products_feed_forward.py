@@ -23,7 +23,6 @@ from curvatlas.blocks.structure import BlockSpec, Weights
 class FeedForwardTangent:
     """What the way back needs of the way forward, K directions."""
 
-    x_dot: Tensor | None  # (K, N, d)
     up_dot: Tensor | None  # (K, N, d_ff)
     gate_dot: Tensor | None  # (K, N, d_ff)
     weights: Mapping[str, Tensor]
@@ -34,11 +33,12 @@ class FeedForward:
 
     def __init__(self, spec: BlockSpec, weights: Weights, x: Tensor) -> None:
         self._key = stage_number()
-        self.up = Linear(["up"], weights, x)
-        self.gate = Linear(["gate"], weights, x) if spec.gated else None
-        gate = None if self.gate is None else self.gate.value()
-        units = hidden_units(spec.activation, self.up.value(), gate)
-        self.down = Linear(["down"], weights, units.value)
+        self.up = Linear(["up"], weights)
+        self.gate = Linear(["gate"], weights) if spec.gated else None
+        self.down = Linear(["down"], weights)
+        gate = None if self.gate is None else self.gate.value(x)
+        units = hidden_units(spec.activation, self.up.value(x), gate)
+        self.hidden = units.value  # g (N, d_ff)
         self.slope_up, self.slope_gate = units.slope_up, units.slope_gate
         # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter.
         straight = spec.activation in ("relu", "identity")
@@ -49,23 +49,30 @@ class FeedForward:
 
     def value(self) -> Tensor:
         """(N, d)."""
-        return self.down.value()
+        return self.down.value(self.hidden)
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace, *, key: str
+        self,
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        space: Workspace,
+        *,
+        key: str,
     ) -> tuple[Tensor | None, FeedForwardTangent]:
         """The output's tangent (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         directions = _directions(x_dot, dots)
         shape = (directions, *self.slope_up.shape)
         up = space.take(self._key + "up", *shape, like=self.slope_up)
-        up_dot = self.up.push(x_dot, dots, up)
+        up_dot = self.up.push(x, x_dot, dots, up)
         gate_dot: Tensor | None = None
         if self.gate is not None:
             gate = space.take(self._key + "gate", *shape, like=self.slope_up)
-            gate_dot = self.gate.push(x_dot, dots, gate)
-        tangent = FeedForwardTangent(x_dot, up_dot, gate_dot, dots)
-        out = space.take(key, directions, *self.up.x.shape, like=self.slope_up)
-        return self.down.push(self._hidden_dot(up_dot, gate_dot, space), dots, out), tangent
+            gate_dot = self.gate.push(x, x_dot, dots, gate)
+        tangent = FeedForwardTangent(up_dot, gate_dot, dots)
+        out = space.take(key, directions, *x.shape, like=x)
+        hidden_dot = self._hidden_dot(up_dot, gate_dot, space)
+        return self.down.push(self.hidden, hidden_dot, dots, out), tangent
 
     def pull(
         self,
@@ -73,19 +80,20 @@ class FeedForward:
         tangent: FeedForwardTangent | None,
         way: Way,
         *,
+        x: Tensor,
+        x_dot: Tensor | None,
         needs_input: bool,
     ) -> Tensor | None:
         """Rδ_x from the output's Rδ; finds the wanted weights' rates on the way."""
         if tangent is None:
-            x_dot, up_dot, gate_dot = None, None, None
+            up_dot, gate_dot = None, None
             dots: Mapping[str, Tensor] = {}
         else:
-            x_dot, up_dot, gate_dot = tangent.x_dot, tangent.up_dot, tangent.gate_dot
-            dots = tangent.weights
+            up_dot, gate_dot, dots = tangent.up_dot, tangent.gate_dot, tangent.weights
         hidden_dot = None
         if way.wants(self.down.weight_names):
             hidden_dot = self._hidden_dot(up_dot, gate_dot, way.space)
-        self.down.rates(rate, hidden_dot, way)
+        self.down.rates(rate, self.hidden, hidden_dot, way)
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}
         if not (needs_input or way.wanted & inner or way.record):
             return None
@@ -94,10 +102,10 @@ class FeedForward:
         buffer = way.space.take("ffn.hidden", *shape, like=self.slope_up)
         t = buffer if self.down.pull(rate, dots, buffer) else None
         up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, way, shape)
-        self.up.rates(up_rate, x_dot, way)
-        out = way.space.take(f"ffn.x{way.turn}", directions, *self.up.x.shape, like=self.slope_up)
+        self.up.rates(up_rate, x, x_dot, way)
+        out = way.space.take(f"ffn.x{way.turn}", directions, *x.shape, like=x)
         if self.gate is not None:
-            self.gate.rates(gate_rate, x_dot, way)
+            self.gate.rates(gate_rate, x, x_dot, way)
         if not needs_input:
             return None
         done = self.up.pull(up_rate, dots, out)

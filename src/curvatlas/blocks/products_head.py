@@ -92,12 +92,13 @@ class LinearisedReadout:
         self.norm: Normalization | None = None
         if readout.norm != "none" or readout.norm_weight is not None:
             self.norm = Normalization("norm", self.weights, z, norm=readout.norm, eps=readout.eps)
-            z = self.norm.value()
+            z = self.norm.value(Workspace(keep=False))
         pooled = self._pool(z.unsqueeze(0))[0]
         self.linear: Linear | None = None
         if readout.weight is not None:
-            self.linear = Linear(["head"], self.weights, pooled)
-        flat = pooled if self.linear is None else self.linear.value()
+            self.linear = Linear(["head"], self.weights)
+        self._pooled = pooled
+        flat = pooled if self.linear is None else self.linear.value(pooled)
         self.output = flat.view(samples, -1, flat.shape[-1])  # (n, L or 1, C or d)
 
     def push(
@@ -113,10 +114,10 @@ class LinearisedReadout:
         if self.linear is not None:
             given = next((t for t in (pooled, *dots.values()) if t is not None), None)
             if given is not None:
-                rows, classes = self.linear.x.shape[0], self.linear.weight.shape[0]
+                rows, classes = self._pooled.shape[0], self.linear.weight.shape[0]
                 shape = (given.shape[0], rows, classes)
-                out = space.take(self._key + "out", *shape, like=self.linear.x)
-                output = self.linear.push(pooled, dots, out)
+                out = space.take(self._key + "out", *shape, like=self._pooled)
+                output = self.linear.push(self._pooled, pooled, dots, out)
         return ReadoutTangent(output, state, pooled, dots)
 
     def pull(self, rate: Tensor | None, tangent: ReadoutTangent | None, way: Way) -> Tensor | None:
@@ -124,12 +125,12 @@ class LinearisedReadout:
         if self.linear is not None:
             dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
             pooled_dot = None if tangent is None else tangent.pooled_dot
-            self.linear.rates(rate, pooled_dot, way)
+            self.linear.rates(rate, self._pooled, pooled_dot, way)
             given = next((t for t in (rate, *dots.values()) if t is not None), None)
             if given is None:
                 return None
-            shape = (given.shape[0], *self.linear.x.shape)
-            out = way.space.take("readout.x", *shape, like=self.linear.x)
+            shape = (given.shape[0], *self._pooled.shape)
+            out = way.space.take("readout.x", *shape, like=self._pooled)
             rate = out if self.linear.pull(rate, dots, out) else None
         if rate is not None:
             rate = self._spread(rate)

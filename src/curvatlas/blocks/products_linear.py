@@ -29,16 +29,15 @@ def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 class Linear:
-    """A linear layer at its input ``x`` (N, in); ``delta`` is its output's adjoint, when known.
+    """A linear layer; its input x (N, in) comes with each call, ``delta`` is its output's adjoint.
 
     ``names`` are the prefixes of its weights, ``{name}_weight`` and ``{name}_bias``. Several names
     are layers of one input taken together, their outputs side by side: larger matrix products.
     """
 
-    def __init__(self, names: Sequence[str], weights: Mapping[str, Tensor], x: Tensor) -> None:
+    def __init__(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> None:
         self.weight_names = tuple(f"{name}_weight" for name in names)
         self.bias_names = tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
-        self.x = x
         self.sizes = tuple(weights[name].shape[0] for name in self.weight_names)
         self.weight = _join([weights[name] for name in self.weight_names], 0)
         self.bias: Tensor | None = None
@@ -46,13 +45,15 @@ class Linear:
             self.bias = _join([weights[name] for name in self.bias_names], 0)
         self.delta: Tensor | None = None  # (N, out)
 
-    def value(self) -> Tensor:
+    def value(self, x: Tensor) -> Tensor:
         """(N, out)."""
         if self.bias is None:
-            return self.x @ self.weight.T
-        return torch.addmm(self.bias, self.x, self.weight.T)
+            return x @ self.weight.T
+        return torch.addmm(self.bias, x, self.weight.T)
 
-    def push(self, x_dot: Tensor | None, dots: Mapping[str, Tensor], out: Tensor) -> Tensor | None:
+    def push(
+        self, x: Tensor, x_dot: Tensor | None, dots: Mapping[str, Tensor], out: Tensor
+    ) -> Tensor | None:
         """ẏ (K, N, out), written to ``out``; None when it is zero."""
         weight_dot, bias_dot = _tangent(self.weight_names, dots), _tangent(self.bias_names, dots)
         done = False
@@ -60,7 +61,7 @@ class Linear:
             _times_shared(x_dot, self.weight.T, out, bias_dot)
             done = True
         if weight_dot is not None:
-            _shared_times(self.x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
+            _shared_times(x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
             done = True
         if not done and bias_dot is not None:
             out.copy_(bias_dot.unsqueeze(1).expand_as(out))
@@ -89,7 +90,7 @@ class Linear:
             accumulate = True
         return accumulate
 
-    def rates(self, rate: Tensor | None, x_dot: Tensor | None, way: Way) -> None:
+    def rates(self, rate: Tensor | None, x: Tensor, x_dot: Tensor | None, way: Way) -> None:
         """R ∂ℓ/∂W (K, out, in) and R ∂ℓ/∂b (K, out), those that are wanted and not zero."""
         if way.record:
             assert rate is not None
@@ -98,22 +99,27 @@ class Linear:
         given = rate if rate is not None else moved
         if given is not None and way.wants(self.weight_names):
             shape = (given.shape[0], *self.weight.shape)
-            with way.slots(self.weight_names, self.sizes, *shape, like=self.x) as out:
-                self._weight_rate(rate, moved, out, way.space)
+            with way.slots(self.weight_names, self.sizes, *shape, like=x) as out:
+                self._weight_rate(rate, x, moved, out, way.space)
         if rate is not None and way.wants(self.bias_names):
             shape = (rate.shape[0], rate.shape[2])
-            with way.slots(self.bias_names, self.sizes, *shape, like=self.x) as out:
+            with way.slots(self.bias_names, self.sizes, *shape, like=x) as out:
                 torch.sum(rate, 1, out=out)
 
     def _weight_rate(
-        self, rate: Tensor | None, moved: Tensor | None, out: Tensor, space: Workspace
+        self,
+        rate: Tensor | None,
+        x: Tensor,
+        moved: Tensor | None,
+        out: Tensor,
+        space: Workspace,
     ) -> None:
         wide = out.shape[0] == 1 and out.shape[1] > out.shape[2]
         # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
         # 24 GFlop/s there (512 × 128, inner 512).
         target = space.take("linear.wide", *out.mT.shape, like=out).mT if wide else out
         if rate is not None:
-            _transposed_times(rate, self.x, target)
+            _transposed_times(rate, x, target)
         if moved is not None:
             assert self.delta is not None
             _shared_times(self.delta.T, moved, target, None, accumulate=rate is not None)

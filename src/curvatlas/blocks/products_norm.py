@@ -32,9 +32,10 @@ class NormTangent:
     n_dot: Tensor | None  # ṅ (K, N, d)
     along: Tensor | None  # n·ẋ (K, N, 1)
     weight_dot: Tensor | None  # γ̇ (K, d)
+    bias_dot: Tensor | None  # β̇ (K, d)
 
 
-_STILL = NormTangent(None, None, None)
+_STILL = NormTangent(None, None, None, None)
 
 
 class Normalization:
@@ -51,24 +52,34 @@ class Normalization:
         self._pulled: Tensor | None = None  # δ_x = J(γ δ_y) (N, d)
         self._along: Tensor | None = None  # n·(γ δ_y) (N, 1)
 
-    def value(self) -> Tensor:
-        """(N, d)."""
-        y = self.n if self.weight is None else self.n * self.weight
-        return y if self.bias is None else y + self.bias
+    def value(self, space: Workspace) -> Tensor:
+        """y (N, d); formed from n whenever it is needed, cheaper than keeping both."""
+        if self.weight is None and self.bias is None:
+            return self.n
+        y = space.take("norm.value", *self.n.shape, like=self.n)
+        if self.weight is None:
+            return torch.add(self.n, self.bias, out=y)  # type: ignore[arg-type]
+        torch.mul(self.n, self.weight, out=y)
+        return y if self.bias is None else y.add_(self.bias)
 
     def push(
         self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
     ) -> tuple[Tensor | None, NormTangent]:
         """ẏ (K, N, d) and what ``pull`` needs."""
-        weight_dot, bias_dot = dots.get(self.weight_name), dots.get(self.bias_name)
         n_dot, along = self._push_normalized(x_dot, space)
-        state = NormTangent(n_dot, along, weight_dot)
+        weight_dot, bias_dot = dots.get(self.weight_name), dots.get(self.bias_name)
+        state = NormTangent(n_dot, along, weight_dot, bias_dot)
+        return self.tangent(state, space), state
+
+    def tangent(self, state: NormTangent, space: Workspace) -> Tensor | None:
+        """ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇, formed again on the way back like ``value``."""
+        n_dot, weight_dot, bias_dot = state.n_dot, state.weight_dot, state.bias_dot
         if n_dot is not None and self.weight is None and weight_dot is None and bias_dot is None:
-            return n_dot, state
+            return n_dot
         given = next((t for t in (n_dot, weight_dot, bias_dot) if t is not None), None)
         if given is None:
-            return None, state
-        y = space.take(self._key + "y", given.shape[0], *self.n.shape, like=self.n)
+            return None
+        y = space.take(self.name + ".y", given.shape[0], *self.n.shape, like=self.n)
         done = n_dot is not None
         if n_dot is not None and self.weight is not None:
             torch.mul(n_dot, self.weight, out=y)
@@ -81,7 +92,7 @@ class Normalization:
         if bias_dot is not None:
             shift = bias_dot.unsqueeze(1)
             y.add_(shift) if done else y.copy_(shift.expand_as(y))
-        return y, state
+        return y
 
     def pull(self, rate: Tensor | None, tangent: NormTangent | None, way: Way) -> Tensor | None:
         """Rδ_x (K, N, d) from Rδ_y; the tangent adds the second-order terms. Finds γ and β too."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -18,12 +19,22 @@ from curvatlas.blocks.products_linear import add
 from curvatlas.blocks.products_norm import Normalization, NormTangent
 from curvatlas.blocks.products_workspace import Way, Workspace, stage_number
 
+# A value or tangent that the way back forms again in a workspace, or already has (K, N, d).
+Formed = Callable[[Workspace], Tensor]
+FormedTangent = Callable[[Workspace], "Tensor | None"]
+
+
+def _forgotten(_: Workspace) -> Tensor:
+    raise ValueError("this sublayer's output was given away.")
+
 
 @dataclass
 class SublayerTangent:
     """What the way back needs of the way forward, and the output's tangent."""
 
     output: Tensor | None  # (K, N, d)
+    output_again: FormedTangent  # the same on the way back
+    inner_dot: FormedTangent  # the inner map's input tangent on the way back
     inner: AttentionTangent | FeedForwardTangent
     norm: NormTangent | None
 
@@ -33,11 +44,13 @@ class Sublayer:
 
     ``make_inner`` builds the inner map at its input; ``make_norm`` the norm (None: no norm).
     ``norm_name`` is the prefix of the norm's weights, ``names`` are the inner map's weights.
+    ``x_again`` gives x once more when a product needs it.
     """
 
     def __init__(
         self,
         x: Tensor,
+        x_again: Formed,
         make_inner: Callable[[Tensor], Attention | FeedForward],
         make_norm: Callable[[Tensor], Normalization] | None,
         *,
@@ -49,39 +62,60 @@ class Sublayer:
     ) -> None:
         self.norm_first, self.residual, self.names = norm_first, residual, names
         self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
-        self._out = f"{norm_name}.pulled{turn}"  # free until the way back
-        self._number = stage_number()
+        self._shared = f"{norm_name}.pulled{turn}"  # free until the way back
+        self._own = stage_number() + "out"
+        self.keeps_output = True  # False: nobody asks for the output or its tangent again
         self.norm: Normalization | None = None
-        inner_input = x
+        fresh = Workspace(keep=False)
+        inner_input, self.inner_again = x, x_again
         if norm_first and make_norm is not None:
             self.norm = make_norm(x)
-            inner_input = self.norm.value()
+            inner_input, self.inner_again = self.norm.value(fresh), self.norm.value
         self.inner = make_inner(inner_input)
         y = self.inner.value()
         if residual:
             y = y + x
+        self.output: Tensor = y
+        self.output_again: Formed = lambda _: y
         if not norm_first and make_norm is not None:
             self.norm = make_norm(y)
-            y = self.norm.value()
-        self.output: Tensor = y
+            self.output, self.output_again = self.norm.value(fresh), self.norm.value
+
+    def forget_output(self) -> None:
+        """Do not keep the output or its tangents: what follows has taken what it needs."""
+        self.keeps_output = False
+        self.output_again = _forgotten
+
+    @property
+    def normalizes_input(self) -> bool:
+        """Whether the inner map sees the input only through the norm."""
+        return self.norm is not None and self.norm_first
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+        self,
+        x_dot: Tensor | None,
+        x_dot_again: FormedTangent,
+        dots: Mapping[str, Tensor],
+        space: Workspace,
     ) -> SublayerTangent:
         """The tangent of the output for K directions; ``x_dot`` (K, N, d)."""
-        norm_tangent: NormTangent | None = None
-        inner_dot = x_dot
+        state: NormTangent | None = None
+        inner_dot, again = x_dot, x_dot_again
         if self.norm is not None and self.norm_first:
-            inner_dot, norm_tangent = self.norm.push(x_dot, dots, space)
-        # Before or after a norm nobody needs the sum on the way back; without one the next layer
-        # multiplies by it then.
-        key = self._out if self.norm is not None else self._number + "out"
-        moved, inner = self.inner.push(inner_dot, dots, space, key=key)
+            inner_dot, state = self.norm.push(x_dot, dots, space)
+            again = partial(self.norm.tangent, state)
+        normalizes_output = self.norm is not None and not self.norm_first
+        key = self._own if self.keeps_output and not normalizes_output else self._shared
+        x = self.inner_again(space)
+        moved, inner = self.inner.push(x, inner_dot, dots, space, key=key)
         if self.residual:
             moved = add(moved, x_dot)
-        if self.norm is not None and not self.norm_first:
-            moved, norm_tangent = self.norm.push(moved, dots, space)
-        return SublayerTangent(moved, inner, norm_tangent)
+        if self.norm is None or self.norm_first:
+            kept = moved
+            return SublayerTangent(moved, lambda _: kept, again, inner, state)
+        moved, state = self.norm.push(moved, dots, space)
+        output_again = partial(self.norm.tangent, state)
+        return SublayerTangent(moved, output_again, again, inner, state)
 
     def pull(
         self,
@@ -97,23 +131,24 @@ class Sublayer:
         the Hessian. Without it, plain vector-Jacobian products.
         """
         state = None if tangent is None else tangent.norm
-        after = self.norm is not None and not self.norm_first
-        if self.norm is not None and after:
+        if self.norm is not None and not self.norm_first:
             rate = self.norm.pull(rate, state, way)
-            if not (needs_input or way.wanted & self.names):
+            if not (needs_input or way.record or way.wanted & self.names):
                 return None
-        before = self.norm is not None and self.norm_first
-        through = needs_input or (before and bool(way.wanted & self.norm_names))
+        before = self.norm if self.norm_first else None
+        through = needs_input or (before is not None and bool(way.wanted & self.norm_names))
         inner_rate = self.inner.pull(
             rate,
             None if tangent is None else tangent.inner,  # type: ignore[arg-type]
             way,
+            x=self.inner_again(way.space),
+            x_dot=None if tangent is None else tangent.inner_dot(way.space),
             needs_input=through,
         )
-        if self.norm is not None and before and through:
-            inner_rate = self.norm.pull(inner_rate, state, way)
+        if before is not None and through:
+            inner_rate = before.pull(inner_rate, state, way)
         if not needs_input:
             return None
-        if way.record and before and inner_rate is not None:
+        if way.record and before is not None and inner_rate is not None:
             inner_rate = inner_rate.clone()  # the norm keeps the other one as its δ_x
         return add(inner_rate, rate) if self.residual else inner_rate

@@ -143,12 +143,16 @@ class LinearisedStack:
         self.include_input, self.include_weights = include_input, include_weights
         self.space = Workspace(keep=True)
         self.blocks: list[LinearisedBlock] = []
-        z = x
+        z, again = x, None
         for index, (spec, weights) in enumerate(zip(stack.specs, stack.weights, strict=True)):
-            self.blocks.append(
-                LinearisedBlock(spec, weights, z, mask, space=self.space, turn=index % 2)
+            block = LinearisedBlock(
+                spec, weights, z, mask, space=self.space, turn=index % 2, x_again=again
             )
-            z = self.blocks[-1].output
+            if self.blocks and block.sublayers[0].normalizes_input:
+                self.blocks[-1].sublayers[-1].forget_output()
+            self.blocks.append(block)
+            z, again = block.give_output(), block.sublayers[-1].output_again
+        self.blocks[-1].sublayers[-1].forget_output()  # the readout asks for it at once
         tokens = z.reshape(-1, z.shape[-1])
         self._readout = LinearisedReadout(stack.readout, tokens, samples=x.shape[0])
         self.output = self._readout.output  # (n, L or 1, C)
@@ -223,13 +227,13 @@ class LinearisedStack:
     def _push(
         self, tangents: dict[int, dict[str, Tensor]], x_dot: Tensor | None
     ) -> tuple[list[BlockTangent | None], ReadoutTangent]:
-        moved, states = x_dot, []
+        moved, again, states = x_dot, None, []
         for index, block in enumerate(self.blocks):
             dots = tangents.get(index, {})
             state: BlockTangent | None = None
             if moved is not None or dots:
-                state = block.push(dots, moved)
-                moved = state.output
+                state = block.push(dots, moved, x_dot_again=again)
+                moved, again = state.output, state.output_again
             states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)
         return states, self._readout.push(flat, tangents.get(-1, {}), self.space)
@@ -252,7 +256,7 @@ class LinearisedStack:
         for index in reversed(range(len(self.blocks))):
             block = self.blocks[index]
             _, back = block.pull(
-                None if rate is None else rate.view(directions, *block.output.shape),
+                None if rate is None else rate.view(directions, *block.shape),
                 states[index] if curved else None,
                 wanted=slots.get(index, {}),
                 needs_input=index > 0 or self.include_input,
