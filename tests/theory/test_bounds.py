@@ -91,6 +91,25 @@ def test_bare_attention_shows_the_printed_bound_as_invalid() -> None:
     assert found.exact <= found.token_structured <= found.data_free
 
 
+def test_single_precision_and_class_targets_need_no_preparation() -> None:
+    torch.manual_seed(0)
+    block = TransformerBlockHessian(4, 6, n_heads=2).eval()  # float32
+    x, classes = torch.randn(2, 3, 4), torch.randint(4, (2, 3))
+    found = ca.theory.bounds(block, x, classes)
+    named = ca.theory.bounds(block.double(), x.double(), classes, loss="cross_entropy")
+    assert found.exact == pytest.approx(named.exact, rel=1e-12)
+    assert found.exact <= found.token_structured * ROUNDING
+
+
+def test_one_token_has_no_query_and_key_curvature_and_is_bounded() -> None:
+    torch.manual_seed(0)
+    block = TransformerBlockHessian(4, 6, norm_first=True).double().eval()
+    x, y = torch.randn(2, 3, 1, 4, dtype=torch.float64)
+    found = ca.theory.bounds(block, x, y)
+    assert float(found.token_matrix[0, 0]) == 0.0
+    assert found.exact <= found.token_structured * ROUNDING <= 4 * found.exact
+
+
 def test_the_draft_theorem_fails_at_a_point_that_fits_on_one_line() -> None:
     # found by gradient ascent (statement theorem-1-draft), rounded to three digits
     x, q, k, v, y = (

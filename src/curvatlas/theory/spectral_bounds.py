@@ -85,17 +85,25 @@ def bounds(
     x: Tensor,
     target: Tensor,
     *,
-    loss: str | Loss = "mse",
+    loss: str | Loss | None = None,
     mask: Tensor | None = None,
 ) -> CurvatureBounds:
     """Bounds on the spectral norm of a block's (or stack's) Hessian at inputs x (n, L, d).
 
     ``block``: ``SelfAttentionHessian``, ``TransformerBlockHessian``, ``BlockStack``, a pair
     (spec, weights) or a list of pairs (a stack). All parameters are covered: weights, biases, γ, β.
+    ``loss=None``: the stack's own, else mse, or cross-entropy when the targets are integers.
+    With a loss given by name everything is computed in float64, whatever the block's dtype.
     """
     layers = as_layers(block)
-    if isinstance(block, BlockStack):
+    if loss is None and isinstance(block, BlockStack):
         loss = block.loss
+    if loss is None:
+        loss = "mse" if target.is_floating_point() else "cross_entropy"
+    if isinstance(loss, str):
+        layers = [(spec, {n: w.double() for n, w in weights.items()}) for spec, weights in layers]
+        x = x.double()
+        target = target.double() if target.is_floating_point() else target
     x = x.detach()
     if x.ndim == 2:
         x, target = x.unsqueeze(0), target.unsqueeze(0)
