@@ -121,7 +121,8 @@ def test_estimates_of_an_indefinite_matrix_lie_in_their_intervals() -> None:
             atlas.frobenius["total"].values[:, small], frobenius[:, small], rtol=1e-9
         ), "a block of fewer entries than probes is exact"
         assert float(atlas.frobenius["functional"].values.max()) < 1e-9
-        assert torch.equal(atlas.frobenius["total"].values, atlas.frobenius["total"].values.T)
+        estimate = atlas.frobenius["total"].values
+        assert torch.allclose(estimate, estimate.T, rtol=1e-12)
     for quantity, shares in inside.items():
         assert float(torch.stack(shares).mean()) > 0.93, quantity
     assert float(torch.stack(errors).mean().sqrt()) < 0.08
@@ -142,8 +143,10 @@ def test_estimates_of_real_models_lie_in_their_intervals(name: str) -> None:
                 found = sketch.view(view, quantity, part)
                 slack = 1e-9 * float(exact.view(view, "frobenius", part).values.max())
                 held = (found.low - slack <= truth) & (truth <= found.high + slack)
-                misses = int((~held).sum())
-                assert misses <= max(1.0, (1 - least) * held.numel()), (part, view, quantity)
+                # an entry and its transpose are one estimate
+                distinct = held if held.ndim == 1 else held[tuple(torch.triu_indices(*held.shape))]
+                misses = int((~distinct).sum())
+                assert misses <= max(1.0, (1 - least) * len(distinct)), (part, view, quantity)
 
 
 def test_fused_projections_are_mapped_to_their_true_roles() -> None:
