@@ -25,11 +25,12 @@ from curvatlas.spectra.data_error import eigenvalue_half_widths
 from curvatlas.spectra.dense import dense_eigenpairs
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
 from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
-from curvatlas.spectra.missed import missed_probability
+from curvatlas.spectra.missed import closing_in, missed_probability
 from curvatlas.spectra.requirements import check_budget, require_symmetric
 from curvatlas.spectra.selection import WHICH, Positions, Which, by_interest, select
 
 _MISSED = 0.025  # accepted probability, at each end, that an eigenvalue was overlooked
+_LONGEST_SEARCH = 14  # products, when the search approaches the wanted ends
 _SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
 _EXACT_UP_TO = 48  # below this size a dense decomposition needs no more products than Lanczos
 
@@ -198,6 +199,8 @@ class _Run:
                 alphas, betas, ritz.values[chosen], self.which, around, slack
             )
         limit = 3 + basis.products // 50
+        if self.alphas and closing_in(alphas, betas, ritz.values[chosen], self.which):
+            limit = _LONGEST_SEARCH
         if self.missed <= _MISSED or self.searched >= limit:
             return True
         if basis.count >= basis.capacity - 1:

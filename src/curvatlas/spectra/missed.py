@@ -17,6 +17,7 @@ import numpy as np
 from scipy.stats import beta
 
 from curvatlas.spectra.krylov import Array
+from curvatlas.spectra.quadrature import jacobi
 
 
 def christoffel(alphas: Array, betas: Array, x: float) -> float:
@@ -40,8 +41,7 @@ def missed_probability(
 
     alphas, betas: (s,) recurrence of a random direction in n dimensions; found: values reported.
     """
-    inner = betas[:-1]
-    nodes = np.linalg.eigvalsh(np.diag(alphas) + np.diag(inner, 1) + np.diag(inner, -1))
+    nodes = np.linalg.eigvalsh(jacobi(alphas, betas[:-1]))
     worst = 0.0
     if which in ("largest", "both"):
         edge = found[: len(found) // 2].min() if which == "both" else found.min()
@@ -55,6 +55,26 @@ def missed_probability(
         inside = np.abs(nodes).max() < edge
         worst = max(_beyond(alphas, betas, sign * edge, inside, n) for sign in (1.0, -1.0))
     return worst
+
+
+def closing_in(alphas: Array, betas: Array, found: Array, which: str) -> bool:
+    """Whether the search's outermost values may reach the wanted ones within a few more steps."""
+    if len(alphas) < 2:
+        return True
+    s = len(alphas)
+    now, before = (np.linalg.eigvalsh(jacobi(alphas[:j], betas[: j - 1])) for j in (s, s - 1))
+    half = len(found) // 2
+    distances = []
+    if which in ("largest", "both"):
+        edge = found[:half].min() if which == "both" else found.min()
+        distances.append((edge - now[-1], now[-1] - before[-1]))
+    if which in ("smallest", "both"):
+        edge = found[half:].max() if which == "both" else found.max()
+        distances.append((now[0] - edge, before[0] - now[0]))
+    if which == "magnitude":
+        reach, last = np.abs(now).max(), np.abs(before).max()
+        distances.append((np.abs(found).min() - reach, reach - last))
+    return any(distance <= 2 * progress for distance, progress in distances)
 
 
 def _beyond(alphas: Array, betas: Array, edge: float, outside_nodes: bool, n: int) -> float:
