@@ -101,7 +101,7 @@ class CurvatureOperator(LinearOperator):
                         chunk = {name: column[some] for name, column in columns.items()}
                         for part, results in enumerate(product(linear, chunk)):
                             _add_pieces(total[part, some], results, sizes, weight)
-                    del linear, results  # before the next batch is linearised: one graph at a time
+                    del linear  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
 
         total = parallel.summed(
