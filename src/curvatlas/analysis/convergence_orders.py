@@ -1,0 +1,218 @@
+r"""Running means over random orders: how much one more sample changes them.
+
+For values v_i with weights c_i in a random order, V_k = Σ_{i≤k} c_i v_i / C_k and, exactly,
+
+    V_{k+1} − V_k = c_{k+1} (v_{k+1} − V_k) / C_{k+1}.
+
+This identity alone gives a slope of −1 in k for any values at all. So every curve here comes with
+the same curve of independent noise that has the values' mean, variance and skewness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from curvatlas.analysis.fits import PowerLaw, power_law
+from curvatlas.analysis.fits_least_squares import Array
+from curvatlas.results import Result
+
+Interval = tuple[float, float]
+_PER_DECADE = 8
+_FIRST = 10  # fits start here: below, single samples decide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve(Result):
+    """A quantity against the number of samples, over random orders."""
+
+    name: str
+    k: Tensor  # (bins,) samples after the step, averaged over the bin as 1/k is
+    mean: Tensor  # (bins,)
+    low: Tensor  # (bins,) 95 % interval of the mean over orders
+    high: Tensor  # (bins,)
+    fit: PowerLaw | None  # None when there are too few bins beyond k = 10
+    orders: int
+
+    @property
+    def value(self) -> float:
+        """The fitted exponent (nan without a fit)."""
+        return float("nan") if self.fit is None else self.fit.exponent
+
+    @property
+    def interval(self) -> Interval:
+        return (float("nan"), float("nan")) if self.fit is None else self.fit.interval
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'too short to fit' if self.fit is None else self.fit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableSize(Result):
+    """The smallest k after which no single sample moves the quantity by more than a tolerance."""
+
+    quantity: str
+    tolerance: float  # absolute
+    value: float | None  # median over orders; None: not reached within the data
+    interval: tuple[float | None, float | None]  # 95 % of orders; None: beyond the data
+    reached: float  # share of orders that reached it
+    samples: int
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return (
+                f"{self.quantity}: not stable to {self.tolerance:.3g} within {self.samples} samples"
+            )
+        low, high = self.interval
+        upper = "beyond the data" if high is None else f"{high:.0f}"
+        return (
+            f"{self.quantity}: stable to {self.tolerance:.3g} from k = {self.value:.0f} "
+            f"[{low:.0f}, {upper}] on"
+        )
+
+
+class Bins:
+    """Logarithmic bins of k = 2 … n (samples after the step)."""
+
+    def __init__(self, samples: int) -> None:
+        edges = np.unique(
+            np.round(np.geomspace(2, samples + 1, 2 + int(_PER_DECADE * np.log10(samples)))).astype(
+                int
+            )
+        )
+        self.edges = edges
+        after = np.arange(2, samples + 1)
+        self.place = np.searchsorted(edges, after, side="right") - 1  # bin of each k
+        self.sizes = np.bincount(self.place, minlength=len(edges) - 1)
+        self.centres: Array = self.sizes / np.bincount(self.place, 1 / after)
+
+    def mean(self, series: Array) -> Array:
+        """Mean of a series over k = 2 … n within each bin."""
+        found: Array = np.bincount(self.place, series) / self.sizes
+        return found
+
+
+def random_orders(samples: int, count: int, seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randperm(samples, generator=generator)
+
+
+def differences(values: Tensor, counts: Tensor, order: Tensor) -> Tensor:
+    """V_{k+1} − V_k for k = 1 … n − 1: values (n,) or (n, e) → (n − 1,) or (n − 1, e)."""
+    weights, ordered = counts[order], values[order]
+    totals = weights.cumsum(0)
+    if values.ndim == 2:
+        weights, totals = weights[:, None], totals[:, None]
+    running = (weights * ordered).cumsum(0) / totals
+    return weights[1:] * (ordered[1:] - running[:-1]) / totals[1:]
+
+
+def curve(name: str, rows: Array, bins: Bins) -> Curve:
+    """Mean over orders with intervals, and the power law with a goodness-of-fit test.
+
+    rows: (orders, bins)
+    """
+    orders = len(rows)
+    mean = rows.mean(0)
+    error = rows.std(0, ddof=1) / np.sqrt(orders)
+    half = stats.t.ppf(0.975, orders - 1) * error
+    chosen = (bins.centres >= _FIRST) & (mean > 0) & (error > 0)
+    fit = None
+    if chosen.sum() >= 4:
+        relative = (error / mean)[chosen]
+        fit = power_law(bins.centres[chosen], mean[chosen], log_errors=relative, repeats=orders)
+    return Curve(
+        name=name,
+        k=torch.from_numpy(bins.centres.copy()),
+        mean=torch.from_numpy(mean),
+        low=torch.from_numpy(np.maximum(mean - half, 0)),
+        high=torch.from_numpy(mean + half),
+        fit=fit,
+        orders=orders,
+    )
+
+
+def stable_size(
+    quantity: str, firsts: list[int | None], tolerance: float, samples: int
+) -> StableSize:
+    """From the k of each order (None: not reached): median and 95 % range over orders."""
+    reached = [f for f in firsts if f is not None]
+    ordered = np.sort([np.inf if f is None else float(f) for f in firsts])
+    low, middle, high = (
+        float(np.quantile(ordered, q, method="nearest")) for q in (0.025, 0.5, 0.975)
+    )
+
+    def finite(value: float) -> float | None:
+        return value if np.isfinite(value) else None
+
+    return StableSize(
+        quantity=quantity,
+        tolerance=tolerance,
+        value=finite(middle),
+        interval=(finite(low), finite(high)),
+        reached=len(reached) / len(firsts),
+        samples=samples,
+    )
+
+
+def first_stable(series: Array, tolerance: float) -> int | None:
+    """Smallest k with every later step within tolerance; the last tenth must hold for a claim."""
+    over = np.flatnonzero(series > tolerance)
+    if not len(over):
+        return 1
+    last = int(over[-1]) + 2  # series[j] is the step from j + 1 to j + 2 samples
+    return last if last <= 0.9 * (len(series) + 1) else None
+
+
+def matched_noise(values: Tensor, seed: int) -> Callable[[], Tensor]:
+    """Independent draws with the mean, variance and skewness of ``values`` (Pearson type III)."""
+    random = np.random.default_rng(seed)
+    array = values.numpy()
+    mean, deviation = float(array.mean()), float(array.std())
+    skew = float(stats.skew(array)) if deviation > 0 else 0.0
+    size = len(array)
+
+    def draw() -> Tensor:
+        if deviation == 0:
+            return torch.full((size,), mean, dtype=torch.float64)
+        if abs(skew) < 1e-3:
+            noise = random.standard_normal(size)
+        else:
+            shape = 4 / skew**2
+            noise = np.sign(skew) * (random.gamma(shape, 1.0, size) - shape) / np.sqrt(shape)
+        return torch.from_numpy(mean + deviation * noise)
+
+    return draw
+
+
+def matched_vectors(values: Tensor, seed: int) -> Callable[[], Tensor]:
+    """Independent Gaussian rows with the mean and covariance of the rows of ``values`` (n, e)."""
+    generator = torch.Generator().manual_seed(seed)
+    mean = values.mean(0)
+    centred = values - mean
+    root = torch.linalg.svd(centred / len(values) ** 0.5, full_matrices=False)
+    factor = root.S[:, None] * root.Vh  # (≤ e, e)
+
+    def draw() -> Tensor:
+        noise = torch.randn(len(values), len(factor), generator=generator, dtype=torch.float64)
+        drawn: Tensor = mean + noise @ factor
+        return drawn
+
+    return draw
+
+
+def differ(first: Curve, second: Curve) -> dict[str, Any]:
+    """Difference of two fitted exponents with its p-value."""
+    if first.fit is None or second.fit is None:
+        return {"difference": float("nan"), "p_value": float("nan")}
+    errors = [(f.interval[1] - f.interval[0]) / 2 / 2.1 for f in (first.fit, second.fit)]
+    gap = first.fit.exponent - second.fit.exponent
+    spread = float(np.hypot(errors[0], errors[1]))
+    return {"difference": gap, "p_value": float(2 * stats.norm.sf(abs(gap) / max(spread, 1e-12)))}
