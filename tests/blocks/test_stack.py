@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvatlas.blocks.losses import PooledCrossEntropy
+from curvatlas.blocks.losses import Loss, MeanSquaredError, PooledCrossEntropy, Seeds
 from curvatlas.blocks.products_head import Readout
 from curvatlas.blocks.stack import BlockStack
+from curvatlas.blocks.stack_products import default_parts
 from curvatlas.blocks.structure import BlockSpec
 from oracles import flat, layer_norm, relative_error, rms_norm
 from reference_block import block, random_case, random_weights
@@ -225,6 +226,59 @@ def test_the_mean_over_samples_is_the_mean_of_their_products() -> None:
     assert relative_error(together, sum(apart) / len(apart)) <= TOLERANCE  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy", "pooled"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_parts_of_a_batch_add_up_to_the_whole(loss: str, masked: bool) -> None:
+    spec, weights, _ = _small()
+    torch.manual_seed(1)
+    x = torch.randn(5, 3, 4, dtype=torch.float64)
+    mask = torch.ones(5, 3, dtype=torch.bool) if masked else None
+    if mask is not None:
+        mask[1, 2] = mask[4, 1] = False
+    targets: Tensor = torch.randint(4, (5, 3))
+    targets[0] = -100  # a sample without, one with some ignored targets
+    targets[3, 1] = -100
+    given: object = loss
+    if loss == "mse":
+        targets = torch.randn_like(x)
+    elif loss == "pooled":
+        given, targets = PooledCrossEntropy(torch.randn(3, 4).double()), torch.randint(3, (5,))
+    stack = BlockStack([(spec, weights)] * 2, loss=given)  # type: ignore[arg-type]
+    whole = stack.linearise(x, targets, mask=mask, include_input=True, parts=1)
+    v = torch.randn(whole.shape[0], 2, dtype=torch.float64)
+    for parts in (2, 3, 5):
+        split = stack.linearise(x, targets, mask=mask, include_input=True, parts=parts)
+        # the first sample alone has no valid target: five parts fall back to the whole
+        assert len(split.chains) == (1 if loss == "cross_entropy" and parts == 5 else parts)
+        torch.testing.assert_close(split.value, whole.value, rtol=TOLERANCE, atol=0)
+        torch.testing.assert_close(split.output, whole.output, rtol=TOLERANCE, atol=TOLERANCE)
+        assert relative_error(split.gradient, whole.gradient) <= TOLERANCE
+        assert relative_error(split.jacobian_product(v), whole.jacobian_product(v)) <= TOLERANCE
+        for part in ("total", "outer", "functional"):
+            want = whole.product(v, part=part)
+            assert relative_error(split.product(v, part=part), want) <= TOLERANCE
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_not_taken_in_parts() -> None:
+    spec, weights, x = _small()
+
+    class Worst(Loss):
+        """A loss that couples the samples: its seeds cannot be taken from some of them."""
+
+        def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
+            return MeanSquaredError().seeds(outputs, targets)
+
+    assert len(BlockStack([(spec, weights)], loss=Worst()).linearise(x, x, parts=2).chains) == 1
+
+
+def test_large_batches_are_taken_in_parts_by_default() -> None:
+    spec = BlockSpec(d_model=128, n_heads=4, d_ff=512)
+    assert default_parts([spec] * 4, torch.zeros(8, 64, 128, dtype=torch.float64)) == 2
+    assert default_parts([spec] * 4, torch.zeros(1, 512, 128, dtype=torch.float64)) == 1
+    assert default_parts([spec] * 4, torch.zeros(2, 4, 128)) == 1
+    assert default_parts([spec] * 12, torch.zeros(64, 64, 128, dtype=torch.float64)) > 8
+
+
 def test_a_pooled_loss_object_and_a_pooled_readout_agree() -> None:
     spec, weights, x = _small()
     head, labels = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 2])
@@ -260,6 +314,7 @@ def test_names_follow_the_flat_order() -> None:
             "part must be one of",
         ),
         (lambda s, x: s.linearise(x, x, include_weights=False), "nothing to differentiate"),
+        (lambda s, x: s.linearise(x, x, parts=9), "between 1 and the 2 samples"),
         (lambda s, x: s.linearise(x * torch.inf, x), "no derivative is defined"),
         (lambda s, x: BlockStack([(s.specs[0], {})]).linearise(x, x), "misses query_weight"),
     ],

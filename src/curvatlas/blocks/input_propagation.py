@@ -14,7 +14,8 @@ from curvatlas.blocks.losses import Seeds
 from curvatlas.blocks.products import LinearisedBlock
 from curvatlas.blocks.products_head import LinearisedReadout
 from curvatlas.blocks.products_workspace import Way, Workspace
-from curvatlas.blocks.stack import BlockStack, with_sample_axis
+from curvatlas.blocks.stack import BlockStack
+from curvatlas.blocks.stack_chain import with_sample_axis
 
 
 def propagate_input_hessian(
@@ -31,7 +32,7 @@ def propagate_input_hessian(
         blocks.append(LinearisedBlock(spec, weights, z, mask))
         z = blocks[-1].output
     readout = LinearisedReadout(stack.readout, z.flatten(0, 1), samples=len(x))
-    seeds = stack.loss.seeds(readout.output, with_sample_axis(targets, readout))
+    seeds = stack.loss.seeds(readout.output, with_sample_axis(targets, stack.readout))
     delta, curvature = _before_readout(readout, seeds, z.shape)
     results = []
     for block in reversed(blocks):

@@ -9,6 +9,7 @@ way forward to the way back; the others are scratch shared by all stages of a st
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,19 @@ from itertools import count
 import torch
 from torch import Tensor
 
-_numbers = count()
+_local = threading.local()
+
+
+def restart_numbers() -> None:
+    """Begin a new chain of stages in this thread."""
+    _local.numbers = count()
 
 
 def stage_number() -> str:
-    """A name no other stage has, the prefix of its private buffers."""
-    return f"{next(_numbers)}."
+    """A name no other stage of its chain has, the prefix of its private buffers."""
+    if not hasattr(_local, "numbers"):
+        restart_numbers()
+    return f"{next(_local.numbers)}."
 
 
 def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
