@@ -266,7 +266,7 @@ def _pair(
     workspace: Workspace,
     origin: tuple[int, int],
 ) -> None:
-    """(M as rc × n) @ (αα' as n × ab), and (αδ' as ac × n) @ (K as n × rb), each copied into place."""
+    """(M as rc × n) @ (αα' as n × ab) and (αδ' as ac × n) @ (K as n × rb), copied into place."""
     view = _view(_view(out, right, 1, origin[1]), left, 0, origin[0])  # (r, a, c, b)
     active = x.left[slice(*left.activation)]
     inner = x.right[slice(*right.activation)]
