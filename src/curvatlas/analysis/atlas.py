@@ -28,6 +28,7 @@ _TAIL = 2.2  # for traces: a quadratic form in few probes has heavier tails than
 def atlas(
     problem: Problem,
     *,
+    by: str = "role",
     heads: bool = False,
     biases: bool = True,
     rtol: float = 0.05,
@@ -40,6 +41,7 @@ def atlas(
 ) -> Atlas:
     """Frobenius and spectral norms, traces and couplings of H, H_o, H_f over layers and roles.
 
+    by: "role" (every role of every layer), or "sublayer" or "layer" for coarser, cheaper maps.
     heads: one block a head for query, key, value and output.
     biases: False counts a bias with its weight.
     rtol: stop when the root mean square of the entries' relative standard errors reaches it.
@@ -54,7 +56,7 @@ def atlas(
         raise ValueError(f"method is 'auto', 'dense' or 'sketch', got {method!r}.")
     if not rtol > 0:
         raise ValueError(f"rtol must be positive, got {rtol!r}.")
-    blocks = blocks_of(problem.anatomy, heads=heads, biases=biases)
+    blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
     room = default_budget() if budget is None else parse_bytes(budget)
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
     operator = CurvatureParts(problem, budget=budget)

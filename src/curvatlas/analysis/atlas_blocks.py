@@ -43,12 +43,19 @@ class Block:
         }[view]
 
 
-def blocks_of(anatomy: Anatomy, *, heads: bool = False, biases: bool = True) -> tuple[Block, ...]:
+def blocks_of(
+    anatomy: Anatomy, *, by: str = "role", heads: bool = False, biases: bool = True
+) -> tuple[Block, ...]:
     """One block a slice of the anatomy, in its order.
 
+    by: "role", or "sublayer" and "layer" for coarser blocks of deep models.
     heads: cut query, key, value and output into one block a head.
     biases: False counts a bias with the weight of the same linear map.
     """
+    if by not in ("role", "sublayer", "layer"):
+        raise ValueError(f"by is 'role', 'sublayer' or 'layer', got {by!r}.")
+    if by != "role":
+        return _coarse(anatomy, by)
     groups: dict[str, list[Slice]] = {}
     known = set(anatomy.names)
     for piece in anatomy.slices:
@@ -58,6 +65,29 @@ def blocks_of(anatomy: Anatomy, *, heads: bool = False, biases: bool = True) -> 
                 name = _weight_of(part.name, known, heads=heads)
             groups.setdefault(name, []).append(part)
     return tuple(_block(name, slices) for name, slices in groups.items())
+
+
+def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
+    groups: dict[tuple[str, str], list[Slice]] = {}
+    for piece in anatomy.slices:
+        own = _block(piece.name, [piece])
+        groups.setdefault((own.layer, own.sublayer if by == "sublayer" else ""), []).append(piece)
+    blocks = []
+    for (layer, sublayer), slices in groups.items():
+        first = slices[0]
+        place = layer if first.layer is None else f"blocks.{first.layer}"
+        name = place if not sublayer or first.layer is None else f"{place}.{sublayer}"
+        role = sublayer if sublayer and first.layer is not None else name
+        blocks.append(
+            Block(
+                name=name,
+                role=role if sublayer else layer,
+                layer=layer,
+                sublayer=sublayer or "all",
+                slices=tuple(slices),
+            )
+        )
+    return tuple(blocks)
 
 
 def _heads_of(anatomy: Anatomy, piece: Slice) -> Sequence[Slice]:

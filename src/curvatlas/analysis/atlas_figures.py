@@ -107,7 +107,8 @@ def _limits(maps: Sequence[AtlasMap]) -> tuple[float, float]:
         return 0.0, 1.0
     top = max((float(m.values.max()) for m in maps), default=0.0)
     high = float(np.log10(top)) if top > 0 else 0.0
-    floors = [float(m.values[m.values > 0].min()) for m in maps if bool((m.values > 0).any())]
+    alive = [m.values[(m.values > 0) & ((m.low > 0) | (m.low == m.high))] for m in maps]
+    floors = [float(values.min()) for values in alive if values.numel()]
     low = float(np.log10(min(floors))) if floors else high - 1
     return max(low, high - _DECADES), high if high > low else low + 1
 
@@ -122,13 +123,11 @@ def _scale_name(chosen: AtlasMap) -> str:
 def _draw(axes: Any, chosen: AtlasMap, limits: tuple[float, float], *, first: bool) -> Any:
     values = chosen.values.double().numpy()
     if chosen.quantity != "coupling":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.log10(values)
-        values = np.where(np.isfinite(values), values, -np.inf)
+        alive = (values > 0) & ((chosen.low > 0).numpy() | (chosen.high == chosen.low).numpy())
+        values = np.log10(np.where(alive, values, np.nan))  # grey: zero up to rounding
     import matplotlib
 
-    colours = matplotlib.colormaps[_MAP].copy()
-    colours.set_bad("0.8")
+    colours = matplotlib.colormaps[_MAP].with_extremes(bad="0.8")
     image = axes.imshow(
         values, vmin=limits[0], vmax=limits[1], cmap=colours, interpolation="nearest",
         aspect="equal",
@@ -194,9 +193,12 @@ def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None 
     axes.set_yticks(places + 0.4 - step / 2, names, fontsize=7)
     axes.invert_yaxis()
     axes.axvline(0, color="0.5", linewidth=0.6)
+    reach = max(float(one.values.abs().max()) for one in maps)
+    if maps[0].quantity == "trace" and reach > 0:
+        axes.set_xscale("symlog", linthresh=reach / 1e3)
     axes.set_xlabel(maps[0].quantity)
     axes.set_title(title or f"{maps[0].quantity} of the diagonal blocks, by {maps[0].view}")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
