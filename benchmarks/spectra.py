@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas.spectra.deflated import DeflatedSampler
-from curvatlas.spectra.quadrature import wasserstein
+from curvatlas.spectra.quadrature import jacobi, wasserstein
 from curvatlas.zoo.datasets import digits
 from curvatlas.zoo.training import train
 from curvatlas.zoo.vit import ViT, ViTConfig
@@ -129,7 +129,7 @@ def _curvlinops(case: Case) -> Solver:
 
 
 def _eigenthings(case: Case) -> Solver:
-    from hessian_eigenthings.algorithms.lanczos import lanczos
+    from hessian_eigenthings.algorithms.lanczos import lanczos, lanczos_tridiagonal
     from hessian_eigenthings.operators import HessianOperator
 
     data = [(case.inputs, case.targets)]
@@ -138,14 +138,20 @@ def _eigenthings(case: Case) -> Solver:
     def end(which: str, steps: int) -> Any:
         return lanczos(operator, k=ENDS, which=which, max_iter=steps, reorthogonalize=True, seed=0)
 
-    def enough(which: str) -> int:
-        for steps in range(16, 400, 8):
-            found = end(which, steps)
-            if float(found.residuals.max()) <= TOLERANCE * scale:
-                return steps
-        return 400
+    # One long run tells how many steps each end needs: its leading blocks are the shorter runs.
+    start = torch.randn(operator.size, generator=torch.Generator().manual_seed(0))
+    long = lanczos_tridiagonal(operator, start, min(160, operator.size - 1), reorthogonalize=True)
+    alphas, betas = long.alphas.double().numpy(), long.betas.double().numpy()
 
-    scale = float(end("LA", 16).eigenvalues[0])
+    def enough(which: str) -> int:
+        for steps in range(16, len(alphas) - 1, 8):
+            values, vectors = np.linalg.eigh(jacobi(alphas[:steps], betas[: steps - 1]))
+            ends = slice(-ENDS, None) if which == "LA" else slice(0, ENDS)
+            residuals = betas[steps - 1] * np.abs(vectors[-1, ends])
+            if residuals.max() <= TOLERANCE * np.abs(values).max():
+                return steps
+        return len(alphas)
+
     steps = {which: enough(which) for which in ("LA", "SA")}
 
     def run() -> tuple[Tensor, Tensor, int]:
