@@ -69,6 +69,15 @@ def test_the_installed_script_is_this_entry_point() -> None:
     assert script.value == "curvatlas.cli:main"
 
 
+def test_the_shell_completes_commands(tmp_path: Path) -> None:
+    asked = {"COMP_WORDS": "curvatlas an", "COMP_CWORD": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "curvatlas.cli"], cwd=tmp_path, capture_output=True, text=True,
+        env={**_ENVIRONMENT, **asked, "_CURVATLAS_COMPLETE": "complete_bash"}, check=True,
+    )  # fmt: skip
+    assert finished.stdout.split() == ["analyze"]
+
+
 def test_version(tmp_path: Path) -> None:
     assert _curvatlas("--version", cwd=tmp_path).stdout.strip() == (
         f"curvatlas {curvatlas.__version__}"

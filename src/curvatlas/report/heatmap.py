@@ -13,7 +13,7 @@ from curvatlas.report.scales import Scale, linear_scale, log_scale
 _CELL_LIMITS = (14, 34)  # smallest and largest side of a cell, in the figure's units
 _WIDEST = 620
 _BAR_WIDTH, _GAP = 14, 18
-_LABEL_WIDTH = 6.6  # of one character of a label
+_LABEL_WIDTH = 7.4  # of one character of a label
 _MOST_LABELS = 64  # beyond that only every second, third … row is named
 
 Matrix = Sequence[Sequence[float | None]]
@@ -40,7 +40,7 @@ def heatmap(
     side = min(max(_WIDEST / max(len(columns), 1), _CELL_LIMITS[0]), _CELL_LIMITS[1])
     width, height = side * len(columns), side * len(rows)
     left = 14 + _LABEL_WIDTH * max((len(name) for name in rows), default=0)
-    bottom = 14 + 0.75 * _LABEL_WIDTH * max((len(name) for name in columns), default=0)
+    bottom = 18 + 0.78 * _LABEL_WIDTH * max((len(name) for name in columns), default=0)
     pixels = [[_colour(value, scale, signed) for value in row] for row in values]
     image = tag(
         "image", href=colours.png(pixels), width=f"{width:.2f}", height=f"{height:.2f}",

@@ -29,6 +29,7 @@ from curvatlas.runs.manifest import Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
 
+_CHECKPOINTS = "checkpoints"
 _LARGEST_IN_JSON = 4096  # numbers; of longer tensors the JSON copy has the shape only
 
 
@@ -124,10 +125,12 @@ class Run:
         """Where a long step may keep its own intermediate state; removed when the step is done."""
         if not manifests.valid_name(name):
             raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
-        return self.path / "checkpoints" / f"{name}.safetensors"
+        return self.path / _CHECKPOINTS / f"{name}.safetensors"
 
     def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:
         """Note how the run ended and let go of the folder."""
+        with suppress(OSError):  # only an empty folder goes
+            (self.path / _CHECKPOINTS).rmdir()
         try:
             self._write_manifest(status=status, error=error)
         finally:

@@ -48,7 +48,7 @@ def _atlas(content: dict[str, Any], identifier: str) -> Markup:
             panels[title] = _view(chosen, title, f"{description} {method}.", f"{identifier}-{view}")
     label = "Groups whose curvature is mapped"
     pictures = switch(identifier, panels, label=label) if panels else None
-    return join(pictures, _ranking(maps), _shares(content), _traces(maps))
+    return join(pictures, _ranking(content), _shares(content), _traces(maps))
 
 
 def _view(
@@ -100,10 +100,11 @@ def _notes(entry: dict[str, Any], size: int) -> list[list[str | None]] | None:
     ]
 
 
-def _ranking(maps: dict[str, Any]) -> Markup | None:
-    entry = maps.get("block/frobenius/total")
-    if entry is None:
-        return None
+def ranked_blocks(content: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(name or pair, Frobenius norm, share of ‖H‖²) of the blocks of H, the largest first."""
+    entry = (content.get("maps") or {}).get("block/frobenius/total")
+    if not isinstance(entry, dict):
+        return []
     names, values = entry.get("names") or [], _matrix(entry.get("values"))
     squares = [
         ((v or 0.0) ** 2 * (1 if i == j else 2), i, j)
@@ -112,12 +113,19 @@ def _ranking(maps: dict[str, Any]) -> Markup | None:
         if j >= i
     ]
     whole = sum(square for square, _, _ in squares)
-    if not whole > 0:
+    return [
+        (str(names[i]) if i == j else f"{names[i]} × {names[j]}", values[i][j] or 0.0, s / whole)
+        for s, i, j in sorted(squares, reverse=True)
+        if whole > 0
+    ]
+
+
+def _ranking(content: dict[str, Any]) -> Markup | None:
+    rows: list[list[object]] = [
+        [name, norm, f"{share:.1%}"] for name, norm, share in ranked_blocks(content)[:_RANKED]
+    ]
+    if not rows:
         return None
-    rows: list[list[object]] = []
-    for square, i, j in sorted(squares, reverse=True)[:_RANKED]:
-        pair = str(names[i]) if i == j else f"{names[i]} × {names[j]}"
-        rows.append([pair, float(values[i][j] or 0.0), f"{square / whole:.1%}"])
     return table(
         ["block", "Frobenius norm", "share of ‖H‖²"], rows, caption="The blocks that curve most"
     )

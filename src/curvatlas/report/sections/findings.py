@@ -14,10 +14,14 @@ from curvatlas.report.contents import (
     with_interval,
 )  # fmt: skip
 from curvatlas.report.markup import Markup, number, tag
+from curvatlas.report.sections.atlas import ranked_blocks
 
 
 def findings(contents: Contents) -> Section | None:
-    sentences = [*_losses(contents), *_sharpness(contents), *_saddles(contents), *_traces(contents)]
+    sentences = [
+        *_losses(contents), *_sharpness(contents), *_saddles(contents), *_traces(contents),
+        *_dominating(contents), *_growth(contents),
+    ]  # fmt: skip
     if not sentences:
         return None
     items = [tag("li", sentence) for sentence in sentences]
@@ -125,3 +129,31 @@ def _traces(contents: Contents) -> Iterator[Markup]:
                 f"{with_interval(*found['functional'])} from the functional part H_f"
             )
         yield tag("span", *pieces, ".")
+
+
+def _dominating(contents: Contents) -> Iterator[Markup]:
+    for entry in contents.of_kind("Atlas"):
+        found = ranked_blocks(entry.content)
+        if found:
+            name, _, share = found[0]
+            yield tag(
+                "span",
+                f"{_at(entry.stage)} block that curves most is ",
+                tag("strong", name),
+                f", with {share:.0%} of the squared norm of H.",
+            )
+
+
+def _growth(contents: Contents) -> Iterator[Markup]:
+    for entry in contents.of_kind("CurvatureFlow"):
+        norms = [
+            as_number((one.get("measures") or {}).get("total", {}).get("norm"))
+            for one in entry.content.get("activations") or []
+        ]
+        if len(norms) > 1 and norms[0] and norms[-1]:
+            yield tag(
+                "span",
+                f"{_at(entry.stage)} curvature at the embedding is ",
+                tag("strong", f"{number(norms[0] / norms[-1])} times"),
+                " that at the last activation.",
+            )

@@ -8,6 +8,8 @@ from typing import Any
 from curvatlas.report.contents import Contents, Section, as_interval, as_number, with_interval
 from curvatlas.report.markup import join, table, tag
 
+_MISSED = 0.06  # above this the bound on an overlooked eigenvalue is worth a word
+
 # classes that have a section of their own
 _SHOWN = {
     "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
@@ -24,6 +26,12 @@ def cautions(contents: Contents) -> Section | None:
     for entry in contents.entries:
         if entry.content.get("converged") is False:
             warnings.append(f"{entry.name} did not converge within its budget.")
+        missed = as_number(entry.content.get("missed_probability"))
+        if missed is not None and missed > _MISSED:
+            warnings.append(
+                f"{entry.name}: the chance that an eigenvalue further out was overlooked is "
+                f"bounded only by {missed:.0%}."
+            )
     if not warnings:
         return None
     items = [tag("li", warning) for warning in warnings]

@@ -154,7 +154,7 @@ def _trace_table(contents: Contents) -> Markup | None:
     for entry in contents.of_quantity("trace"):
         value, interval = quantity(entry.content)
         converged = "yes" if entry.content.get("converged") else "no"
-        rows.append([_title(entry.stage, entry.part), with_interval(value, interval),
+        rows.append([f"tr {_title(entry.stage, entry.part)}", with_interval(value, interval),
                      entry.content.get("products"), converged])  # fmt: skip
     for entry in contents.of_kind("SpectralDensity"):
         mass, interval = quantity(entry.content, "negative_mass")
