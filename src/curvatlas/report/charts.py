@@ -19,6 +19,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 50
 AREA_WIDTH, AREA_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 _MOST_DOTS = 100
+_NAME_ROOM = 62  # below the axis, when places have slanted names instead of numbers
 
 Style = Literal["line", "points", "both", "stems", "bars", "area"]
 
@@ -57,10 +58,11 @@ def chart(
         join(zero, marks),
         axis("x", x_scale, x_names),
         axis("y", y_scale, None),
-        _axis_titles(x_label, y_label),
+        _axis_titles(x_label, y_label, _NAME_ROOM if x_names else 0),
         title=f"{title}. {description}",
         x_scale=x_scale,
         y_scale=y_scale,
+        extra=_NAME_ROOM if x_names else 0,
     )
     return figure(picture, title=title, description=description, legend=_legend(series))
 
@@ -86,42 +88,40 @@ def figure(
     )
 
 
-def axis(which: str, scale: Scale | None, names: Sequence[str] | None, size: float = 0) -> Markup:
-    """Tick marks and labels; named positions are evenly spaced cells."""
-    size = size or (AREA_WIDTH if which == "x" else AREA_HEIGHT)
-    if scale is None:
-        assert names is not None
-        step = size / len(names)
-        places = [((index + 0.5) * step, name) for index, name in enumerate(names)]
-    elif names is not None:
+def axis(which: str, scale: Scale, names: Sequence[str] | None) -> Markup:
+    """Tick marks and labels: round numbers, or names at 0, 1, 2 …"""
+    size = AREA_WIDTH if which == "x" else AREA_HEIGHT
+    if names is not None:
         places = [(scale.place(index) * size, name) for index, name in enumerate(names)]
     else:
         places = [(scale.place(v) * size, label) for v, label in scale.ticks()]
-        if which == "y":
-            places = [(size - place, label) for place, label in places]
-    ticks = [_tick(which, place, label) for place, label in places]
-    kind = scale.kind if scale is not None and names is None else "names"
-    return tag("g", ticks, class_=f"axis {which}", data_kind=kind)
+    if which == "y":
+        places = [(size - place, label) for place, label in places]
+    slanted = names is not None
+    ticks = [_tick(which, place, label, slanted) for place, label in places]
+    return tag("g", ticks, class_=f"axis {which}", data_kind="names" if slanted else scale.kind)
 
 
-def _tick(which: str, place: float, label: str) -> Markup:
-    if which == "x":
-        inner = tag("path", d="M0,0V5") + tag("text", label, y=19, text_anchor="middle")
-        moved = f"translate({place:.2f},{AREA_HEIGHT})"
-    else:
+def _tick(which: str, place: float, label: str, slanted: bool) -> Markup:
+    if which == "y":
         inner = tag("path", d="M0,0H-5") + tag("text", label, x=-9, dy="0.32em", text_anchor="end")
         moved = f"translate(0,{place:.2f})"
+    else:
+        turned = {"transform": "rotate(-38)", "x": -6, "y": 13, "text_anchor": "end"}
+        words = turned if slanted else {"y": 19, "text_anchor": "middle"}
+        inner = tag("path", d="M0,0V5") + tag("text", label, **words)
+        moved = f"translate({place:.2f},{AREA_HEIGHT})"
     return tag("g", Markup(inner), class_="tick", transform=moved, data_at=f"{place:.2f}")
 
 
-def _axis_titles(x_label: str, y_label: str) -> Markup:
-    x = tag("text", x_label, x=AREA_WIDTH / 2, y=AREA_HEIGHT + 41, text_anchor="middle")
+def _axis_titles(x_label: str, y_label: str, extra: int) -> Markup:
+    x = tag("text", x_label, x=AREA_WIDTH / 2, y=AREA_HEIGHT + 41 + extra, text_anchor="middle")
     turned = f"translate({-_LEFT + 13},{AREA_HEIGHT / 2}) rotate(-90)"
     return tag("g", x, tag("text", y_label, transform=turned, text_anchor="middle"), class_="title")
 
 
 def _frame(
-    marks: Markup, *axes: Markup, title: str, x_scale: Scale | None, y_scale: Scale | None
+    marks: Markup, *axes: Markup, title: str, x_scale: Scale, y_scale: Scale, extra: int
 ) -> Markup:
     area = f"M0,0H{AREA_WIDTH}V{AREA_HEIGHT}H0Z"
     return tag(
@@ -141,16 +141,14 @@ def _frame(
             **scale_attributes("x", x_scale),
             **scale_attributes("y", y_scale),
         ),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        viewBox=f"0 0 {WIDTH} {HEIGHT + extra}",
         role="img",
         aria_label=title,
     )  # fmt: skip
 
 
-def scale_attributes(which: str, scale: Scale | None) -> dict[str, object]:
+def scale_attributes(which: str, scale: Scale) -> dict[str, object]:
     """What report.js needs to make new ticks when the figure is zoomed."""
-    if scale is None:
-        return {}
     return {
         f"data_{which}_kind": scale.kind,
         f"data_{which}_low": repr(scale.low),
@@ -161,7 +159,7 @@ def scale_attributes(which: str, scale: Scale | None) -> dict[str, object]:
 
 def _zero_lines(x_scale: Scale, y_scale: Scale) -> Markup:
     lines = []
-    if x_scale.kind != "log" and x_scale.low < 0 < x_scale.high:
+    if x_scale.kind == "symlog" and x_scale.low < 0 < x_scale.high:
         x = x_scale.place(0) * AREA_WIDTH
         lines.append(tag("path", d=f"M{x:.2f},0V{AREA_HEIGHT}", class_="zero"))
     if y_scale.kind != "log" and y_scale.low < 0 < y_scale.high:

@@ -41,22 +41,23 @@ class Scale:
         if self.kind == "linear":
             values = _round_numbers(self.low, self.high)
         else:
-            values = [v for v in self._decades() if self.low <= v <= self.high]
+            values = self._within((1,))
+            if len(values) < 3:
+                values = self._within((1, 2, 5))
             if len(values) < 3:
                 values = _round_numbers(self.low, self.high)
         return [(value, tick_label(value)) for value in _thinned(values)]
 
-    def _decades(self) -> list[float]:
-        if self.kind == "log":
-            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            wide = last - first > 2
-            return [
-                m * 10.0**e for e in range(first, last + 1) for m in ((1,) if wide else (1, 2, 5))
-            ]
+    def _within(self, factors: tuple[int, ...]) -> list[float]:
+        """Multiples of powers of ten on the axis; on both sides of zero for symlog."""
         reach = max(abs(self.low), abs(self.high))
-        first = math.ceil(math.log10(self.threshold))
-        powers = [10.0**e for e in range(first, math.floor(math.log10(reach)) + 1)]
-        return [-p for p in reversed(powers)] + [0.0] + powers
+        smallest = self.low if self.kind == "log" else self.threshold
+        exponents = range(math.floor(math.log10(smallest)), math.floor(math.log10(reach)) + 1)
+        powers = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        if self.kind == "symlog":
+            powers = [power for power in powers if power >= self.threshold]
+            powers = [-power for power in reversed(powers)] + [0.0] + powers
+        return [power for power in powers if self.low <= power <= self.high]
 
 
 def tick_label(value: float) -> str:

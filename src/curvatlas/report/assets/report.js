@@ -44,18 +44,18 @@
     }
     return values;
   };
-  const decades = (s) => {
-    const values = [];
-    if (s.kind === "log") {
-      const first = Math.floor(Math.log10(s.low)), last = Math.ceil(Math.log10(s.high));
-      const factors = last - first <= 2 ? [1, 2, 5] : [1];
-      for (let e = first; e <= last; e++) for (const m of factors) values.push(m * 10 ** e);
-      return values;
-    }
+  const within = (s, factors) => {
     const reach = Math.max(Math.abs(s.low), Math.abs(s.high));
-    const powers = [];
-    for (let e = Math.ceil(Math.log10(s.threshold)); e <= Math.floor(Math.log10(reach)); e++) powers.push(10 ** e);
-    return [...powers.map((p) => -p).reverse(), 0, ...powers];
+    const smallest = s.kind === "log" ? s.low : s.threshold;
+    let powers = [];
+    for (let e = Math.floor(Math.log10(smallest)); e <= Math.floor(Math.log10(reach)); e++) {
+      for (const factor of factors) powers.push(Number(`${factor}e${e}`));
+    }
+    if (s.kind === "symlog") {
+      powers = powers.filter((p) => p >= s.threshold);
+      powers = [...powers.map((p) => -p).reverse(), 0, ...powers];
+    }
+    return powers.filter((p) => p >= s.low && p <= s.high);
   };
   const thinned = (values, most = 7) => {
     if (values.length <= most) return values;
@@ -63,8 +63,8 @@
     return values.filter((_, i) => (i - anchor) % every === 0);
   };
   const ticks = (s) => {
-    let values = s.kind === "linear" ? roundNumbers(s.low, s.high)
-      : decades(s).filter((v) => v >= s.low && v <= s.high);
+    let values = s.kind === "linear" ? [] : within(s, [1]);
+    if (values.length < 3 && s.kind !== "linear") values = within(s, [1, 2, 5]);
     if (values.length < 3) values = roundNumbers(s.low, s.high);
     return thinned(values);
   };

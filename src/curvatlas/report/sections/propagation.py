@@ -17,7 +17,7 @@ from curvatlas.report.markup import Markup, join, number, table, tag
 from curvatlas.report.scales import Scale, linear_scale, log_scale
 
 _TERMS = {"total": "total", "passed_on": "passed on", "created_here": "created here"}
-_MOST_NAMES = 8  # sublayers named under the axis; more are numbered and named on hover
+_MOST_NAMES = 12  # sublayers named under the axis; more are numbered and named on hover
 
 
 def propagation(contents: Contents) -> Section | None:
