@@ -148,7 +148,7 @@ class CurvatureOperator(LinearOperator):
             self.problem,
             names,
             budget=self.budget,
-            probe=linear.size,
+            probe_bytes=linear.held_bytes,
             probe_samples=sample.samples,
         )
 

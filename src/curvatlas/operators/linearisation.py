@@ -47,6 +47,12 @@ class Linearisation:
         if self.size.mean_bytes < BATCHED_BELOW_BYTES:
             self.columns_at_once = max(8, min(256, int(IN_FLIGHT_BYTES / self.size.mean_bytes)))
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that stays in use: the graph, the outputs, and as much again for their slopes."""
+        outputs = differentiable_leaves(self.outputs)[0]
+        return self.size.bytes + 2 * sum(z.numel() * z.element_size() for z in outputs)
+
     def _build(self) -> None:
         raise TypeError(f"{type(self).__name__} builds no graph.")
 
