@@ -1,0 +1,53 @@
+"""Where curvature lives in a ViT on digits, before and after training, and how it travels.
+
+    python examples/vit_atlas.py [--output FOLDER] [--steps 300] [--claims]
+
+Writes PNGs of the entry heat map, the role maps and the curvature flow; prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import curvatlas as ca
+from curvatlas.analysis.atlas_entries import entries
+from curvatlas.analysis.atlas_figures import compare_atlases
+from curvatlas.analysis.claims import examine_claims
+from curvatlas.analysis.comparisons import compare_norm_placement
+from curvatlas.zoo import digits, reference_vit, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("vit-atlas"))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--claims", action="store_true", help="also the papers' claims (minutes)")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    data = digits()
+    batch = data.train.take(options.samples)
+    model = reference_vit(seed=0, d_model=8)
+    analyzer = ca.CurvaturePropagationAnalyzer(model, "cross_entropy")
+    atlases = {}
+    for stage, steps in (("initialisation", 0), ("trained", options.steps)):
+        if steps:
+            print(train(model, data, steps=steps))
+        problem = ca.Problem(model, "cross_entropy", (batch.inputs, batch.targets))
+        atlases[stage] = ca.atlas(problem)
+        print(f"--- {stage}\n{atlases[stage]}")
+        flow = analyzer.analyze_curvature_flow(batch.inputs[:4], batch.targets[:4], step=steps)
+        print(flow)
+        picture = entries(problem).plot()
+        picture.savefig(options.output / f"entries-{stage}.png", dpi=140)
+    compare_atlases(atlases).savefig(options.output / "roles.png", dpi=140)
+    analyzer.visualize_curvature_flow(options.output / "flow.png")
+    print(compare_norm_placement(samples=options.samples, seeds=(0, 1)))
+    if options.claims:
+        print(examine_claims("digits"))
+
+
+if __name__ == "__main__":
+    main()
