@@ -31,7 +31,8 @@ def verify(
 ) -> None:
     """Check every theorem, bound and claim; exit 1 if a verdict differs from the recorded one.
 
-    With --output the run is resumable, and its folder gets verify.json, figures and a report.
+    All statements together write verify.json and figures to curvatlas-runs/verify; with --output
+    the run is resumable as well, and its folder gets a report.
     """
     from curvatlas import theory
     from curvatlas.commands.console import Console
@@ -44,11 +45,15 @@ def verify(
         console.answer(rows, "\n".join(f"{s.name}: {s.title} ({s.source})" for s in chosen))
         return
     wanted = [statement.name for statement in chosen]
-    if output is None:
-        result = run_verify(wanted, full=full, seed=seed)
-    else:
+    folder = output
+    if output is not None:
         result = _in_a_run(wanted, output, full=full, seed=seed)
+    else:
+        # Measured anew every time: a verdict of yesterday's machine is not this machine's.
+        folder = None if names else Path("curvatlas-runs") / "verify"
+        result = run_verify(wanted, full=full, seed=seed, output=folder)
     text = "\n\n".join(describe(entry) for entry in result.entries) if names else str(result)
+    text += "" if folder is None else f"\nnumbers and figures: {folder}"
     console.answer(result.listing(), text)
     if not result.agrees:
         raise typer.Exit(1)
