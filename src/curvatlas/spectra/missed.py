@@ -74,7 +74,7 @@ def closing_in(alphas: Array, betas: Array, found: Array, which: str) -> bool:
     if which == "magnitude":
         reach, last = np.abs(now).max(), np.abs(before).max()
         distances.append((np.abs(found).min() - reach, reach - last))
-    return any(distance <= 2 * progress for distance, progress in distances)
+    return any(distance <= progress for distance, progress in distances)
 
 
 def _beyond(alphas: Array, betas: Array, edge: float, outside_nodes: bool, n: int) -> float:
