@@ -114,8 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[*CASES, "layers"])
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="few rounds; nothing is kept")
+    parser.add_argument("--results", type=Path, help="folder to keep the numbers in")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rounds, wide = (3, 3) if options.quick else (options.rounds, 3)
@@ -128,9 +128,9 @@ def main(argv: list[str] | None = None) -> int:
             results.append(compare(CASES[name](), rounds=rounds, wide=wide))
     lines = contract(results, views)
     content = {"requirements": lines, "cases": results, "last_layer": views}
-    path = keep("products", content, folder=options.results)
     _show(results, views, lines)
-    print(f"kept in {path.name}")
+    if options.results or not options.quick:
+        print(f"kept in {keep('products', content, folder=options.results or RESULTS).name}")
     return 0
 
 
