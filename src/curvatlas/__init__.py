@@ -56,6 +56,7 @@ _PUBLIC: dict[str, str] = {
     "quantization_sensitivity": "curvatlas.training.quantization",
     "Thresholds": "curvatlas.training.events",
     "Result": "curvatlas.results",
+    "ConvergenceDiagnostics": "curvatlas.analysis.diagnostics",
     "ScalingLawAnalyzer": "curvatlas.analysis.scaling",
     "landscape_convergence": "curvatlas.analysis.convergence",
     "TaylorExpansionAnalyzer": "curvatlas.analysis.taylor",

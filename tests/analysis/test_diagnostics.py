@@ -1,0 +1,182 @@
+"""Diagnostics against dense spectra and real training; advice with evidence and not without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvatlas import zoo
+from curvatlas.analysis.advice import is_post_norm, recommend
+from curvatlas.analysis.diagnostics import ConvergenceDiagnostics
+from curvatlas.analysis.diagnostics_conditioning import EffectiveConditioning, LayerCurvature
+from curvatlas.analysis.scaling_noise import GradientNoise
+from curvatlas.operators.hessian import Hessian
+from curvatlas.problem import Problem
+
+SAMPLES = zoo.digits().train.to(torch.float64)
+
+
+def tiny(**options: Any) -> nn.Module:
+    return zoo.reference_vit(**{"d_model": 4, "patch_size": 4, **options}).double().eval()
+
+
+def batch(count: int) -> tuple[Tensor, Tensor]:
+    return SAMPLES.inputs[:count], SAMPLES.targets[:count]
+
+
+def layer(name: str, index: int | None, sharpness: float) -> LayerCurvature:
+    return LayerCurvature(
+        name=name, layer=index, parameters=10, sharpness=sharpness,
+        interval=(0.99 * sharpness, 1.01 * sharpness), gradient_norm=1.0,
+    )  # fmt: skip
+
+
+def look(**changes: Any) -> EffectiveConditioning:
+    calm = EffectiveConditioning(
+        loss=1.0, gradient_norm=1.0, largest=10.0, largest_interval=(9.9, 10.1), smallest=-0.1,
+        smallest_interval=(-0.11, -0.09), condition_number=50.0, interval=(45.0, 55.0),
+        negative_mass=0.4, negative_mass_interval=(0.35, 0.45), effective_rank=9.0, alignment=0.1,
+        learning_rate=0.1, stability=0.5,
+        layers=(layer("layer 0", 0, 5.0), layer("layer 1", 1, 6.0), layer("layer 2", 2, 5.5)),
+        heterogeneity=1.2, heterogeneity_interval=(1.15, 1.25), products=1, converged=True,
+    )  # fmt: skip
+    return replace(calm, **changes)
+
+
+def test_conditioning_is_that_of_the_dense_spectrum() -> None:
+    model = tiny()
+    found = ConvergenceDiagnostics(model).compute_effective_conditioning(
+        *batch(8), learning_rate=0.1
+    )
+    problem = Problem(model, "cross_entropy", batch(8))
+    operator = Hessian(problem)
+    dense = operator.dense()
+    values = torch.linalg.eigvalsh(dense)
+    assert found.largest == pytest.approx(float(values[-1]), rel=1e-3)
+    assert found.smallest == pytest.approx(float(values[0]), rel=1e-2)
+    want = float(values[-1] / values.abs().mean())
+    assert found.interval[0] <= want <= found.interval[1]
+    assert found.condition_number == pytest.approx(want, rel=0.15)
+    gradient = problem.gradient()
+    alignment = float(gradient @ dense @ gradient / (gradient @ gradient) / values[-1])
+    assert found.alignment == pytest.approx(alignment, rel=1e-3)
+    assert found.stability == pytest.approx(0.05 * float(values[-1]), rel=1e-3)
+    first = next(item for item in found.layers if item.layer == 0)
+    inside = torch.cat([s.indices for s in problem.anatomy.slices if s.layer == 0])
+    block = torch.linalg.eigvalsh(dense[inside][:, inside])[-1]
+    assert first.interval[0] <= float(block) * (1 + 1e-9)
+    assert float(block) <= first.interval[1] * (1 + 1e-9)
+    assert first.gradient_norm == pytest.approx(float(gradient[inside].norm()))
+
+
+def test_trajectory_trains_a_copy_and_reports_what_happened() -> None:
+    model = tiny()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = ConvergenceDiagnostics(model).analyze_convergence_trajectory(
+        batch(24), 12, learning_rate=0.1, looks=3, products=20
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert found.look_steps == (0, 6, 12)
+    assert found.losses[0] == pytest.approx(Problem(model, "cross_entropy", batch(24)).value())
+    assert 0 < found.loss_reduction < 1
+    assert found.loss_decay_rate.value < 0
+    assert found.condition_trend is not None
+    assert found.noise is not None
+    assert not found.diverged
+    assert found.plot().axes[1].get_ylabel().startswith("sharpness")
+    for item in found.recommendations:
+        assert item.value > item.threshold
+        assert item.evidence
+
+
+def test_plain_sgd_is_what_the_trajectory_runs() -> None:
+    model = tiny()
+    found = ConvergenceDiagnostics(model).analyze_convergence_trajectory(
+        batch(10), 5, learning_rate=0.05, momentum=0.9, looks=2, products=12, in_place=True
+    )
+    other = tiny()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(5):
+        loss = nn.functional.cross_entropy(other(batch(10)[0]), batch(10)[1])
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert found.losses.tolist() == pytest.approx(losses, rel=1e-9)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+def test_calm_measurements_give_no_advice() -> None:
+    noise = GradientNoise(
+        value=30.0, interval=(20.0, 45.0), simple=25.0, simple_interval=(20.0, 30.0), samples=48,
+        gradient_norm=1.0, products=1,
+    )  # fmt: skip
+    assert recommend([look()], gradient_norms=[1.0] * 20, noise=noise, batch_size=32) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "strength"),
+    [
+        ({"learning_rate": 0.3}, "learning rate", "strong"),
+        ({"learning_rate": 0.2005}, "learning rate", "weak"),
+        (
+            {"heterogeneity": 40.0, "heterogeneity_interval": (38.0, 42.0)},
+            "adaptive optimizer",
+            "strong",
+        ),
+        (
+            {"heterogeneity": 12.0, "heterogeneity_interval": (8.0, 18.0)},
+            "adaptive optimizer",
+            "weak",
+        ),
+        ({"smallest": -4.0, "smallest_interval": (-4.1, -3.9)}, "negative curvature", "strong"),
+        ({"layers": (layer("layer 0", 0, 1.0), layer("layer 1", 1, 9.0))}, "layer-wise rates",
+         "strong"),
+    ],
+)  # fmt: skip
+def test_each_measurement_gives_its_own_advice(
+    changes: dict[str, Any], topic: str, strength: str
+) -> None:
+    (found,) = recommend([look(**changes)])
+    assert (found.topic, found.strength) == (topic, strength)
+
+
+def test_gradient_spikes_ask_for_clipping_and_noise_for_larger_batches() -> None:
+    norms = [1.0 + 0.01 * i for i in range(40)]
+    norms[7] = 30.0
+    (found,) = recommend([look()], gradient_norms=norms)
+    assert found.topic == "clipping"
+    noise = GradientNoise(
+        value=300.0, interval=(200.0, 450.0), simple=25.0, simple_interval=(20.0, 30.0),
+        samples=48, gradient_norm=1.0, products=1,
+    )  # fmt: skip
+    (larger,) = recommend([look()], noise=noise, batch_size=32)
+    assert "larger batch" in larger.action
+    (smaller,) = recommend([look()], noise=noise, batch_size=4000)
+    assert "smaller batch" in smaller.action
+
+
+def test_pre_norm_is_only_advised_to_post_norm_stacks_whose_sharpness_grows() -> None:
+    growing = look(layers=tuple(layer(f"layer {i}", i, 1.3**i) for i in range(5)))
+    post, pre = tiny(n_layers=2), tiny(n_layers=2, norm_first=True)
+    assert is_post_norm(post)
+    assert not is_post_norm(pre)
+    assert [r.topic for r in recommend([growing], model=post)] == ["pre-norm"]
+    assert recommend([growing], model=pre) == ()
+    flat = look(layers=tuple(layer(f"layer {i}", i, 1 + 0.01 * (-1) ** i) for i in range(5)))
+    assert recommend([flat], model=post) == ()
+
+
+def test_training_beyond_the_edge_is_noticed() -> None:
+    model = tiny()
+    found = ConvergenceDiagnostics(model).analyze_convergence_trajectory(
+        batch(12), 3, learning_rate=20.0, looks=2, products=12
+    )
+    assert found.stability[0] > 1
+    assert "learning rate" in {item.topic for item in found.recommendations}
