@@ -148,6 +148,16 @@ class LinearisedBlock:
         """
         dtype = next(iter(self.weights.values())).dtype
         directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
+        return self.push_checked(tangents, x_dot, directions, x_dot_again)
+
+    def push_checked(
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None,
+        directions: int,
+        x_dot_again: FormedTangent | None,
+    ) -> BlockTangent:
+        """``push`` of tangents that are known to fit."""
         moved = None if x_dot is None else self._tokens(x_dot)
         given = moved
         again = x_dot_again if x_dot_again is not None else lambda _: given

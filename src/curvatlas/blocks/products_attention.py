@@ -133,7 +133,7 @@ class Attention:
         directions = given.shape[0]
         if self.output is not None:
             shape = (directions, *self._mixed.shape)
-            buffer = way.space.take("attention.tokens", *shape, like=self._mixed)
+            buffer = way.space.take("wide", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
         rates = self.core.pull(
             None if rate is None else self._split(rate, "output", way.space),
@@ -164,7 +164,7 @@ class Attention:
         layer = self.together
         if layer is not None and _alike(layer, dots):
             shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
-            buffer = space.take("attention.tokens", *shape, like=self._mixed)
+            buffer = space.take("wide", *shape, like=self._mixed)
             tokens = layer.push(x, x_dot, dots, buffer)
             if tokens is None:
                 return [None, None, None]
@@ -174,7 +174,7 @@ class Attention:
         heads: list[Tensor | None] = []
         for name, layer in self.inputs.items():
             shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
-            buffer = space.take("attention.tokens", *shape, like=self._mixed)
+            buffer = space.take("wide", *shape, like=self._mixed)
             moved = layer.push(x, x_dot, dots, buffer)
             heads.append(None if moved is None else self._split(moved, name, space))
         return heads
@@ -191,7 +191,7 @@ class Attention:
         given = [rate for rate in rates if rate is not None]
         if layer is not None and len(given) == 3 and _alike(layer, dots, way.wanted):
             shape = (given[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
-            tokens: Tensor = way.space.take("attention.tokens", *shape, like=self._mixed)
+            tokens: Tensor = way.space.take("wide", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, given, parts, strict=True):
                 self._merge(rate, name, part)
@@ -203,7 +203,7 @@ class Attention:
                 yield single, None
                 continue
             shape = (head_rate.shape[1], self._mixed.shape[0], single.weight.shape[0])
-            buffer = way.space.take("attention.tokens", *shape, like=head_rate)
+            buffer = way.space.take("wide", *shape, like=head_rate)
             tokens = self._merge(head_rate, name, buffer)
             if name == "query":
                 self._correct_query(tokens, centre)
@@ -268,19 +268,33 @@ class Attention:
         return full.reshape(self.samples * shared, repeats * self.length, self.length)
 
 
+def with_joint_projections(weights: Weights) -> dict[str, Tensor]:
+    """The same weights with query, key and value side by side in memory, copied if they are not.
+
+    Chains that share these weights then share the copy that ``_projections`` would make for each.
+    """
+    if not all(f"{name}_weight" in weights for name in PROJECTIONS):
+        return dict(weights)  # the block will say what it misses
+    layer = _projections(weights)[0]
+    return dict(weights) if layer is None else {**weights, **_columns_of(layer)}
+
+
 def _projections(weights: Weights) -> tuple[Linear | None, dict[str, Linear]]:
     """The three projections as one layer (None where only some have a bias) and one by one."""
     biases = [f"{name}_bias" for name in PROJECTIONS]
     if not complete(biases, weights):
         return None, {name: Linear([name], weights) for name in PROJECTIONS}
     together = Linear(PROJECTIONS, weights)
-    views = dict(
-        zip(together.weight_names, torch.split(together.weight, list(together.sizes)), strict=True)
-    )
-    if together.bias is not None:
-        parts = torch.split(together.bias, list(together.sizes))
-        views |= dict(zip(together.bias_names, parts, strict=True))
-    return together, {name: Linear([name], views) for name in PROJECTIONS}
+    return together, {name: Linear([name], _columns_of(together)) for name in PROJECTIONS}
+
+
+def _columns_of(layer: Linear) -> dict[str, Tensor]:
+    """The weights of layers taken together, one by one (views)."""
+    sizes = list(layer.sizes)
+    views = dict(zip(layer.weight_names, torch.split(layer.weight, sizes), strict=True))
+    if layer.bias is not None:
+        views |= dict(zip(layer.bias_names, torch.split(layer.bias, sizes), strict=True))
+    return views
 
 
 def _alike(layer: Linear, *given: Container[str]) -> bool:

@@ -99,7 +99,7 @@ class FeedForward:
             return None
         directions = _directions(rate if rate is not None else x_dot, dots)
         shape = (directions, *self.slope_up.shape)
-        buffer = way.space.take("ffn.hidden", *shape, like=self.slope_up)
+        buffer = way.space.take("wide", *shape, like=self.slope_up)
         t = buffer if self.down.pull(rate, dots, buffer) else None
         up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, way, shape)
         self.up.rates(up_rate, x, x_dot, way)
@@ -120,7 +120,7 @@ class FeedForward:
         given = up_dot if up_dot is not None else gate_dot
         if given is None:
             return None
-        out = space.take("ffn.hidden", *given.shape, like=given)
+        out = space.take("wide", *given.shape, like=given)
         return _sum_of_products(out, (self.slope_up, up_dot), (self.slope_gate, gate_dot))
 
     def _through_units(
@@ -139,7 +139,7 @@ class FeedForward:
             gate_rate = way.space.take("ffn.gate", *shape, like=self.slope_up)
             gate_terms = ((self.slope_gate, t), (bend_gate, gate_dot), (bend_cross, up_dot))
             gate_rate = _sum_of_products(gate_rate, *gate_terms)
-        up_rate = t if t is not None else way.space.take("ffn.hidden", *shape, like=self.slope_up)
+        up_rate = t if t is not None else way.space.take("wide", *shape, like=self.slope_up)
         if way.record:
             assert t is not None
             self._record(t[0])

@@ -5,9 +5,10 @@ r"""A normalisation y = γ ⊙ n(x) + β with its tangent and the tangent of its
     R δ_x = J u + Ψ(γ ⊙ δ_y) ẋ,   u = γ ⊙ Rδ_y + γ̇ ⊙ δ_y
     R ∂ℓ/∂γ = Σ_i (n ⊙ Rδ_y + ṅ ⊙ δ_y),   R ∂ℓ/∂β = Σ_i Rδ_y
 
-With J and Ψ of THEORY 3.2, Jδ·ẋ = δ·ṅ, and everything over one common factor 1/σ:
+With J and Ψ of THEORY 3.2, Jδ·ẋ = δ·ṅ, everything over one common factor 1/σ, b = n·γδ_y and
+c = −(n·ẋ)/(dσ):
 
-    R δ_x = { C u − [ n (n·u + γδ_y·ṅ) + δ_x (n·ẋ) + ṅ (n·γδ_y) ]/d } / σ.
+    R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ.
 
 ``None`` is zero.
 """
@@ -49,8 +50,7 @@ class Normalization:
         self.weight, self.bias = weights.get(self.weight_name), weights.get(self.bias_name)
         self.n, self.inv_std = normalize(x, eps=eps, norm=norm)
         self.delta: Tensor | None = None  # δ_y (N, d)
-        self._pulled: Tensor | None = None  # δ_x = J(γ δ_y) (N, d)
-        self._along: Tensor | None = None  # n·(γ δ_y) (N, 1)
+        self._along: Tensor | None = None  # b = n·(γ δ_y) (N, 1)
 
     def value(self, space: Workspace) -> Tensor:
         """y (N, d); formed from n whenever it is needed, cheaper than keeping both."""
@@ -115,7 +115,7 @@ class Normalization:
         if way.record:
             assert rate is not None
             assert along is not None
-            self.delta, self._pulled, self._along = rate[0], pulled[0], along[0]
+            self.delta, self._along = rate[0], along[0]
         return pulled
 
     def _push_normalized(
@@ -163,12 +163,24 @@ class Normalization:
         scratch: Tensor,
     ) -> Tensor:
         """R δ_x of the module's last equation, written to ``out``."""
-        if rate is None:
-            out.zero_()
-        elif self.weight is None:
+        share = -1.0 / self.n.shape[-1]
+        turn: Tensor | None = None  # c (K, N, 1)
+        if state.along is not None:
+            assert self.delta is not None
+            assert self._along is not None
+            turn = state.along * self.inv_std * share
+            along = turn * self._along if along is None else torch.addcmul(along, turn, self._along)
+        if turn is not None and self.delta is not None:
+            if rate is None:
+                torch.mul(self.delta, turn, out=out)
+            else:
+                torch.addcmul(rate, self.delta, turn, out=out)
+        elif rate is not None:
             out.copy_(rate)
         else:
-            torch.mul(rate, self.weight, out=out)
+            out.zero_()
+        if self.weight is not None:
+            out *= self.weight
         if state.weight_dot is not None:
             assert self.delta is not None
             gain = state.weight_dot.unsqueeze(1)
@@ -180,13 +192,9 @@ class Normalization:
             return out
         if self.norm == "layer":
             out -= out.mean(-1, keepdim=True)
-        share = -1.0 / self.n.shape[-1]
         if along is not None:
             out.addcmul_(self.n, along, value=share)
         if state.n_dot is not None:
-            assert state.along is not None
-            assert self._pulled is not None
             assert self._along is not None
-            out.addcmul_(self._pulled, state.along, value=share)
             out.addcmul_(state.n_dot, self._along, value=share)
         return out.mul_(self.inv_std)

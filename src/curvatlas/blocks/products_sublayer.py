@@ -149,6 +149,4 @@ class Sublayer:
             inner_rate = before.pull(inner_rate, state, way)
         if not needs_input:
             return None
-        if way.record and before is not None and inner_rate is not None:
-            inner_rate = inner_rate.clone()  # the norm keeps the other one as its δ_x
         return add(inner_rate, rate) if self.residual else inner_rate

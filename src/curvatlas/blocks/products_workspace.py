@@ -3,7 +3,8 @@
 A CPU allocation of a megabyte is a system call and hundreds of page faults: in the first version
 of these products fresh outputs took 40 % of the time. A workspace hands out the same memory under
 the same key again, product after product. Keys starting with a stage's own number live from the
-way forward to the way back; the others are scratch shared by all stages of a stack.
+way forward to the way back; the others are scratch shared by all stages of a stack ("wide" by
+attention and feed-forward, which never run at the same time).
 """
 
 from __future__ import annotations

@@ -89,11 +89,14 @@ class Chain:
     ) -> tuple[list[BlockTangent | None], ReadoutTangent]:
         """J v through every block; ``x_dot`` (K, n, L, d)."""
         moved, again, states = x_dot, None, []
+        directions = 0 if x_dot is None else x_dot.shape[0]
+        for dots in tangents.values():
+            directions = next(iter(dots.values())).shape[0]
         for index, block in enumerate(self.blocks):
             dots = tangents.get(index, {})
             state: BlockTangent | None = None
             if moved is not None or dots:
-                state = block.push(dots, moved, x_dot_again=again)
+                state = block.push_checked(dots, moved, directions, again)
                 moved, again = state.output, state.output_again
             states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)

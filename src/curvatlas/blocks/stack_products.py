@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from curvatlas.blocks.products import PARTS, BlockTangent, Part
+from curvatlas.blocks.products_attention import with_joint_projections
 from curvatlas.blocks.products_head import ReadoutTangent
 from curvatlas.blocks.products_workspace import Workspace
 from curvatlas.blocks.stack_chain import (
     READOUT,
     Chain,
-    Groups,
     mask_of,
     shares,
     with_sample_axis,
@@ -53,7 +53,8 @@ class LinearisedStack:
         self.space = Workspace(keep=True)
         self._layout(stack, x, include_weights)
         self._samples, weights = self._parts(stack, x, targets, parts)
-        blocks = list(zip(stack.specs, stack.weights, strict=True))
+        joint = [with_joint_projections(weights) for weights in stack.weights]
+        blocks = list(zip(stack.specs, joint, strict=True))
         self.chains: list[Chain] = []
         values: list[Tensor] = []
         for samples, weight in zip(self._samples, weights, strict=True):
@@ -74,7 +75,7 @@ class LinearisedStack:
         if self.include_input:
             self._shapes[INPUT] = tuple(x.shape)
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
-        self._groups: dict[int, list[tuple[str, tuple[int, ...], int, int]]] = {}
+        self._groups: dict[int, list[_Piece]] = {}
         start = 0
         for (name, shape), size in zip(self._shapes.items(), self._sizes, strict=True):
             if name != INPUT:
@@ -129,7 +130,7 @@ class LinearisedStack:
             raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
         rows = self._rows(v)
         flat = torch.empty_like(rows)
-        tangents = self._views(rows)
+        tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
         for number, chain in enumerate(self.chains):
             states, readout = chain.push(tangents, self._input(rows, number))
             rate = None
@@ -150,7 +151,8 @@ class LinearisedStack:
     def jacobian_product(self, v: Tensor) -> Tensor:
         """J v: (P,) → the outputs' shape (n, L, C), or (P, K) → (K, n, L, C)."""
         rows = self._rows(v)
-        tangents, outputs = self._views(rows), []
+        tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
+        outputs = []
         for number, chain in enumerate(self.chains):
             shape = (rows.shape[0], *chain.output.shape)
             moved = chain.push(tangents, self._input(rows, number))[1].output
@@ -194,14 +196,11 @@ class LinearisedStack:
         """Where the rates of a block's weights go: in place, or by way of a buffer to be added."""
         pieces = self._groups.get(index, [])
         if number == 0 or not pieces:
-            yield self._views(flat).get(index, {}) if pieces else {}
+            yield _views(flat, pieces)
             return
         first, last = pieces[0][2], pieces[-1][3]
         buffer = self.space.take("stack.rates", flat.shape[0], last - first, like=flat)
-        yield {
-            name: buffer[:, a - first : b - first].view(flat.shape[0], *shape)
-            for name, shape, a, b in pieces
-        }
+        yield _views(buffer, [(name, shape, a - first, b - first) for name, shape, a, b in pieces])
         flat[:, first:last] += buffer
 
     def _rows(self, v: Tensor) -> Tensor:
@@ -217,13 +216,6 @@ class LinearisedStack:
         whole = rows[:, -self._sizes[-1] :].view(rows.shape[0], *shape)
         return whole[:, self._samples[number]]
 
-    def _views(self, rows: Tensor) -> Groups:
-        """Views of flat rows (K, P) in the weights' shapes, by block and for the readout."""
-        return {
-            index: {name: rows[:, a:b].view(rows.shape[0], *shape) for name, shape, a, b in pieces}
-            for index, pieces in self._groups.items()
-        }
-
     def _check_vector(self, v: Tensor) -> None:
         size = sum(self._sizes)
         if v.ndim not in (1, 2) or v.shape[0] != size:
@@ -237,6 +229,15 @@ class LinearisedStack:
         device = self.chains[0].output.device
         if v.device != device:
             raise ValueError(f"the vector is on {v.device}, the stack on {device}.")
+
+
+_Piece = tuple[str, tuple[int, ...], int, int]  # name, shape, first and last place
+
+
+def _views(rows: Tensor, pieces: Sequence[_Piece]) -> dict[str, Tensor]:
+    """Views of flat rows (K, size) in the shapes of some weights."""
+    count = rows.shape[0]
+    return {name: rows[:, a:b].view(count, *shape) for name, shape, a, b in pieces}
 
 
 def default_parts(specs: Sequence[BlockSpec], x: Tensor) -> int:
