@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import curvatlas
 from cli_models import make_data, make_model
-from curvatlas import runs
+from curvatlas import cli, runs
 from curvatlas.results import same
 from run_samples import write_run
 
@@ -166,8 +166,6 @@ def _in_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """The entry point itself, without paying for a new interpreter."""
-    from curvatlas import cli
-
     monkeypatch.chdir(cwd)
     monkeypatch.syspath_prepend(str(_HERE))
     monkeypatch.setattr(sys, "argv", ["curvatlas", *arguments])
@@ -275,42 +273,59 @@ def test_weights_and_roles_can_be_chosen(
     assert results["model.total.trace"]["value"] == pytest.approx(0.5, rel=1e-5)
 
 
-def test_interrupting_leaves_a_run_that_the_told_command_resumes(tmp_path: Path) -> None:
-    command = ["analyze", "cli_models:make_slow_model", "cli_models:make_data", "--output", "run"]
-    process = _start(*command, cwd=tmp_path)
+_SLOW = ["analyze", "cli_models:make_slow_model", "cli_models:make_data", "--output", "run"]
+
+
+def _interrupted(cwd: Path, number: signal.Signals) -> str:
+    """Start, send the signal once something is stored, and return the last line on stderr."""
+    process = _start(*_SLOW, cwd=cwd)
     deadline = time.monotonic() + 120
-    while not (tmp_path / "run/results/model.subject.json").exists():
+    while not (cwd / "run/results/model.subject.json").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    message = err.strip().splitlines()[-1]
+    assert runs.load(cwd / "run").status == "interrupted"
+    return err.strip().splitlines()[-1]
+
+
+def test_ctrl_c_leaves_a_run_that_the_told_command_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = _interrupted(tmp_path, signal.SIGINT)
     assert "Resume with: curvatlas analyze" in message
-    assert runs.load(tmp_path / "run").status == "interrupted"
     told = message.split("Resume with: curvatlas ")[1].split()
-    assert _curvatlas(*told, cwd=tmp_path).returncode == 0
+    assert _in_process(told, tmp_path, capsys, monkeypatch).returncode == 0
     assert runs.load(tmp_path / "run").status == "complete"
 
 
-def test_a_used_up_time_budget_leaves_a_report_and_a_resumable_run(tmp_path: Path) -> None:
-    command = ["analyze", "cli_models:make_slow_model", "cli_models:make_data", "--output", "run"]
-    stopped = _curvatlas(*command, "--time", "0.5s", cwd=tmp_path)
+def test_a_terminated_run_can_be_resumed_too(tmp_path: Path) -> None:
+    assert "Resume with: curvatlas analyze" in _interrupted(tmp_path, signal.SIGTERM)
+
+
+def test_a_used_up_time_budget_leaves_a_report_and_a_resumable_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = _in_process([*_SLOW, "--time", "0.5s"], tmp_path, capsys, monkeypatch)
     assert stopped.returncode == 3, stopped.stderr
-    assert "time budget" in stopped.stderr
+    assert "time budget" in _one_line(stopped)
     assert (tmp_path / "run/report.html").is_file()
-    assert _curvatlas(*command, cwd=tmp_path).returncode == 0
+    assert _in_process(_SLOW, tmp_path, capsys, monkeypatch).returncode == 0
     assert runs.load(tmp_path / "run").status == "complete"
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    plain = _curvatlas("analyze", "cli_models:broken", "digits", cwd=tmp_path)
+def test_debug_shows_the_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["analyze", "cli_models:broken", "digits"]
+    plain = _in_process(command, tmp_path, capsys, monkeypatch)
     assert plain.returncode == 1
     assert "this factory always fails" in _one_line(plain)
-    debug = _curvatlas("analyze", "cli_models:broken", "digits", "--debug", cwd=tmp_path)
-    assert debug.returncode != 0
-    assert "Traceback" in debug.stderr
+    monkeypatch.setattr(sys, "argv", ["curvatlas", *command, "--debug"])
+    with pytest.raises(RuntimeError, match="this factory always fails"):
+        cli.main()
 
 
 def test_report_writes_the_page_of_a_run(
@@ -354,8 +369,10 @@ def test_report_compares_two_runs(
     assert "option seed: 0 → 1" in finished.stdout
 
 
-def test_doctor_finds_our_hessian_right_and_the_composed_one_wrong(tmp_path: Path) -> None:
-    finished = _curvatlas("doctor", "--json", cwd=tmp_path)
+def test_doctor_finds_our_hessian_right_and_the_composed_one_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = _in_process(["doctor", "--json"], tmp_path, capsys, monkeypatch)
     findings = json.loads(finished.stdout)
     assert findings["layer_norm"]["curvatlas_error"] < 1e-13
     assert findings["layer_norm"]["torch_func_hessian_error"] > 1e-3
@@ -367,7 +384,7 @@ def test_doctor_finds_our_hessian_right_and_the_composed_one_wrong(tmp_path: Pat
 
 @pytest.mark.slow
 def test_demo_makes_a_run_and_a_report(tmp_path: Path) -> None:
-    finished = _curvatlas("demo", "--steps", "20", "--samples", "16", "--json", cwd=tmp_path)
+    finished = _curvatlas("demo", "--steps", "20", "--samples", "4", "--json", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     names = set(answer["results"])

@@ -297,3 +297,13 @@ def test_a_fingerprint_sees_every_weight_and_every_batch() -> None:
     assert runs.fingerprints.of_data(batches) == runs.fingerprints.of_data(list(batches))
     assert runs.fingerprints.of_data(batches) != runs.fingerprints.of_data(batches[::-1])
     assert runs.fingerprints.of_data(batches) != runs.fingerprints.of_data(batches[:1])
+
+
+def test_a_run_resumed_by_another_version_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.Run.create(tmp_path / "run", options={}).close("interrupted")
+    monkeypatch.setattr(curvatlas, "__version__", "9.9.9")
+    runs.Run.create(tmp_path / "run", options={}).close()
+    (warning,) = runs.load(tmp_path / "run").warnings
+    assert "9.9.9" in warning

@@ -244,4 +244,7 @@ def _resumable(
                 f"{folder} holds a run with other {what} ({', '.join(keys)} differ): "
                 "name another folder, or repeat the run with what its manifest says."
             )
+    if manifest.version != curvatlas.__version__:
+        note = f"begun with curvatlas {manifest.version}, resumed with {curvatlas.__version__}"
+        manifest = manifest.changed(warnings=(*manifest.warnings, note))
     return manifest
