@@ -22,6 +22,18 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Peers live in their own environment: some of them would pull torchvision into ours.
+bench: $(VENV)/.ready
+	$(PYTHON) benchmarks/peers.py
+	$(ONE_THREAD) .venv-bench/bin/python benchmarks/run.py run
+	$(BIN)/python scripts/benchmark_page.py
+
+# Independent oracle: JAX in an environment of its own writes tests/fixtures.
+fixtures:
+	test -x .venv-jax/bin/python || $(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet jax safetensors
+	.venv-jax/bin/python scripts/jax_fixtures.py
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
@@ -29,4 +41,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench .venv-jax build dist .pytest_cache .mypy_cache .ruff_cache
