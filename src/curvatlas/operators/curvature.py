@@ -14,7 +14,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
-from curvatlas.operators.kept import KeptLinearisations
+from curvatlas.operators.kept import PLANNED, KeptLinearisations
 from curvatlas.operators.linearisation import Columns, Linearisation
 from curvatlas.operators.probes import probe_by_differences, probe_symmetry
 from curvatlas.problem import Batch, Problem
@@ -133,12 +133,16 @@ class CurvatureOperator(LinearOperator):
 
     def _start(self, names: list[str]) -> KeptLinearisations:
         sample = _probe_batch(self.problem)
+        try:
+            with self.problem.evaluating():
+                linear = self._linearise(sample, names)
+        except Exception:
+            if self._checks:
+                self.problem.check()  # finds the cause, and says it of the whole batch
+            raise
         if self._checks:
-            # One sample is enough to see randomness; a whole batch may exceed the budget. Every
-            # batch's loss is checked for NaN when it is linearised.
-            self.problem.with_batches([sample]).check()
+            self._check_first_batch(sample, linear.held_bytes)
         with self.problem.evaluating():
-            linear = self._linearise(sample, names)
             if self._checks and self.tags.symmetric:
                 probe_symmetry(linear, names)
             if self._checks and linear.size.custom:
@@ -151,6 +155,17 @@ class CurvatureOperator(LinearOperator):
             probe_bytes=linear.held_bytes,
             probe_samples=sample.samples,
         )
+
+    def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:
+        """The problem's checks, on as much of the first batch as the budget allows."""
+        problem = self.problem
+        first = next(problem.batches())
+        # A forward pass without a graph takes less than the graph of the same samples.
+        fitting = max(1, int(PLANNED * self.budget * sample.samples / max(sample_bytes, 1)))
+        if not problem.loss.additive or first.samples <= fitting:
+            return problem.check()
+        part = first.part(0, fitting, problem.loss.count)
+        problem.with_batches([part if part.count > 0 else sample]).check()
 
     def _after_first_pass(self, kept: KeptLinearisations) -> None:
         if self._checks and kept.unused:
