@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import jax_fixtures
 from batched_oracles import parts
 from curvatlas.blocks import derivatives
-from curvatlas.blocks.assembly import Workspace
 from curvatlas.blocks.block import TransformerBlockHessian
 from curvatlas.blocks.losses import PooledCrossEntropy
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.result import BlockHessian
 from curvatlas.blocks.structure import BlockSpec
 

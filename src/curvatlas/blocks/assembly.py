@@ -5,94 +5,30 @@ always innermost so that every elementwise pass is contiguous:
 
 * folded: the bracket is formed for a few r, c at a time (it stays in cache) and one product with
   α writes the rows of H in place, no temporary, no permutation. Both terms cost one product.
-* paired: (M as rc × n) @ (α ⊗ α' as n × ab), then one strided copy. Used where a or b is 1, and for
-  blocks on the diagonal, where r ≤ c halves the product, a ≤ b halves it again, and the mirror
-  image is the same tile.
+* paired: (M as rc × n) @ (α ⊗ α' as n × ab), and (α ⊗ δ' as ac × n) @ (K as n × rb), then a copy
+  into place. Used where tokens far outnumber activations, and where a or b is 1.
 
-What is computed is one orientation of each pair of families; ``mirror`` fills the other.
+Blocks on the diagonal, and the other triangle, are in ``symmetry``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.families import Family, Pair, Segment
+from curvatlas.blocks.families import Family, Segment
+from curvatlas.blocks.operands import Operands, Workspace, multiply
+from curvatlas.blocks.placement import Target
+from curvatlas.blocks.symmetry import add_square
 
 # Numbers in one folded bracket: 1 MB of float64 stays in the second-level cache.
 _FOLD = 1 << 17
-# Tokens per activation up to which folding is the faster way (measured at widths 16 and 32).
+# Tokens per activation up to which folding is the faster way: two terms become one product; one
+# term saves only the copy, and nothing where a copy is made anyway.
 _FOLD_TWO_TERMS = 5
 _FOLD_ONE_TERM = 2
 # Numbers in one paired product before it is copied into place.
-_PAIR = 1 << 19
-# A block on the diagonal is cut into this many strips: each skips what lies left of it.
-_STRIPS = 4
-# From this many tokens on, packing a ≤ b saves more arithmetic than unpacking costs.
-_PACK_FROM = 64
-# Rows and columns of one transposed tile: wide enough that its rows are whole pages of memory.
-_TILE = 512
-
-
-@dataclass
-class Workspace:
-    """Scratch memory of the assembly; pass the same one again and nothing is allocated."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-    def take(self, name: str, size: int, like: Tensor) -> Tensor:
-        """A flat buffer of ``size`` numbers, kept for the next call of the same name."""
-        held = self.buffers.get(name)
-        if (
-            held is None
-            or held.numel() < size
-            or held.dtype != like.dtype
-            or (held.device != like.device)
-        ):
-            held = torch.empty(size, dtype=like.dtype, device=like.device)
-            self.buffers[name] = held
-        return held[:size]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.numel() * b.element_size() for b in self.buffers.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operands:
-    """A pair with its activations, tokens last: M (r, c, n), K (r, w, n), δ' (c, n), α (·, n)."""
-
-    core: Tensor
-    slope: Tensor | None
-    slope_start: int
-    diagonal: Tensor | None  # (r, n)
-    diagonal_columns: tuple[int, int]
-    delta: Tensor | None
-    left: Tensor  # α (a, n)
-    right: Tensor  # α' (b, n)
-
-
-def prepare(pair: Pair, left: Tensor, right: Tensor) -> Operands:
-    """Turn (n, …) tensors into token-last, contiguous ones."""
-    n = left.shape[0]
-    core = pair.core if pair.core.shape[0] == n else pair.core.expand(n, -1, -1)
-    return Operands(
-        core=_token_last(core),
-        slope=None if pair.slope is None else _token_last(pair.slope.expand(n, -1, -1)),
-        slope_start=pair.slope_start,
-        diagonal=None if pair.slope_diagonal is None else _token_last(pair.slope_diagonal),
-        diagonal_columns=pair.diagonal_columns,
-        delta=None if pair.delta is None else _token_last(pair.delta),
-        left=_token_last(left),
-        right=_token_last(right),
-    )
-
-
-def _token_last(t: Tensor) -> Tensor:
-    flat = t.reshape(t.shape[0], -1).t().contiguous()
-    return flat.view(*t.shape[1:], t.shape[0])
+_PAIR = 1 << 20
 
 
 def add_block(
@@ -103,11 +39,15 @@ def add_block(
     *,
     accumulate: bool,
     workspace: Workspace,
+    both: bool = False,
     rows: frozenset[str] | None = None,
     columns: frozenset[str] | None = None,
     origin: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write (or add) block (f, g) into ``out``; only the segments named in rows, columns."""
+    """Write (or add) block (f, g) into ``out``; only the segments named in rows, columns.
+
+    With ``both`` every tile also goes, transposed, to block (g, f) while it is in cache.
+    """
     if f.key == g.key:
         _add_symmetric(out, f, operands, accumulate, workspace, rows, columns, origin)
         return
@@ -115,19 +55,20 @@ def add_block(
         if columns is not None and right.name not in columns:
             continue
         for lefts in _same_core(f, rows):
-            if _folds(lefts, right, operands):
-                _fold(out, lefts, right, operands, accumulate, workspace, origin)
+            targets = [Target(out, left, right, origin, accumulate, both) for left in lefts]
+            if _folds(lefts, right, operands, copied=both):
+                _fold(targets, operands, workspace)
             else:
-                for left in lefts:
-                    _pair(out, left, right, operands, accumulate, workspace, origin)
+                for target in targets:
+                    _pair(target, operands, workspace)
 
 
-def _folds(lefts: list[Segment], right: Segment, x: Operands) -> bool:
+def _folds(lefts: list[Segment], right: Segment, x: Operands, *, copied: bool) -> bool:
     """Whether folding beats pairing: the bracket costs n/|a| passes, a second product n."""
     widest = max(left.shape[1] for left in lefts)
-    if widest == 1 or right.shape[1] == 1:
+    if widest == 1 or right.shape[1] == 1 or (copied and x.slope is None):
         return False
-    limit = _FOLD_TWO_TERMS if x.slope is not None else _FOLD_ONE_TERM
+    limit = _FOLD_ONE_TERM if x.slope is None else _FOLD_TWO_TERMS
     return x.left.shape[-1] <= limit * widest
 
 
@@ -140,36 +81,13 @@ def _same_core(f: Family, names: frozenset[str] | None) -> list[list[Segment]]:
     return list(groups.values())
 
 
-def _view(out: Tensor, segment: Segment, dim: int, origin: int) -> Tensor:
-    """``out`` with the segment's stretch of axis ``dim`` as two axes (core, activation)."""
-    part = out.narrow(dim, segment.start - origin, segment.size)
-    r, a = segment.shape
-    sizes = (a, r) if segment.activation_major else (r, a)
-    split = part.view(*part.shape[:dim], *sizes, *part.shape[dim + 1 :])
-    return split.transpose(dim, dim + 1) if segment.activation_major else split
+# ---- folded ----------------------------------------------------------------------------------
 
 
-def _put(target: Tensor, value: Tensor, accumulate: bool) -> None:
-    if accumulate:
-        target.add_(value)
-    else:
-        target.copy_(value)
-
-
-# ---- folded --------------------------------------------------------------------------------
-
-
-def _fold(
-    out: Tensor,
-    lefts: list[Segment],
-    right: Segment,
-    x: Operands,
-    accumulate: bool,
-    workspace: Workspace,
-    origin: tuple[int, int],
-) -> None:
+def _fold(targets: list[Target], x: Operands, workspace: Workspace) -> None:
+    left, right = targets[0].left, targets[0].right
     (c_first, c_last), (b_first, b_last) = right.core, right.activation
-    r_first, r_last = lefts[0].core
+    r_first, r_last = left.core
     n = x.left.shape[-1]
     # Stretches of the right segment that are contiguous in memory: over its slow index.
     slow, fast = (b_last - b_first, c_last - c_first)
@@ -177,28 +95,47 @@ def _fold(
         slow, fast = fast, slow
     step = max(1, min(slow, _FOLD // (fast * n)))
     group = max(1, min(r_last - r_first, _FOLD // (step * fast * n)))
-    views = [_view(out, left, 0, origin[0]) for left in lefts]  # (r, a, P)
-    actives = [x.left[s.activation[0] : s.activation[1]] for s in lefts]
     for low in range(0, slow, step):
-        high = min(low + step, slow)
+        part = slice(low, min(low + step, slow))
         if right.activation_major:
-            c, b = (c_first, c_last), (b_first + low, b_first + high)
+            c, b = (c_first, c_last), (b_first + part.start, b_first + part.stop)
         else:
-            c, b = (c_first + low, c_first + high), (b_first, b_last)
-        start = right.start - origin[1] + low * fast
-        width = (high - low) * fast
+            c, b = (c_first + part.start, c_first + part.stop), (b_first, b_last)
         for r in range(r_first, r_last, group):
             r_end = min(r + group, r_last)
             bracket = _bracket(x, (r, r_end), c, b, right.activation_major, workspace)
-            for view, active in zip(views, actives, strict=True):
-                target = view[r - r_first : r_end - r_first, :, start : start + width]
-                torch.baddbmm(
-                    target,
-                    active.expand(r_end - r, *active.shape),
-                    bracket.mT,
-                    beta=1.0 if accumulate else 0.0,
-                    out=target,
-                )
+            rows = slice(r - r_first, r_end - r_first)
+            for target in targets:
+                active = x.left[slice(*target.left.activation)].expand(r_end - r, -1, n)
+                _fold_into(target, active, bracket, rows, part, fast, workspace)
+
+
+def _fold_into(
+    target: Target,
+    active: Tensor,
+    bracket: Tensor,
+    rows: slice,
+    part: slice,
+    fast: int,
+    workspace: Workspace,
+) -> None:
+    """α @ bracket, straight into place or, where both triangles want it, through a tile."""
+    width = (part.stop - part.start) * fast
+    if target.lower is None:
+        start = target.start + part.start * fast
+        place = target.rows[rows, :, start : start + width]
+        beta = 1.0 if target.accumulate else 0.0
+        torch.baddbmm(place, active, bracket.mT, beta=beta, out=place)
+        return
+    count, a = active.shape[0], active.shape[1]
+    tile = workspace.take("product", count * a * width, bracket).view(count, a, width)
+    torch.bmm(active, bracket.mT, out=tile)
+    everything = slice(None)
+    if target.right.activation_major:
+        split = tile.view(count, a, -1, fast).transpose(2, 3)
+        target.put(split, rows, everything, part)
+    else:
+        target.put(tile.view(count, a, -1, fast), rows, part, everything)
 
 
 def _bracket(
@@ -257,80 +194,75 @@ def _add_diagonal(
 # ---- paired --------------------------------------------------------------------------------
 
 
-def _pair(
-    out: Tensor,
-    left: Segment,
-    right: Segment,
-    x: Operands,
-    accumulate: bool,
-    workspace: Workspace,
-    origin: tuple[int, int],
-) -> None:
-    """(M as rc × n) @ (αα' as n × ab) and (αδ' as ac × n) @ (K as n × rb), copied into place."""
-    view = _view(_view(out, right, 1, origin[1]), left, 0, origin[0])  # (r, a, c, b)
+def _pair(target: Target, x: Operands, workspace: Workspace) -> None:
+    """(M as rc × n) @ (αα' as n × ab) plus (αδ' as ac × n) @ (K as n × rb), copied into place."""
+    left, right = target.left, target.right
     active = x.left[slice(*left.activation)]
     inner = x.right[slice(*right.activation)]
     core = x.core[slice(*left.core), slice(*right.core)]
-    _add_products(view, core, active, inner, right.activation_major, accumulate, workspace)
-    if x.delta is None:
-        return
-    delta = x.delta[slice(*right.core)]
-    if x.slope is not None:
-        first = max(right.activation[0], x.slope_start)
-        last = min(right.activation[1], x.slope_start + x.slope.shape[1])
-        if first < last:
-            slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
-            part = view.narrow(3, first - right.activation[0], last - first)
-            swapped = part.transpose(2, 3)  # c and b change places: K is indexed by b
-            _add_products(
-                swapped, slope, active, delta, not right.activation_major, True, workspace
-            )
-    if x.diagonal is not None:
-        _pair_diagonal(view, left, right, x, active, delta)
-
-
-def _add_products(
-    view: Tensor,
-    core: Tensor,
-    active: Tensor,
-    inner: Tensor,
-    core_fastest: bool,
-    accumulate: bool,
-    workspace: Workspace,
-) -> None:
-    """view (r, a, c, b) ← Σ_i core[r, c] active[a] inner[b]; ``core_fastest``: c runs in memory."""
     (r, c, n), a, b = core.shape, len(active), len(inner)
     both = (active.unsqueeze(1) * inner).reshape(a * b, n)
+    slope, where, mixed = _slope_of(x, left, right, active)
     step = max(1, _PAIR // (c * a * b))
+    everything = slice(None)
     for low in range(0, r, step):
         high = min(low + step, r)
         rows = core[low:high].reshape(-1, n)
-        if core_fastest:
-            product = _multiply(both, rows.mT, workspace).view(a, b, high - low, c)
-            product = product.permute(2, 0, 3, 1)
+        # The index that is contiguous in ``out`` runs fastest in the product too.
+        if right.activation_major:
+            product = multiply("product", both, rows.mT, workspace)
+            tile = product.view(a, b, high - low, c).permute(2, 0, 3, 1)  # (r, a, c, b)
         else:
-            product = _multiply(rows, both.mT, workspace).view(high - low, c, a, b)
-            product = product.transpose(1, 2)
-        _put(view[low:high], product, accumulate)
+            product = multiply("product", rows, both.mT, workspace)
+            tile = product.view(high - low, c, a, b).transpose(1, 2)
+        if slope is not None and mixed is not None:
+            bent = slope[low:high].reshape(-1, n)
+            if right.activation_major:
+                second = multiply("second", bent, mixed.mT, workspace)
+                moved = second.view(high - low, -1, a, c).permute(0, 2, 3, 1)
+            else:
+                second = multiply("second", mixed, bent.mT, workspace)
+                moved = second.view(a, c, high - low, -1).permute(2, 0, 1, 3)
+            tile[..., where].add_(moved)
+        if x.diagonal is not None:
+            _pair_diagonal(tile, (left.core[0] + low, left.core[0] + high), right, x, active)
+        target.put(tile, slice(low, high), everything, everything)
+
+
+def _slope_of(
+    x: Operands, left: Segment, right: Segment, active: Tensor
+) -> tuple[Tensor | None, slice, Tensor | None]:
+    """K (r, w, n) on the segments, its columns among the right activations, and α ⊗ δ' (ac, n)."""
+    if x.delta is None or x.slope is None:
+        return None, slice(0), None
+    first = max(right.activation[0], x.slope_start)
+    last = min(right.activation[1], x.slope_start + x.slope.shape[1])
+    if first >= last:
+        return None, slice(0), None
+    slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
+    delta = x.delta[slice(*right.core)]
+    mixed = (active.unsqueeze(1) * delta).reshape(-1, active.shape[-1])
+    return slope, slice(first - right.activation[0], last - right.activation[0]), mixed
 
 
 def _pair_diagonal(
-    view: Tensor, left: Segment, right: Segment, x: Operands, active: Tensor, delta: Tensor
+    tile: Tensor, rows: tuple[int, int], right: Segment, x: Operands, active: Tensor
 ) -> None:
-    """The diagonal slope of a paired block: row r meets column first + r mod period."""
+    """The diagonal slope on a tile (r, a, c, b): row r meets column first + r mod period."""
     assert x.diagonal is not None
+    assert x.delta is not None
     first, period = x.diagonal_columns
-    r = torch.arange(*left.core, device=view.device)
-    column = first + r % period - right.activation[0]
-    low, high = right.activation[0] - first, right.activation[1] - first
-    inside = (r % period >= low) & (r % period < high)
-    if not bool(inside.any()):
-        return
-    local, column = (r - left.core[0])[inside], column[inside]
-    scaled = x.diagonal[slice(*left.core)][inside].unsqueeze(1) * active  # (r', a, n)
-    product = scaled @ delta.mT  # (r', a, c)
-    # The advanced indices r and b are apart, so they come first: (r', a, c).
-    view[local, :, :, column] += product
+    delta = x.delta[slice(*right.core)]
+    for start in range(rows[0] - rows[0] % period, rows[1], period):  # one run a period
+        low = max(rows[0], start, start + right.activation[0] - first)
+        high = min(rows[1], start + period, start + right.activation[1] - first)
+        if low >= high:
+            continue
+        scaled = x.diagonal[low:high].unsqueeze(1) * active  # (r', a, n)
+        product = scaled @ delta.mT  # (r', a, c)
+        column = first + low - start - right.activation[0]
+        part = tile[low - rows[0] : high - rows[0], ..., column : column + high - low]
+        part.diagonal(dim1=0, dim2=3).add_(product.permute(1, 2, 0))
 
 
 # ---- on the diagonal -----------------------------------------------------------------------
@@ -358,99 +290,7 @@ def _add_symmetric(
             if not asked:
                 continue
             if left is right and rows is None:
-                _square(out, left, x, accumulate, workspace, origin)
+                add_square(out, left, x, accumulate, workspace, origin)
             else:
                 for p, q in asked:
-                    _pair(out, p, q, x, accumulate, workspace, origin)
-
-
-def _square(
-    out: Tensor,
-    segment: Segment,
-    x: Operands,
-    accumulate: bool,
-    workspace: Workspace,
-    origin: tuple[int, int],
-) -> None:
-    """One segment with itself, r ≤ c only, the tile and its mirror image written together."""
-    view = _view(_view(out, segment, 1, origin[1]), segment, 0, origin[0])  # (r, a, c, b)
-    active = x.left[slice(*segment.activation)]
-    core = x.core[slice(*segment.core), slice(*segment.core)]
-    r, a = segment.shape
-    n = active.shape[-1]
-    both, unpack = _products_of(active)
-    step = max(1, min(-(-r // _STRIPS), _PAIR // (r * a * a)))
-    for low in range(0, r, step):
-        high = min(low + step, r)
-        rest = r - low
-        left = core[low:high, low:].reshape(-1, n)
-        if segment.activation_major:
-            # memory order is (a, r): let the core index run fastest in the product too
-            product = _multiply(both, left.mT, workspace)
-            product = _unpack(product, 0, unpack, workspace)
-            tile = product.view(a, a, high - low, rest).permute(2, 0, 3, 1)  # (r, a, c, b)
-        else:
-            product = _multiply(left, both.mT, workspace)
-            product = _unpack(product, 1, unpack, workspace)
-            tile = product.view(high - low, rest, a, a).transpose(1, 2)  # (r, a, c, b)
-        _put(view[low:high, :, low:], tile, accumulate)
-        below = tile[:, :, high - low :]  # M and α αᵀ are symmetric: no transposition inside
-        _put(view[high:, :, low:high], below.permute(2, 1, 0, 3), accumulate)
-
-
-def _multiply(left: Tensor, right: Tensor, workspace: Workspace) -> Tensor:
-    """left @ right in the workspace: a fresh temporary costs more in page faults than in flops."""
-    rows, columns = left.shape[0], right.shape[1]
-    out = workspace.take("product", rows * columns, left).view(rows, columns)
-    return torch.mm(left, right, out=out)
-
-
-def _unpack(product: Tensor, dim: int, place: Tensor | None, workspace: Workspace) -> Tensor:
-    """Spread the packed pairs a ≤ b over all (a, b)."""
-    if place is None:
-        return product
-    shape = list(product.shape)
-    shape[dim] = len(place)
-    out = workspace.take("unpacked", shape[0] * shape[1], product).view(shape)
-    return torch.index_select(product, dim, place, out=out)
-
-
-def _products_of(active: Tensor) -> tuple[Tensor, Tensor | None]:
-    """α_a α_b as (pairs, n), and the map from a·b to pairs when only a ≤ b are kept."""
-    a, n = active.shape
-    if n < _PACK_FROM or a < 4:
-        return (active.unsqueeze(1) * active).reshape(a * a, n), None
-    upper = torch.triu_indices(a, a, device=active.device)
-    place = torch.empty(a, a, dtype=torch.long, device=active.device)
-    order = torch.arange(upper.shape[1], device=active.device)
-    place[upper[0], upper[1]] = order
-    place[upper[1], upper[0]] = order
-    return active[upper[0]] * active[upper[1]], place.view(-1)
-
-
-# ---- the other triangle --------------------------------------------------------------------
-
-
-def mirror(out: Tensor, f: Family, g: Family, workspace: Workspace) -> None:
-    """Copy block (f, g) to (g, f) transposed, tile by tile."""
-    for left in f.segments:
-        for right in g.segments:
-            source = out[left.rows, right.rows]
-            target = out[right.rows, left.rows]
-            _transpose(source, target, workspace)
-
-
-def _transpose(source: Tensor, target: Tensor, workspace: Workspace) -> None:
-    """target ← sourceᵀ through a small buffer: rows of ``out`` are a power of two apart, and
-    reading a column of them directly throws every line out of the cache before it is used."""
-    rows, columns = source.shape
-    padded = _TILE + 8
-    height = min(_TILE, rows)
-    buffer = workspace.take("tile", height * padded, source).view(height, padded)
-    for i in range(0, rows, _TILE):
-        i_end = min(i + _TILE, rows)
-        for j in range(0, columns, _TILE):
-            j_end = min(j + _TILE, columns)
-            part = buffer[: i_end - i, : j_end - j]
-            part.copy_(source[i:i_end, j:j_end])
-            target[j:j_end, i:i_end].copy_(part.t())
+                    _pair(Target(out, p, q, origin, accumulate, False), x, workspace)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.assembly import Workspace
 from curvatlas.blocks.block import ClosedFormBlock, block_hessian, combine_masks
 from curvatlas.blocks.evaluation import evaluate
 from curvatlas.blocks.losses import Loss
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.products import Part
 from curvatlas.blocks.products_check import check_spec, weight_shapes
 from curvatlas.blocks.result import BlockHessian

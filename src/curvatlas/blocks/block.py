@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvatlas.blocks.adapters import map_module
-from curvatlas.blocks.assembly import Workspace
 from curvatlas.blocks.columns import ColumnDerivatives
 from curvatlas.blocks.derivatives import BlockDerivatives
 from curvatlas.blocks.evaluation import evaluate
 from curvatlas.blocks.losses import Loss, resolve_loss
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.products import PARTS, Part
 from curvatlas.blocks.products_check import check_spec, weight_shapes
 from curvatlas.blocks.result import BlockHessian, ZeroStructure

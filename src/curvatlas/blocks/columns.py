@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.assembly import Workspace
 from curvatlas.blocks.derivatives import BlockDerivatives
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.products import LinearisedBlock, Part
 from curvatlas.blocks.structure import Weights
 from curvatlas.progress import track

@@ -13,18 +13,25 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.assembly import Operands, Workspace, add_block, mirror, prepare
+from curvatlas.blocks.assembly import add_block
 from curvatlas.blocks.diagonal import add_diagonal
 from curvatlas.blocks.evaluation import Evaluation
+from curvatlas.blocks.factor import pulled_factor
 from curvatlas.blocks.families import Family, build_families, parameter_offsets
 from curvatlas.blocks.losses import Seeds
+from curvatlas.blocks.operands import Operands, Workspace, prepare, token_last
 from curvatlas.blocks.products import PARTS, Part
 from curvatlas.blocks.structured import BlockProduct, Chosen, PairPart
+from curvatlas.blocks.symmetry import mirror
 from curvatlas.blocks.terms import Terms
 from curvatlas.budget import available_bytes, default_budget, readable
 
 # Workspace beside the output: an eighth of it, but never less than this.
 _SMALLEST_BUDGET = 64 * 2**20
+# Up to this many parameters both triangles are written together (measured at 2816 and 11264).
+_NARROW = 5000
+# Numbers in one tensor of the diagonal's tail: 8 MB of float64.
+_DIAGONAL_NUMBERS = 1 << 20
 
 
 class BlockDerivatives:
@@ -40,6 +47,7 @@ class BlockDerivatives:
         self.dtype, self.device = like.dtype, like.device
         share = max(_SMALLEST_BUDGET, self.size**2 * like.element_size() // 8)
         self.budget = budget or min(share, default_budget())
+        self._shared: dict[str, Tensor] = {}  # what chunks of one sample have in common
 
     # ---- chunks -----------------------------------------------------------------------------
 
@@ -82,7 +90,7 @@ class BlockDerivatives:
             lam = self.seeds.blocks(slice(first, (samples.stop - 1) * length + rows.stop))
         if part != "outer":
             delta = self.seeds.delta[samples, rows].flatten(0, 1)
-        return Terms(self.evaluation, samples, rows, lam, delta)
+        return Terms(self.evaluation, samples, rows, lam, delta, self._shared)
 
     # ---- dense ------------------------------------------------------------------------------
 
@@ -104,19 +112,32 @@ class BlockDerivatives:
             out.zero_()
         source: Part = "functional" if self.seeds.couples_tokens else part
         chunks = list(self.chunks(source))  # lazy: nothing is computed before a pair is asked for
+        # A tile goes to both triangles while in cache, unless rows lie so far apart that its
+        # short columns cost a page each: then wide tiles are turned afterwards.
+        at_once = len(chunks) == 1 and not tied and self.size <= _NARROW
         for number, terms in enumerate(chunks):
             chunks[number] = None  # type: ignore[call-overload]
-            activations = {f.key: terms.activation(f) for f in self.families}
+            active = {f.key: token_last(terms.activation(f)) for f in self.families}
             for i, f in enumerate(self.families):
                 for g in self.families[i:]:
-                    operands = prepare(terms.pair(f, g), activations[f.key], activations[g.key])
+                    pair = terms.pair(f, g)
+                    operands = prepare(pair, active[f.key], active[g.key], workspace)
                     accumulate = tied or number > 0
                     if _same_place(f, g):
                         _add_tied(out, f, g, operands, workspace)
                         continue
-                    add_block(out, f, g, operands, accumulate=accumulate, workspace=workspace)
-                    if f.key != g.key and number == len(chunks) - 1 and not tied:
-                        mirror(out, f, g, workspace)  # while the block is still in cache
+                    add_block(
+                        out,
+                        f,
+                        g,
+                        operands,
+                        accumulate=accumulate,
+                        workspace=workspace,
+                        both=at_once,
+                    )
+                    last = number == len(chunks) - 1
+                    if f.key != g.key and last and not (tied or at_once):
+                        mirror(out, f, g, workspace)
         if tied:
             for i, f in enumerate(self.families):
                 for g in self.families[i + 1 :]:
@@ -163,9 +184,8 @@ class BlockDerivatives:
             for f, g in self._pairs_of(a, b):
                 flipped = self._order(f) > self._order(g)
                 first, second = (g, f) if flipped else (f, g)
-                operands = prepare(
-                    terms.pair(first, second), terms.activation(first), terms.activation(second)
-                )
+                left, right = (token_last(terms.activation(h)) for h in (first, second))
+                operands = prepare(terms.pair(first, second), left, right, workspace)
                 names = (frozenset({b}), frozenset({a})) if flipped else (
                     frozenset({a}), frozenset({b}),
                 )  # fmt: skip
@@ -205,21 +225,12 @@ class BlockDerivatives:
                 "this loss is token-wise and its outer part has no low-rank factor: "
                 "use a pooled or class-token loss, or dense(part='outer')."
             )
-        phi = self.seeds.factor()  # (B, R, L, d)
-        samples, rank, length, _ = phi.shape
-        out = phi.new_zeros(self.size, samples, rank)
-        terms = self._terms(slice(0, samples), slice(0, length), "outer")
-        seeds = phi.transpose(1, 2).reshape(samples * length, rank, -1)  # (n, R, d)
-        for f in self.families:
-            adjoint = terms.pulled(f, seeds)  # (n, R, core)
-            active = terms.activation(f)
-            for segment in f.segments:
-                alpha = active[:, slice(*segment.activation)].view(samples, length, -1)
-                core = adjoint[..., slice(*segment.core)].reshape(samples, length, -1)
-                product = (alpha.mT @ core).view(samples, alpha.shape[-1], rank, -1)
-                order = (1, 3, 0, 2) if segment.activation_major else (3, 1, 0, 2)
-                out[segment.rows] += product.permute(order).reshape(-1, samples, rank)
-        return out.view(self.size, -1)
+        return pulled_factor(self.seeds.factor(), self.families, self.size, self._everything())
+
+    def _everything(self) -> Terms:
+        """Terms of the whole batch; of them a factor reads only first derivatives."""
+        whole = slice(0, self.evaluation.samples), slice(0, self.evaluation.length)
+        return self._terms(*whole, "outer")
 
     def outer_factor(self) -> Tensor:
         """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (THEORY §8)."""
@@ -231,8 +242,12 @@ class BlockDerivatives:
         """The exact diagonal (P,); its sums over blocks are the exact traces."""
         out = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         coupled = self.seeds.couples_tokens
+        spec = self.evaluation.spec
+        # Few tokens at a time: their (n, d, d_ff) tensors stay in cache and off fresh pages.
+        numbers = spec.d_model * max(spec.d_model, (spec.d_ff or 1) * (1 + spec.gated))
+        tokens = min(self.tokens_at_once, max(1, _DIAGONAL_NUMBERS // numbers))
         if not (coupled and part == "outer"):
-            for terms in self.chunks("functional" if coupled else part):
+            for terms in self.chunks("functional" if coupled else part, tokens=tokens):
                 for f in self.families:
                     self._add_diagonal(out, terms, f)
         if coupled and part != "functional":

@@ -27,10 +27,7 @@ def core_diagonal(terms: Terms, f: Family) -> Tensor:
             tail.middle.n, tail.lam_vv, tail.middle.has_gamma, tail.middle.has_beta
         )
     if f.kind in ("gate", "up"):
-        rows = terms._hidden(f)
-        outer = (tail.lam_hS[:, rows] * tail.jac_hS[:, rows]).sum(-1)
-        own, cross = tail.bends
-        return outer if cross is not None and f.kind == "up" else outer + own
+        return tail.hidden_diagonal(f.kind == "gate")
     X = terms.direction(f)
     outer = ((X @ tail.lam_UU) * X).sum(-1)
     if not terms.functional or f.kind in ("value", "output"):

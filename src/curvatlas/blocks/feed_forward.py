@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.blocks.activations import check_activation
-from curvatlas.blocks.assembly import Workspace
 from curvatlas.blocks.block import block_hessian
 from curvatlas.blocks.derivatives import BlockDerivatives
 from curvatlas.blocks.evaluation import Evaluation, evaluate_feed_forward
 from curvatlas.blocks.losses import Loss, resolve_loss
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.products import Part
 from curvatlas.blocks.result import BlockHessian
 from curvatlas.blocks.structure import Activation, BlockSpec

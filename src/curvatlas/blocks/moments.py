@@ -31,7 +31,13 @@ class Moments:
     the attention's input; ``scale`` (d̂,) turns base coordinates into input coordinates.
     """
 
-    def __init__(self, evaluation: Evaluation, samples: slice, rows: slice) -> None:
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        samples: slice,
+        rows: slice,
+        shared: dict[str, Tensor],
+    ) -> None:
         self.spec, self.weights = evaluation.spec, evaluation.weights
         spec, weights = self.spec, self.weights
         self.augmented = any(name in weights for name in ("key_bias", "value_bias")) or (
@@ -59,6 +65,17 @@ class Moments:
             self.centred = self._augment(base[samples] - received @ base[samples], 0.0)
         else:
             self.centred = self.base
+
+        self._shared, self._place = shared, f"{samples.start}:{samples.stop}"
+
+    @property
+    def token_pairs(self) -> Tensor:
+        """x̃_j x̃_jᵀ of every key (b, L, d̂²), kept for the next chunk of the same samples."""
+        if self._place not in self._shared:
+            self._shared.clear()
+            x = self.centred
+            self._shared[self._place] = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+        return self._shared[self._place]
 
     def _augment(self, tokens: Tensor, constant: float) -> Tensor:
         if not self.augmented:
@@ -152,10 +169,8 @@ class HeadMoments:
 
     def _second_moment(self, weights: Tensor) -> Tensor:
         """Σ_j weights_ij x̃_j x̃_jᵀ (n, d̂, d̂) of weights (b, r, L)."""
-        x = self.parent.centred
-        d = x.shape[-1]
-        pairs = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)  # (b, L, d̂²)
-        return (weights @ pairs).reshape(self.n_tokens, d, d)
+        d = self.parent.centred.shape[-1]
+        return (weights @ self.parent.token_pairs).reshape(self.n_tokens, d, d)
 
     def _permitted(self) -> Tensor:
         allowed = self.parent.allowed

@@ -9,7 +9,9 @@ matrices:  ‖Σ_i α_i ⊗ (M_i ⊗ α'_i + K_i ⊗ δ'_i)‖² = Σ_ij (α_i·
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,21 +54,40 @@ class PairPart:
             self.place = torch.where(inside, place - low, 0)
             self.diagonal = pair.slope_diagonal[:, rows] * inside
 
+    @cached_property
+    def _M_transposed(self) -> Tensor:
+        return self.M.mT.contiguous()
+
+    def _moved(self, u: Tensor) -> Tensor:
+        """M u for rows u (n, k, c) → (n, r, k)."""
+        if u.shape[1] == 1 and u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64):
+            # One vector a token: batched BLAS packs every matrix before use, this streams it
+            # (2.7 against 4.0 ms for 256 matrices of 128 × 128).
+            moved = np.einsum("nrc,nc->nr", self.M.numpy(), u[:, 0].numpy())
+            return torch.from_numpy(moved).unsqueeze(-1)
+        return (u @ self._M_transposed).mT
+
     def times(self, v: Tensor) -> Tensor:
         """H V for V (c, b, k) → (r, a, k)."""
-        y = self.M @ torch.einsum("nb,cbk->nck", self.beta, v)
+        if v.shape[-1] == 1:  # plain products: einsum would permute and copy
+            u = (self.beta @ v[..., 0].mT).unsqueeze(1)
+        else:
+            u = torch.einsum("nb,cbk->nkc", self.beta, v)
+        y = self._moved(u)
         if self.delta is not None and (self.K is not None or self.diagonal is not None):
             t = torch.einsum("nc,cbk->nbk", self.delta, v)
             if self.K is not None:
                 y = y + self.K @ t[:, self.K_columns]
             if self.diagonal is not None:
                 y = y + self.diagonal.unsqueeze(-1) * t[:, self.place]
+        if v.shape[-1] == 1:
+            return (y[..., 0].mT @ self.alpha).unsqueeze(-1)
         return torch.einsum("nrk,na->rak", y, self.alpha)
 
     def transposed_times(self, v: Tensor) -> Tensor:
         """Hᵀ V for V (r, a, k) → (c, b, k)."""
         y = torch.einsum("na,rak->nrk", self.alpha, v)
-        result = torch.einsum("nck,nb->cbk", self.M.mT @ y, self.beta)
+        result = torch.einsum("nkc,nb->cbk", y.mT @ self.M, self.beta)
         if self.delta is not None and self.K is not None:
             back = torch.einsum("nc,nbk->cbk", self.delta, self.K.mT @ y)
             result[:, self.K_columns] += back

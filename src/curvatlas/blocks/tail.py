@@ -201,7 +201,11 @@ class Tail:
     @cached_property
     def jac_Sv(self) -> Tensor:
         """∂S/∂v through the hidden layer, plus I when the residual path carries v (n, d, d)."""
-        through = self.jac_hS.mT @ self.W1
+        # (n, d, F) contiguous times one (F, d) matrix is a single large product
+        slope = (self.W2 * self.slope_up.unsqueeze(1)) @ self.W1_up
+        through = slope
+        if self.gated:
+            through = slope + (self.W2 * self.slope_gate.unsqueeze(1)) @ self.W1_gate
         if not self.pre:
             through.diagonal(dim1=1, dim2=2).add_(1.0)
         return through
@@ -225,7 +229,24 @@ class Tail:
     @cached_property
     def lam_vv(self) -> Tensor:
         """Λ_vv = (∂S/∂v)ᵀ Λ_S ∂S/∂v + W1ᵀ ρ W1 (n, d, d)."""
-        return self.jac_Sv.mT @ self.lam_Sv + self.W1.mT @ self.rho_W1
+        return torch.baddbmm(self._bent_W1(), self.jac_Sv.mT, self.lam_Sv)
+
+    def _bent_W1(self) -> Tensor:
+        """W1ᵀ ρ W1 (n, d, d), as large products like ``jac_Sv``."""
+        own, cross = self.bends
+        if cross is None:
+            return (self.W1.mT * own.unsqueeze(1)) @ self.W1
+        gate = self.W1_gate.mT.contiguous()
+        mixed = (gate * cross.unsqueeze(1)) @ self.W1_up
+        return (gate * own.unsqueeze(1)) @ self.W1_gate + mixed + mixed.mT
+
+    def hidden_diagonal(self, gate: bool) -> Tensor:
+        """The diagonal of Λ_hh alone, w_kᵀ Λ_S w_k D1² + ρ_kk, for the gate's or the up units."""
+        quadratic = ((self.lam_S @ self.W2) * self.W2).sum(1)  # (n, F)
+        slope = self.slope_gate if gate else self.slope_up
+        own, cross = self.bends
+        diagonal = quadratic * slope.square()
+        return diagonal if cross is not None and not gate else diagonal + own
 
     @cached_property
     def lam_final_v(self) -> Tensor:

@@ -32,8 +32,10 @@ class Terms:
         rows: slice,
         lam: Tensor | None,
         delta: Tensor | None,
+        shared: dict[str, Tensor] | None = None,
     ) -> None:
         self.evaluation = evaluation
+        self.shared = {} if shared is None else shared
         self.samples, self.rows = samples, rows
         self.weights = evaluation.weights
         self.functional = delta is not None
@@ -49,7 +51,7 @@ class Terms:
 
     @cached_property
     def moments(self) -> Moments:
-        return Moments(self.evaluation, self.samples, self.rows)
+        return Moments(self.evaluation, self.samples, self.rows, self.shared)
 
     def head(self, h: int) -> HeadMoments:
         if h not in self._heads:
