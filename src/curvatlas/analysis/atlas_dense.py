@@ -51,6 +51,9 @@ def dense_maps(
     for part, matrix in dense_parts(operator).items():
         indices = [block.indices.to(matrix.device) for block in blocks]
         energy, trace = _energies(matrix, indices)
+        # What lies ten units in the last place below the largest block is rounding, not curvature.
+        floor = (10 * torch.finfo(matrix.dtype).eps) ** 2 * energy.max()
+        energy = torch.where(energy > floor, energy, torch.zeros_like(energy))
         for view in VIEWS:
             groups = groups_of(blocks, view)
             member = torch.zeros(len(groups), len(blocks), dtype=torch.float64)
@@ -64,6 +67,7 @@ def dense_maps(
             }
             if view == "block":
                 found["negative mass"] = _negative_mass(matrix, indices)
+            found["spectral"] = torch.where(square > 0, found["spectral"], 0.0)
             for quantity, values in found.items():
                 maps[f"{view}/{quantity}/{part}"] = AtlasMap(
                     quantity=quantity, part=part, view=view, names=tuple(groups),

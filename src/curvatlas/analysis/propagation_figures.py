@@ -51,6 +51,10 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
                     color=_COLOURS[kind], alpha=_shade(k, len(flows)),
                     label=kind if k == len(flows) - 1 else None,
                 )  # fmt: skip
+    known = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
+    places, labels = _thinned([str(layer) for layer in known], 16)
+    axes.set_xticks([known[i] for i in places], labels, fontsize=7)
+    axes.set_xlabel("layer")
     _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
 
 
@@ -63,7 +67,7 @@ def _slopes(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
             label=_step(flow) if len(flows) > 1 else "‖∂ℓ/∂stream‖",
         )  # fmt: skip
     _stream_ticks(axes, flows[-1].stream)
-    _finish(axes, flows, "norm of the gradient", "gradient scale along the stream", layers=False)
+    _finish(axes, flows, "norm of the gradient", "gradient scale along the stream")
 
 
 def _stream(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
@@ -79,7 +83,7 @@ def _stream(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
         )  # fmt: skip
         axes.fill_between(places, ends[:, 0], ends[:, 1], color="#d55e00", alpha=0.15 * shade)
     _stream_ticks(axes, flows[-1].stream)
-    _finish(axes, flows, "Frobenius norm", "curvature of the residual stream", layers=False)
+    _finish(axes, flows, "Frobenius norm", "curvature of the residual stream")
 
 
 def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
@@ -111,16 +115,11 @@ def _thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
     return places, [names[i] for i in places]
 
 
-def _finish(
-    axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str, *, layers: bool = True
-) -> None:
+def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -> None:
     axes.set_yscale("log")
     axes.set_ylabel(label)
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
-    if layers:
-        axes.set_xlabel("layer")
-        axes.xaxis.get_major_locator().set_params(integer=True)
     if len(flows) <= 8:
         axes.legend(fontsize=7)
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -65,7 +66,7 @@ class ScalingLawAnalyzer:
         dataset_sizes: Sequence[int],
         *,
         data: Data = None,
-        output: str | os.PathLike[str] | None = None,
+        output: str | os.PathLike[str] | Run | None = None,
         steps: int = 600,
         lr: float = 5e-3,
         batch_size: int = 32,
@@ -77,7 +78,8 @@ class ScalingLawAnalyzer:
         """Train every pair of sizes, measure loss and curvature, fit the laws.
 
         data: a ``Dataset``, or (inputs, targets) of which a fifth is held out (default: digits).
-        output: a run folder; each finished run is stored, and the same call resumes it.
+        output: a run folder (or an open ``Run``, left open); each finished run is stored, and the
+            same call resumes it.
         """
         chosen = self.loss if loss is None else loss
         found = _as_dataset(data)
@@ -103,13 +105,11 @@ class ScalingLawAnalyzer:
         if output is None:
             cells = [cell(i, j) for i, j in track(pairs, "scaling grid", total=len(pairs))]
             self.grid = fit_grid(cells)
-            return self.grid
-        with self._run(output, options, model_sizes, found, seed) as run:
-            cells = [
-                run.step(f"cell.n{i}.d{j}", lambda i=i, j=j: cell(i, j))  # type: ignore[misc]
-                for i, j in track(pairs, "scaling grid", total=len(pairs))
-            ]
-            self.grid = run.step("grid", lambda: fit_grid(cells))
+        elif isinstance(output, Run):
+            self.grid = _stored(output, pairs, cell)
+        else:
+            with self._run(output, options, model_sizes, found, seed) as run:
+                self.grid = _stored(run, pairs, cell)
         return self.grid
 
     def _run(
@@ -173,6 +173,16 @@ class ScalingLawAnalyzer:
         if found is None:
             raise ValueError("no runs yet: call analyze_scaling_with_size first or pass grid=.")
         return found
+
+
+def _stored(
+    run: Run, pairs: Sequence[tuple[int, int]], cell: Callable[[int, int], ScalingCell]
+) -> ScalingGrid:
+    cells = [
+        run.step(f"cell.n{i}.d{j}", functools.partial(cell, i, j))
+        for i, j in track(pairs, "scaling grid", total=len(pairs))
+    ]
+    return run.step("grid", lambda: fit_grid(cells))
 
 
 def fit_grid(cells: Sequence[ScalingCell]) -> ScalingGrid:

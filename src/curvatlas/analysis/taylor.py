@@ -33,10 +33,10 @@ from curvatlas.analysis.taylor_result import (
     TrustRadius,
 )
 from curvatlas.analysis.taylor_trajectory import critical_rate, predict_trajectory
-from curvatlas.problem import Problem
+from curvatlas.problem import Loss, Problem
 from curvatlas.problem.core import Parameters
 
-Loss = str | Callable[[Any, Any], Tensor]
+LossLike = str | Callable[[Any, Any], Tensor] | Loss
 
 
 class TaylorExpansionAnalyzer:
@@ -50,13 +50,21 @@ class TaylorExpansionAnalyzer:
         self,
         model: nn.Module,
         *,
-        loss: Loss = "cross_entropy",
+        loss: LossLike = "cross_entropy",
         parameters: Parameters | None = None,
     ) -> None:
         self.model = model
         self.loss = loss
         self.parameters = parameters
         self._problem: Problem | None = None
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
+        """An analyzer whose methods use the problem's model, loss, data and parameters."""
+        names = list(problem.parameter_names)
+        analyzer = cls(problem.model, loss=problem.loss, parameters=names)
+        analyzer._problem = problem
+        return analyzer
 
     def compute_taylor_coefficients(
         self,
@@ -67,7 +75,7 @@ class TaylorExpansionAnalyzer:
         *,
         displacement: Displacement | None = None,
         checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
         accuracy: float = 0.01,
         bound_points: int = 5,
         check: bool = True,
@@ -104,7 +112,7 @@ class TaylorExpansionAnalyzer:
         direction: Displacement | None = None,
         accuracy: float = 0.01,
         order: int = 2,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
     ) -> TrustRadius:
         """How far the order-2 (or 3) model predicts the change to ``accuracy`` (default: −g)."""
         if order not in (2, 3):
@@ -128,7 +136,7 @@ class TaylorExpansionAnalyzer:
         momentum: float = 0.0,
         modes: int = 64,
         compare: bool = True,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
     ) -> PredictedTrajectory:
         """Full-batch gradient descent by the quadratic model, and (``compare``) the real run.
 
@@ -154,7 +162,7 @@ class TaylorExpansionAnalyzer:
         ratios: tuple[float, ...] = (0.95, 1.05),
         steps: int = 30,
         seed: int = 0,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
     ) -> CriticalLearningRate:
         """2(1 + μ)/λmax, and training at ``ratios`` of it to see whether deviations grow."""
         problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
@@ -175,7 +183,7 @@ class TaylorExpansionAnalyzer:
         """
         return observed_curvature(trajectory, learning_rate, gradients, momentum)
 
-    def _problem_of(self, data: Any, loss: Loss | None) -> Problem:
+    def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
         if data is None:
             if self._problem is None:
                 raise ValueError("no data yet: pass (x, y) or data to this call.")

@@ -187,17 +187,21 @@ def _growth(
     unit = direction.to(start) / torch.linalg.vector_norm(direction)
     # the amplitude at which rounding of the gradient and the third derivative are both small
     size = torch.finfo(start.dtype).eps ** (1 / 3) * (1 + float(torch.linalg.vector_norm(start)))
-    pair = []
-    for sign in (1.0, -1.0):
-        weights, velocity = start + sign * size * unit, torch.zeros_like(start)
-        seen = []
-        for _ in range(steps):
-            _, gradient = at(weights)
-            velocity = momentum * velocity + gradient - slope
-            weights = weights - rate * velocity
-            seen.append(float((weights - start) @ unit))
-        pair.append(np.array(seen))
-    amplitude = np.abs(pair[0] - pair[1]) / (2 * size)
+    pair = [start + sign * size * unit for sign in (1.0, -1.0)]
+    speed = [torch.zeros_like(start) for _ in pair]
+    seen: list[float] = []
+    for _ in range(steps):
+        for side in range(2):
+            speed[side] = momentum * speed[side] + at(pair[side])[1] - slope
+            pair[side] = pair[side] - rate * speed[side]
+        apart = (pair[0] - pair[1]) / (2 * size)
+        along = float(apart @ unit)
+        beside = float(torch.linalg.vector_norm(apart - along * unit))
+        # negative curvature amplifies rounding by 1 + η|λmin| a step until it hides the mode
+        if len(seen) >= 3 and beside > 0.1 * max(abs(along), seen[-1]):
+            break
+        seen.append(abs(along))
+    amplitude, steps = np.array(seen), len(seen)
     if momentum == 0.0:
         return float(amplitude[-1] ** (1 / steps))
     # with momentum the first steps are a transient: compare the envelope of two later windows
