@@ -25,6 +25,8 @@ _PUBLIC: dict[str, str] = {
     "Atlas": "curvatlas.analysis.atlas_result",
     "CurvaturePropagationAnalyzer": "curvatlas.analysis.propagation",
     "atlas": "curvatlas.analysis.atlas",
+    "module_wise_curvature": "curvatlas.analysis.layerwise",
+    "examine_claims": "curvatlas.analysis.claims",
     "Problem": "curvatlas.problem",
     "Fisher": "curvatlas.operators.fisher",
     "FunctionalHessian": "curvatlas.operators.hessian",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 import families
 from curvatlas.analysis.atlas_blocks import VIEWS, blocks_of, groups_of
+from curvatlas.analysis.atlas_entries import entries
 from curvatlas.analysis.atlas_figures import compare_atlases, entry_heat_map
 from curvatlas.operators.parts import PARTS
 
@@ -237,3 +238,32 @@ def test_wrong_options_are_refused_in_one_line() -> None:
         ca.atlas(problem, method="sketch", products=3)
     with pytest.raises(KeyError, match="this atlas has no"):
         ca.atlas(problem).view("galaxy")
+
+
+def test_coarser_blocks_add_up_the_finer_ones(gpt_atlas: ca.Atlas) -> None:
+    model, batch, loss = families.make("zoo gpt pre-norm")
+    problem = ca.Problem(model, loss, batch)
+    coarse = ca.atlas(problem, by="sublayer", method="sketch", rtol=1.0)
+    assert {"embedding", "blocks.0.attention", "blocks.1.ffn", "head"} <= set(coarse.names)
+    assert sum(coarse.sizes.values()) == problem.size
+    fine = gpt_atlas.frobenius["total"]
+    inside = [
+        k for k, name in enumerate(fine.names)
+        if name.startswith("blocks.1.") and name.split(".")[2].startswith(("up", "down"))
+    ]  # fmt: skip
+    truth = float(fine.values[inside][:, inside].pow(2).sum().sqrt())
+    low, high = coarse.frobenius["total"].interval_of("blocks.1.ffn")
+    assert low <= truth <= high
+    with pytest.raises(ValueError, match="by is 'role'"):
+        ca.atlas(problem, by="galaxy")
+
+
+def test_entries_are_the_dense_matrix_in_the_order_of_the_roles() -> None:
+    problem, matrix = quadratic_problem([4, 6], 0)
+    found = entries(problem)
+    assert torch.allclose(found.total, matrix, rtol=1e-12)
+    assert torch.allclose(found.block("parts.1", "parts.0"), matrix[4:, :4], rtol=1e-12)
+    assert float(found.functional.abs().max()) < 1e-12
+    assert found.plot("outer") is not None
+    with pytest.raises(ValueError, match="parts are total, outer, functional"):
+        found.plot("inner")
