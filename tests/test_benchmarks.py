@@ -116,3 +116,15 @@ def test_a_memory_run_reports_a_peak_under_its_budget() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert 5 < found["peak_mb"] < 150
+
+
+def test_the_bench_command_reports_every_operator_alone_and_by_eight() -> None:
+    from curvatlas.commands.bench import measure
+
+    found = measure(layers=1, width=8, rounds=1, seed=0)
+    kinds = {(row["operator"], row["columns"]) for row in found["products"]}
+    names = ("Hessian", "GaussNewton", "FunctionalHessian")
+    assert kinds == {(name, count) for name in names for count in (1, 8)}
+    assert all(row["gradients"] > 0 for row in found["products"])
+    # embedding and head, positions, four projections, feed-forward, three norms
+    assert found["parameters"] == 16000 + 512 + 4 * 72 + (256 + 32 + 256 + 8) + 3 * 16
