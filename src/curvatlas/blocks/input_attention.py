@@ -113,14 +113,14 @@ def _heads(attention: Attention) -> list[_Head]:
     repeats = spec.n_heads // groups
 
     def by_head(rows: Tensor) -> Tensor:
-        return rows.view(n, groups, repeats, length, -1)
+        return rows.reshape(n, groups, repeats, length, -1)
 
-    A, q = by_head(core.A), by_head(core.q)
-    w, tau = torch.zeros_like(A), torch.zeros_like(by_head(core.value()))
+    A, q = by_head(core.A), by_head(core.q.mT)
+    w, tau = torch.zeros_like(A), torch.zeros_like(by_head(core.value().mT))
     if core.delta is not None:
-        w, tau = by_head(core.adjoint()), by_head(core.delta)
-    k = core.k.view(n, groups, length, -1)
-    v = core.v.view(n, groups, length, -1)
+        w, tau = by_head(core.adjoint()), by_head(core.delta.mT)
+    k = core.k.mT.reshape(n, groups, length, -1)
+    v = core.v.mT.reshape(n, groups, length, -1)
     pattern = A
     if not spec.softmax:
         allowed = core.A.new_ones(()) if core.allowed is None else core.allowed

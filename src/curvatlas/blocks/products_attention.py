@@ -223,7 +223,7 @@ class Attention:
                 layer.delta = part
 
     def _split(self, tokens: Tensor, name: str, space: Workspace) -> Tensor:
-        """Tokens (K, n·L, heads·s) → slots (n·G, K, (H/G)·L, s); queries and keys are rotated."""
+        """Tokens (K, n·L, heads·s) → slots (n·G, K, s, (H/G)·L); queries and keys are rotated."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
         k, size = tokens.shape[0], tokens.shape[-1] // (shared * repeats)
@@ -231,9 +231,10 @@ class Attention:
         heads = heads.permute(1, 3, 0, 4, 2, 5)  # (n, G, K, H/G, L, s)
         if self.rotation is not None and name in ("query", "key"):
             heads = self.rotation.apply(heads)
+        heads = heads.permute(0, 1, 2, 5, 3, 4)  # (n, G, K, s, H/G, L)
         # Tangents of q, k, v wait for the way back: their buffers are this stage's own.
         key = "attention.split" if name == "output" else self._key + name
-        out = space.take(key, self.samples * shared, k, repeats * self.length, size, like=tokens)
+        out = space.take(key, self.samples * shared, k, size, repeats * self.length, like=tokens)
         out.view(heads.shape).copy_(heads)
         return out
 
@@ -241,8 +242,9 @@ class Attention:
         """The adjoint of ``_split``, written to ``out`` (K, n·L, heads·s)."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
-        k, size = heads.shape[1], heads.shape[-1]
-        parts = heads.view(self.samples, shared, k, repeats, self.length, size)
+        k, size = heads.shape[1], heads.shape[2]
+        parts = heads.view(self.samples, shared, k, size, repeats, self.length)
+        parts = parts.permute(0, 1, 2, 4, 5, 3)  # (n, G, K, H/G, L, s)
         if self.rotation is not None and name in ("query", "key"):
             parts = self.rotation.adjoint(parts)
         tokens = parts.permute(2, 0, 4, 1, 3, 5)  # (K, n, L, G, H/G, s)
@@ -250,10 +252,10 @@ class Attention:
         return out
 
     def _subtract(self, centre: Tensor, base: Tensor, tokens: Tensor) -> None:
-        """tokens (K, N, H·s) −= c · base (N, H·s), c (n·G, K, (H/G)·L, 1) one a head and row."""
+        """tokens (K, N, H·s) −= c · base (N, H·s), c (n·G, K, 1, (H/G)·L) one a head and row."""
         n, length, shared = self.samples, self.length, self.spec.kv_heads
         k, repeats = centre.shape[1], self.spec.n_heads // shared
-        factor = centre.view(n, shared, k, repeats, length, 1).permute(2, 0, 4, 1, 3, 5)
+        factor = centre.view(n, shared, k, 1, repeats, length).permute(2, 0, 5, 1, 4, 3)
         parts = (n, length, shared, repeats, -1)
         tokens.view(k, *parts).addcmul_(factor, base.view(1, *parts), value=-1)
 
