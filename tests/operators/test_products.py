@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,6 +17,14 @@ import families
 import oracles
 
 NAMES = list(families.FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def no_fast_path() -> Iterator[None]:
+    """The encoder's fused path has no gradient; the oracle must not take it."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
 
 
 def reference_outputs(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -39,7 +47,6 @@ def reference_loss(outputs: Tensor, targets: Tensor, loss: str) -> Tensor:
 
 
 def hand_written(model: nn.Module) -> nn.Module:
-    torch.backends.mha.set_fastpath_enabled(False)
     return oracles.with_hand_written_norms(copy.deepcopy(model))
 
 
