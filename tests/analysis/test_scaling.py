@@ -223,3 +223,28 @@ def test_gradient_noise_of_a_linear_model_is_that_of_its_distribution() -> None:
 def test_sizes_beyond_the_data_are_refused() -> None:
     with pytest.raises(ValueError, match="data sizes must lie"):
         ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size([3], [10_000], **EFFORT)
+
+
+def test_the_command_runs_resumes_and_refuses_nonsense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    from curvatlas.cli import main
+
+    arguments = [
+        "scaling", "--widths", "3,4", "--sizes", "24,48", "--steps", "8", "--curvature-samples",
+        "8", "--products", "10", "--output", str(tmp_path / "run"), "--json",
+    ]  # fmt: skip
+    answers = []
+    for _ in range(2):  # the second finds everything done
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["results"] == answers[1]["results"]
+    assert len(answers[0]["results"]["grid"]["rows"]) == 4
+    with pytest.raises(SystemExit) as ended:
+        main(["scaling", "--widths", "wide"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

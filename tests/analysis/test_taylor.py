@@ -295,6 +295,15 @@ def test_training_just_below_and_above_confirms_the_critical_rate(momentum: floa
         assert found.expected == pytest.approx((0.8, 1.2))
 
 
+def test_critical_rate_of_a_float32_model_is_confirmed_too() -> None:
+    x, y = batch()
+    found = TaylorExpansionAnalyzer(small_vit().float()).critical_learning_rate(
+        x.float(), y, ratios=(0.9, 1.1), steps=8
+    )
+    assert found.confirmed, str(found)
+    assert found.growth == pytest.approx(found.expected, rel=0.02)
+
+
 def test_hessian_from_weights_recovers_a_quadratic() -> None:
     model, values = quadratic(12)
     weights, rate = [model.theta.detach().clone()], 0.1

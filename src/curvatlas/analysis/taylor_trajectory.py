@@ -11,12 +11,15 @@ The outliers of the top eigenspace are Ritz values of their own, the bulk is wha
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.taylor_line import Array
 from curvatlas.analysis.taylor_result import CriticalLearningRate, PredictedTrajectory
@@ -147,10 +150,13 @@ def critical_rate(
     low, high = (float(bound[0]) for bound in found.interval)
     value = factor / top
     descent = Descent(problem)
+    # deviations must be small against the third derivative and large against rounding: float64
+    precise = descent if problem.dtype == torch.float64 else Descent(in_double(problem))
+    top_vector = found.vectors[:, 0].double()
     growth, losses = [], []
     for ratio in ratios:
         growth.append(
-            _growth(descent.at, descent.start, found.vectors[:, 0], ratio * value, momentum, steps)
+            _growth(precise.at, precise.start, top_vector, ratio * value, momentum, steps)
         )
         losses.append(descent.run(steps, ratio * value, momentum, what="near the critical rate"))
     return CriticalLearningRate(
@@ -165,6 +171,21 @@ def critical_rate(
         products=operator.products,
         converged=found.converged,
     )
+
+
+def in_double(problem: Problem) -> Problem:
+    """The same problem with a float64 copy of the model and of real-valued inputs."""
+    model = copy.deepcopy(problem.model).double()
+
+    def widened(leaf: Any) -> Any:
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if real else leaf
+
+    data = [
+        (tree_map(widened, batch.inputs), tree_map(widened, batch.targets))
+        for batch in problem.batches()
+    ]
+    return Problem(model, problem.loss, data, parameters=list(problem.parameter_names))
 
 
 def _radius(step: float, momentum: float) -> float:

@@ -9,7 +9,9 @@ from curvatlas.commands.analyze import analyze
 from curvatlas.commands.atlas import atlas
 from curvatlas.commands.demo import demo
 from curvatlas.commands.doctor import doctor
+from curvatlas.commands.landscape import landscape
 from curvatlas.commands.report import report
+from curvatlas.commands.scaling import scaling
 from curvatlas.commands.verify import verify
 
 # in the order a newcomer meets them
@@ -17,6 +19,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "analyze": analyze,
     "atlas": atlas,
+    "landscape": landscape,
+    "scaling": scaling,
     "verify": verify,
     "report": report,
     "doctor": doctor,
