@@ -146,7 +146,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
         norm="rms", activation="swiglu", positions="rope", tied=True
     ),
     "zoo gpt post-norm relu": lambda: _zoo_gpt(norm_first=False, activation="relu"),
-    "zoo vit pre-norm": lambda: _zoo_vit(),
+    "zoo vit pre-norm": lambda: _zoo_vit(norm_first=True),
     "zoo vit post-norm": lambda: _zoo_vit(norm_first=False),
     "torch encoder post-norm": lambda: _encoder(False, "relu"),
     "torch encoder pre-norm": lambda: _encoder(True, "gelu"),

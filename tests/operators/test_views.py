@@ -87,3 +87,19 @@ def test_a_view_of_the_last_layer_does_not_follow_the_layers_below() -> None:
     view @ torch.randn(view.shape[1], dtype=torch.float64)
     small = next(iter(part._partial))[1].size.bytes
     assert small < 0.5 * next(iter(whole._full))[1].size.bytes
+
+
+def test_a_model_whose_graph_saves_nothing_still_has_products() -> None:
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.shift
+
+    x, y = torch.randn(2, 4, 3, dtype=torch.float64)
+    problem = ca.Problem(Shift(), "mse", (x, y))
+    want = torch.eye(3, dtype=torch.float64) * 2 / 3
+    assert oracles.relative_error(ca.Hessian(problem).dense(), want) < 1e-14
+    assert oracles.relative_error(ca.GaussNewton(problem).dense(), want) < 1e-14

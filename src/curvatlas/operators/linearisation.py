@@ -45,7 +45,9 @@ class Linearisation:
         )
         self.columns_at_once = 1
         if self.size.mean_bytes < BATCHED_BELOW_BYTES:
-            self.columns_at_once = max(8, min(256, int(IN_FLIGHT_BYTES / self.size.mean_bytes)))
+            self.columns_at_once = max(
+                8, min(256, int(IN_FLIGHT_BYTES / max(self.size.mean_bytes, 1)))
+            )
 
     @property
     def held_bytes(self) -> int:
