@@ -177,12 +177,13 @@ class LinearisedBlock:
         wanted: Collection[str] | None = None,
         needs_input: bool = True,
         into: Mapping[str, Tensor] | None = None,
+        accumulate: bool = False,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """R{∂ℓ/∂W} (K, *shape) of the ``wanted`` weights and Rδ_x, from Rδ_Z (K, n, L, d).
 
         Without ``tangent``: vector-Jacobian products of ``rate``. With it: the tangent of the
         recorded adjoints' way back; ``rate=None`` is zero. Rδ_x is None when zero or not needed.
-        ``into``: tensors (K, *shape) that take the rates of the weights.
+        ``into``: tensors (K, *shape) that take the rates of the weights, or have them added.
         """
         names = frozenset(self.weights) if wanted is None else frozenset(wanted)
         if unknown := names - set(self.weights):
@@ -193,7 +194,7 @@ class LinearisedBlock:
             raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
         given = rate if rate is not None else tangent
         directions = 1
-        way = Way(self.space, names, into or {}, turn=self.turn)
+        way = Way(self.space, names, into or {}, accumulate=accumulate, turn=self.turn)
         moved: Tensor | None = None
         if given is not None:
             directions = given.shape[0] if isinstance(given, Tensor) else given.directions
@@ -272,7 +273,12 @@ class LinearisedBlock:
         """The wanted rates in order; one that nothing reached is zero."""
         for name, weight in self.weights.items():
             if name in way.wanted and name not in way.found:
-                way.slot(name, directions, *weight.shape, like=weight).zero_()
+                target = way.into.get(name)
+                if target is None:
+                    target = weight.new_zeros(directions, *weight.shape)
+                elif not way.accumulate:
+                    target.zero_()
+                way.found[name] = target
         return {name: way.found[name] for name in self.weights if name in way.wanted}
 
 

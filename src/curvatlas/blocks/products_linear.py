@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.products_workspace import Way, Workspace, adjoining
+from curvatlas.blocks.products_workspace import Way, adjoining
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -96,35 +96,35 @@ class Linear:
             assert rate is not None
             self.delta = rate[0]
         moved = x_dot if self.delta is not None else None
-        given = rate if rate is not None else moved
-        if given is not None and way.wants(self.weight_names):
-            shape = (given.shape[0], *self.weight.shape)
-            with way.slots(self.weight_names, self.sizes, *shape, like=x) as out:
-                self._weight_rate(rate, x, moved, out, way.space)
+        if (rate is not None or moved is not None) and way.wants(self.weight_names):
+            self._weight_rate(rate, x, moved, way)
         if rate is not None and way.wants(self.bias_names):
-            shape = (rate.shape[0], rate.shape[2])
-            with way.slots(self.bias_names, self.sizes, *shape, like=x) as out:
-                torch.sum(rate, 1, out=out)
+            way.give(self.bias_names, self.sizes, rate.sum(1))
 
-    def _weight_rate(
-        self,
-        rate: Tensor | None,
-        x: Tensor,
-        moved: Tensor | None,
-        out: Tensor,
-        space: Workspace,
-    ) -> None:
-        wide = out.dtype == torch.float64 and out.shape[0] == 1 and out.shape[1] > out.shape[2]
+    def _weight_rate(self, rate: Tensor | None, x: Tensor, moved: Tensor | None, way: Way) -> None:
+        given = rate if rate is not None else moved
+        assert given is not None
+        shape = (given.shape[0], *self.weight.shape)
         # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
         # 24 GFlop/s there (512 × 128, inner 512).
-        target = space.take("linear.wide", *out.mT.shape, like=out).mT if wide else out
+        wide = x.dtype == torch.float64 and shape[0] == 1 and shape[1] > shape[2]
+        room = None if wide else way.room(self.weight_names)
+        if room is not None:
+            target = room
+        elif wide:
+            target = way.space.take("linear.wide", shape[0], shape[2], shape[1], like=x).mT
+        else:
+            target = torch.empty(shape, dtype=x.dtype, device=x.device)
+        accumulate = room is not None and way.accumulate
         if rate is not None:
-            _transposed_times(rate, x, target)
+            _transposed_times(rate, x, target, accumulate=accumulate)
+            accumulate = True
         if moved is not None:
             assert self.delta is not None
-            _shared_times(self.delta.T, moved, target, None, accumulate=rate is not None)
-        if wide:
-            out.copy_(target)
+            _shared_times(self.delta.T, moved, target, None, accumulate=accumulate)
+        if room is None:
+            own = wide and not way.into and way.space.keep
+            way.give(self.weight_names, self.sizes, target.clone() if own else target)
 
 
 def complete(names: Iterable[str], given: Container[str]) -> bool:
@@ -183,9 +183,16 @@ def _shared_times(
             out += bias.unsqueeze(1)
 
 
-def _transposed_times(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = leftᵀ right:  (K, N, a), (N, b) → (K, a, b)."""
+def _transposed_times(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out (+)= leftᵀ right:  (K, N, a), (N, b) → (K, a, b)."""
     if left.shape[0] == 1:
-        torch.mm(left[0].T, right, out=out[0])
+        if accumulate:
+            out[0].addmm_(left[0].T, right)
+        else:
+            torch.mm(left[0].T, right, out=out[0])
+        return
+    shared = right.expand(left.shape[0], -1, -1)
+    if accumulate:
+        out.baddbmm_(left.mT, shared)
     else:
-        torch.bmm(left.mT, right.expand(left.shape[0], -1, -1), out=out)
+        torch.bmm(left.mT, shared, out=out)

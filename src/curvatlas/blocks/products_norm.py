@@ -102,13 +102,11 @@ class Normalization:
             return None
         shape = (first.shape[0], *self.n.shape)
         if self.bias_name in way.wanted and rate is not None:
-            out = way.slot(self.bias_name, shape[0], shape[2], like=self.n)
-            torch.sum(rate, 1, out=out)
+            way.sums(self.bias_name, rate)
         scratch = way.space.take("norm.scratch", *shape, like=self.n)
         crossed = self._crossed(rate, state, scratch)
         if self.weight_name in way.wanted and crossed is not None:
-            out = way.slot(self.weight_name, shape[0], shape[2], like=self.n)
-            torch.sum(crossed, 1, out=out)
+            way.sums(self.weight_name, crossed)
         along = None if crossed is None else self._row_sums(crossed)
         pulled = way.space.take(f"{self.name}.pulled{way.turn}", *shape, like=self.n)
         pulled = self._through_jacobian(rate, state, along, pulled, scratch)

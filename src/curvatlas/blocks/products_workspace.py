@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -97,38 +96,32 @@ class Way:
     into: Mapping[str, Tensor] = field(default_factory=dict)  # name → (K, *shape) to write to
     found: dict[str, Tensor] = field(default_factory=dict)
     record: bool = False
+    accumulate: bool = False  # add to what ``into`` holds instead of replacing it
     turn: int = 0  # alternates from block to block: a result must not overwrite what it came from
 
     def wants(self, names: Sequence[str]) -> bool:
         """Whether the weights of one layer are wanted."""
         return bool(names) and names[0] in self.wanted
 
-    @contextmanager
-    def slots(
-        self, names: Sequence[str], sizes: Sequence[int], *shape: int, like: Tensor
-    ) -> Iterator[Tensor]:
-        """One tensor (K, Σ sizes, …) that takes the rates of several weights side by side."""
-        if len(names) == 1:
-            yield self.slot(names[0], *shape, like=like)
-            return
-        parts = [self.into[name] for name in names if name in self.into]
-        whole = adjoining(parts, 1) if len(parts) == len(names) else None
-        if whole is None:
-            whole = torch.empty(shape, dtype=like.dtype, device=like.device)
-            yield whole
-            pieces = torch.split(whole, list(sizes), 1)
-        else:
-            yield whole
-            pieces = tuple(parts)
-        for name, piece in zip(names, pieces, strict=True):
-            self.found[name] = piece
-            if name in self.into and piece is not self.into[name]:
-                self.into[name].copy_(piece)
+    def sums(self, name: str, terms: Tensor) -> None:
+        """The rate of a bias or gain: the sum of ``terms`` (K, N, d) over the tokens."""
+        self.give([name], [terms.shape[-1]], terms.sum(1))
 
-    def slot(self, name: str, *shape: int, like: Tensor) -> Tensor:
-        """The tensor that takes the rate of weight ``name``."""
-        target = self.into.get(name)
-        if target is None:
-            target = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self.found[name] = target
-        return target
+    def give(self, names: Sequence[str], sizes: Sequence[int], rate: Tensor) -> None:
+        """Take the rates (K, Σ sizes, …) of weights that lie side by side."""
+        pieces = [rate] if len(names) == 1 else torch.split(rate, list(sizes), 1)
+        for name, piece in zip(names, pieces, strict=True):
+            target = self.into.get(name)
+            if target is None:
+                self.found[name] = piece
+                continue
+            target.add_(piece) if self.accumulate else target.copy_(piece)
+            self.found[name] = target
+
+    def room(self, names: Sequence[str]) -> Tensor | None:
+        """Where the rates of these weights may be written at once; None: ``give`` them after."""
+        parts = [self.into[name] for name in names if name in self.into]
+        whole = adjoining(parts, 1) if parts and len(parts) == len(names) else None
+        if whole is not None:
+            self.found.update(zip(names, parts, strict=True))
+        return whole

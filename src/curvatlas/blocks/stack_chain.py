@@ -103,13 +103,18 @@ class Chain:
         return states, self.readout.push(flat, tangents.get(READOUT, {}), self.space)
 
     def pull_readout(
-        self, rate: Tensor | None, tangent: ReadoutTangent | None, into: dict[str, Tensor]
+        self,
+        rate: Tensor | None,
+        tangent: ReadoutTangent | None,
+        into: dict[str, Tensor],
+        *,
+        accumulate: bool,
     ) -> Tensor | None:
-        """Rδ of the last block's output; fills ``into``."""
-        way = Way(self.space, frozenset(into), into)
+        """Rδ of the last block's output; fills ``into`` or adds to it."""
+        way = Way(self.space, frozenset(into), into, accumulate=accumulate)
         rate = self.readout.pull(rate, tangent, way)
         for name, slot in into.items():
-            if name not in way.found:
+            if name not in way.found and not accumulate:
                 slot.zero_()
         return rate
 
@@ -121,11 +126,19 @@ class Chain:
         into: dict[str, Tensor],
         *,
         needs_input: bool,
+        accumulate: bool,
     ) -> Tensor | None:
-        """Rδ of the block's input (K, n·L, d) from that of its output; fills ``into``."""
+        """Rδ of the input (K, n·L, d) from that of the output; fills ``into`` or adds to it."""
         block = self.blocks[index]
         shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
-        _, back = block.pull(shaped, tangent, wanted=into, needs_input=needs_input, into=into)
+        _, back = block.pull(
+            shaped,
+            tangent,
+            wanted=into,
+            needs_input=needs_input,
+            into=into,
+            accumulate=accumulate,
+        )
         return None if back is None else back.flatten(1, 2)
 
 

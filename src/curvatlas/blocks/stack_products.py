@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -179,29 +178,21 @@ class LinearisedStack:
     ) -> None:
         """One chain's way back: writes (the first chain) or adds its share to ``flat`` (K, P)."""
         chain = self.chains[number]
-        with self._target(flat, READOUT, number) as into:
-            rate = chain.pull_readout(rate, readout, into)
+        into, more = _views(flat, self._groups.get(READOUT, [])), number > 0
+        rate = chain.pull_readout(rate, readout, into, accumulate=more)
         for index in reversed(range(len(chain.blocks))):
-            state = None if states is None else states[index]
-            needs_input = index > 0 or self.include_input
-            with self._target(flat, index, number) as into:
-                rate = chain.pull_block(index, rate, state, into, needs_input=needs_input)
+            rate = chain.pull_block(
+                index,
+                rate,
+                None if states is None else states[index],
+                _views(flat, self._groups.get(index, [])),
+                needs_input=index > 0 or self.include_input,
+                accumulate=more,
+            )
         if self.include_input:
             target = self._input(flat, number)
             assert target is not None
             target.zero_() if rate is None else target.copy_(rate.view(target.shape))
-
-    @contextmanager
-    def _target(self, flat: Tensor, index: int, number: int) -> Iterator[dict[str, Tensor]]:
-        """Where the rates of a block's weights go: in place, or by way of a buffer to be added."""
-        pieces = self._groups.get(index, [])
-        if number == 0 or not pieces:
-            yield _views(flat, pieces)
-            return
-        first, last = pieces[0][2], pieces[-1][3]
-        buffer = self.space.take("stack.rates", flat.shape[0], last - first, like=flat)
-        yield _views(buffer, [(name, shape, a - first, b - first) for name, shape, a, b in pieces])
-        flat[:, first:last] += buffer
 
     def _rows(self, v: Tensor) -> Tensor:
         """(P,) or (P, K) → (K, P)."""
