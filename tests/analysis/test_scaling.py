@@ -243,7 +243,7 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
         assert ended.value.code == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0]["results"] == answers[1]["results"]
-    assert len(answers[0]["results"]["grid"]["rows"]) == 4
+    assert len(answers[0]["results"]["grid"]["cells"]) == 4
     with pytest.raises(SystemExit) as ended:
         main(["scaling", "--widths", "wide"])
     assert ended.value.code == 2

@@ -1,0 +1,44 @@
+"""A 4 × 4 grid of small ViTs: loss and curvature against model and data size.
+
+Every finished run is stored: kill it and start it again, it goes on where it was.
+
+    python examples/scaling_laws.py --output scaling
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import curvatlas as ca
+from curvatlas import zoo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", type=int, nargs="+", default=[4, 8, 12, 16])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 240, 580, 1400])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--output", type=Path, default=Path("scaling"))
+    options = parser.parse_args()
+
+    analyzer = ca.ScalingLawAnalyzer(lambda width: zoo.reference_vit(d_model=width))
+    grid = analyzer.analyze_scaling_with_size(
+        options.widths, options.sizes, steps=options.steps, output=options.output
+    )
+    print(grid)
+    if len(options.sizes) >= 3 and len(options.widths) >= 2:
+        print(analyzer.compare_predictions())
+    for width in options.widths:
+        try:
+            print(analyzer.predict_optimal_dataset_size(width))
+        except ValueError as refusal:
+            print(f"width {width}: {refusal}")
+    # beside the run folder, which holds only what the run itself wrote
+    figure = options.output.with_name(options.output.name + ".png")
+    grid.plot().savefig(figure, dpi=120)
+    print(f"figure in {figure}")
+
+
+if __name__ == "__main__":
+    main()
