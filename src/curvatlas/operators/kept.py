@@ -15,8 +15,8 @@ from curvatlas.problem import Batch, Problem
 Make = Callable[[Batch, Sequence[str]], Linearisation]
 
 # What a product allocates beside the linearisation it works on, in sizes of that: measured 1.2 to
-# 1.4 for H and H_f, 0.4 to 0.7 for H_o, on GPTs of 50 to 8000 tokens' vocabulary. What comes of it, against budgets:
-# benchmarks/memory.py.
+# 1.4 for H and H_f, 0.4 to 0.7 for H_o, on GPTs with a vocabulary of 50 to 8000. What comes of it
+# against budgets: benchmarks/memory.py.
 TRANSIENT = 1.4
 # Share of the budget that is planned for; the rest covers what the allocator cannot reuse, measured
 # at 26 % of the planned bytes when two batches are kept.
