@@ -7,6 +7,7 @@ from typing import Any
 
 from curvatlas.commands.analyze import analyze
 from curvatlas.commands.atlas import atlas
+from curvatlas.commands.bench import bench
 from curvatlas.commands.demo import demo
 from curvatlas.commands.doctor import doctor
 from curvatlas.commands.landscape import landscape
@@ -23,5 +24,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "scaling": scaling,
     "verify": verify,
     "report": report,
+    "bench": bench,
     "doctor": doctor,
 }
