@@ -234,16 +234,14 @@ def _views(rows: Tensor, pieces: Sequence[_Piece]) -> dict[str, Tensor]:
 def default_parts(specs: Sequence[BlockSpec], x: Tensor) -> int:
     """How many parts a batch is taken in: enough to bound the tangents' memory.
 
-    One for small batches, where the interpreter would dominate; two from 2¹⁵ numbers on, which
-    halves the tangents for a few percent of time; more where they would pass 64 MB.
+    One below 16 MB of tangents, where smaller products would cost more than the memory is worth;
+    two from there on (half the tangents for about 5 % of time); more where two would pass 64 MB.
     """
     n, length, d = x.shape
-    if n == 1 or n * length * d < 2**15:
-        return 1
     numbers = 0
     for spec in specs:
         heads = spec.n_heads * spec.value_size + 3 * spec.n_heads * spec.key_size
         numbers += heads + 2 * d + (spec.d_ff or 0) * (2 if spec.gated else 1)
         numbers += spec.n_heads * length
     size = numbers * n * length * x.element_size()
-    return int(min(n, max(2, -(-size // 2**26))))
+    return 1 if size < 2**24 else int(min(n, max(2, -(-size // 2**26))))
