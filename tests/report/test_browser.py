@@ -18,6 +18,8 @@ from report_samples import write_sample_run
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _DRIVER = shutil.which("chromedriver")
 
@@ -69,6 +71,10 @@ def _open(browser: Any, page: Path, *, width: int = 1100, dark: bool = False) ->
     for log in ("browser", "performance"):
         browser.get_log(log)  # forget what an earlier page said
     browser.get(page.as_uri())
+    # On a busy machine the first navigation can return while the page is still being parsed.
+    WebDriverWait(browser, 60).until(
+        lambda b: b.execute_script("return document.readyState") == "complete"
+    )
 
 
 def _requests(browser: Any) -> list[str]:
