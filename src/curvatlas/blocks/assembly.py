@@ -21,12 +21,13 @@ from curvatlas.blocks.operands import Operands, Workspace, multiply
 from curvatlas.blocks.placement import Target
 from curvatlas.blocks.symmetry import add_square
 
-# Numbers in one folded bracket: 1 MB of float64 stays in the second-level cache.
-_FOLD = 1 << 17
+# Numbers in one folded bracket: 2 MB of float64, cache-resident and few enough calls.
+_FOLD = 1 << 18
 # Tokens per activation up to which folding is the faster way: two terms become one product; one
 # term saves only the copy, and nothing where a copy is made anyway.
 _FOLD_TWO_TERMS = 5
 _FOLD_ONE_TERM = 2
+_FOLD_SQUARE = 1
 # Numbers in one paired product before it is copied into place.
 _PAIR = 1 << 20
 
@@ -40,27 +41,78 @@ def add_block(
     accumulate: bool,
     workspace: Workspace,
     both: bool = False,
+    tiles: bool = False,
     rows: frozenset[str] | None = None,
     columns: frozenset[str] | None = None,
     origin: tuple[int, int] = (0, 0),
-) -> None:
+) -> bool:
     """Write (or add) block (f, g) into ``out``; only the segments named in rows, columns.
 
-    With ``both`` every tile also goes, transposed, to block (g, f) while it is in cache.
+    With ``both`` block (g, f) is wanted too: it is written here where that is cheaper than turning
+    the block afterwards, and the answer says whether it was. ``tiles``: turn tile by tile.
     """
     if f.key == g.key:
         _add_symmetric(out, f, operands, accumulate, workspace, rows, columns, origin)
-        return
+        return True
+    if both and _folds_both_ways(f, g, operands):
+        target = Target(out, f.segments[0], g.segments[0], origin, accumulate, False)
+        _fold([target], operands, workspace)
+        turned = (origin[1], origin[0])
+        target = Target(out, g.segments[0], f.segments[0], turned, accumulate, False)
+        _fold([target], _transposed(operands), workspace)
+        if operands.diagonal is not None:
+            _turned_diagonal(target, operands)
+        return True
+    tiles = both and tiles
     for right in g.segments:
         if columns is not None and right.name not in columns:
             continue
         for lefts in _same_core(f, rows):
-            targets = [Target(out, left, right, origin, accumulate, both) for left in lefts]
-            if _folds(lefts, right, operands, copied=both):
+            targets = [Target(out, left, right, origin, accumulate, tiles) for left in lefts]
+            if _folds(lefts, right, operands, copied=tiles):
                 _fold(targets, operands, workspace)
             else:
                 for target in targets:
                     _pair(target, operands, workspace)
+    return tiles
+
+
+def _folds_both_ways(f: Family, g: Family, x: Operands) -> bool:
+    """One term, two plain weights, few tokens: each triangle is a product of its own."""
+    if len(f.segments) > 1 or len(g.segments) > 1 or x.slope is not None:
+        return False
+    narrow = min(f.segments[0].shape[1], g.segments[0].shape[1])
+    return narrow > 1 and x.left.shape[-1] <= _FOLD_ONE_TERM * narrow
+
+
+def _transposed(x: Operands) -> Operands:
+    """The operands of block (g, f) where only the term with M is there."""
+    return Operands(
+        core=x.core.transpose(0, 1),
+        slope=None,
+        slope_start=0,
+        diagonal=None,
+        diagonal_columns=(0, 0),
+        delta=None,
+        left=x.right,
+        right=x.left,
+    )
+
+
+def _turned_diagonal(target: Target, x: Operands) -> None:
+    """The diagonal slope of block (f, g) in block (g, f): entries (c, first + r; r, a)."""
+    assert x.diagonal is not None
+    assert x.delta is not None
+    first, period = x.diagonal_columns
+    rows, width = x.diagonal.shape[0], target.left.shape[1]
+    for start in range(0, rows, period):
+        low, high = max(start, start - first), min(rows, start + period, start + width - first)
+        if low < high:
+            scaled = x.diagonal[low:high].unsqueeze(1) * x.left  # (r', a, n)
+            product = scaled @ x.delta.mT  # (r', a, c)
+            column = first + low - start
+            part = target.upper[:, column : column + high - low, low:high]  # (c, b', r', a)
+            part.diagonal(dim1=1, dim2=2).add_(product.permute(2, 1, 0))
 
 
 def _folds(lefts: list[Segment], right: Segment, x: Operands, *, copied: bool) -> bool:
@@ -128,7 +180,7 @@ def _fold_into(
         torch.baddbmm(place, active, bracket.mT, beta=beta, out=place)
         return
     count, a = active.shape[0], active.shape[1]
-    tile = workspace.take("product", count * a * width, bracket).view(count, a, width)
+    tile = workspace.rows("product", count * a, width, bracket).view(count, a, width)
     torch.bmm(active, bracket.mT, out=tile)
     everything = slice(None)
     if target.right.activation_major:
@@ -290,7 +342,11 @@ def _add_symmetric(
             if not asked:
                 continue
             if left is right and rows is None:
-                add_square(out, left, x, accumulate, workspace, origin)
+                a, n = left.shape[1], x.left.shape[-1]
+                if a > 1 and n <= _FOLD_SQUARE * a:  # few tokens: symmetry saves no time
+                    _fold([Target(out, left, left, origin, accumulate, False)], x, workspace)
+                else:
+                    add_square(out, left, x, accumulate, workspace, origin)
             else:
                 for p, q in asked:
                     _pair(Target(out, p, q, origin, accumulate, False), x, workspace)

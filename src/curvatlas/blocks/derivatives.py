@@ -28,7 +28,8 @@ from curvatlas.budget import available_bytes, default_budget, readable
 
 # Workspace beside the output: an eighth of it, but never less than this.
 _SMALLEST_BUDGET = 64 * 2**20
-# Up to this many parameters both triangles are written together (measured at 2816 and 11264).
+# Up to this many parameters a tile goes to both triangles while in cache; beyond, rows lie so far
+# apart that its short columns cost a page each (measured at 2816 and 11264).
 _NARROW = 5000
 # Numbers in one tensor of the diagonal's tail: 8 MB of float64.
 _DIAGONAL_NUMBERS = 1 << 20
@@ -112,9 +113,7 @@ class BlockDerivatives:
             out.zero_()
         source: Part = "functional" if self.seeds.couples_tokens else part
         chunks = list(self.chunks(source))  # lazy: nothing is computed before a pair is asked for
-        # A tile goes to both triangles while in cache, unless rows lie so far apart that its
-        # short columns cost a page each: then wide tiles are turned afterwards.
-        at_once = len(chunks) == 1 and not tied and self.size <= _NARROW
+        whole = len(chunks) == 1 and not tied
         for number, terms in enumerate(chunks):
             chunks[number] = None  # type: ignore[call-overload]
             active = {f.key: token_last(terms.activation(f)) for f in self.families}
@@ -122,21 +121,20 @@ class BlockDerivatives:
                 for g in self.families[i:]:
                     pair = terms.pair(f, g)
                     operands = prepare(pair, active[f.key], active[g.key], workspace)
-                    accumulate = tied or number > 0
                     if _same_place(f, g):
                         _add_tied(out, f, g, operands, workspace)
                         continue
-                    add_block(
+                    done = add_block(
                         out,
                         f,
                         g,
                         operands,
-                        accumulate=accumulate,
+                        accumulate=tied or number > 0,
                         workspace=workspace,
-                        both=at_once,
+                        both=whole,
+                        tiles=self.size <= _NARROW,
                     )
-                    last = number == len(chunks) - 1
-                    if f.key != g.key and last and not (tied or at_once):
+                    if not (done or tied) and number == len(chunks) - 1:
                         mirror(out, f, g, workspace)
         if tied:
             for i, f in enumerate(self.families):

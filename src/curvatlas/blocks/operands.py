@@ -9,6 +9,8 @@ from torch import Tensor
 
 from curvatlas.blocks.families import Pair
 
+PADDING = 8  # numbers, one cache line of float64
+
 
 @dataclass
 class Workspace:
@@ -28,6 +30,15 @@ class Workspace:
             held = torch.empty(size, dtype=like.dtype, device=like.device)
             self.buffers[name] = held
         return held[:size]
+
+    def rows(self, name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+        """A (rows, columns) buffer whose rows do not lie a power of two apart.
+
+        Tiles are read along columns when they are turned; at strides of 8 kB all entries of a
+        column would compete for the same few cache lines.
+        """
+        padded = columns + PADDING
+        return self.take(name, rows * padded, like).view(rows, padded)[:, :columns]
 
     @property
     def nbytes(self) -> int:
@@ -87,5 +98,4 @@ def token_last(t: Tensor, out: Tensor | None = None) -> Tensor:
 def multiply(name: str, left: Tensor, right: Tensor, workspace: Workspace) -> Tensor:
     """left @ right in the workspace: a fresh temporary costs more in page faults than in flops."""
     rows, columns = left.shape[0], right.shape[1]
-    out = workspace.take(name, rows * columns, left).view(rows, columns)
-    return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out=workspace.rows(name, rows, columns, left))

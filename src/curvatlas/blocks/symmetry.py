@@ -18,7 +18,7 @@ _NUMBERS = 1 << 20
 # A block on the diagonal is cut into this many strips: each skips what lies left of it.
 _STRIPS = 4
 # From this many tokens on, packing a ≤ b saves more arithmetic than unpacking costs.
-_PACK_FROM = 64
+_PACK_FROM = 192
 # Rows and columns of one transposed tile: wide enough that its rows are whole pages of memory.
 _TILE = 512
 
@@ -95,9 +95,7 @@ def _transpose(source: Tensor, target: Tensor, workspace: Workspace) -> None:
     """target ← sourceᵀ through a small buffer: rows of ``out`` are a power of two apart, and
     reading a column of them directly throws every line out of the cache before it is used."""
     rows, columns = source.shape
-    padded = _TILE + 8
-    height = min(_TILE, rows)
-    buffer = workspace.take("tile", height * padded, source).view(height, padded)
+    buffer = workspace.rows("tile", min(_TILE, rows), _TILE, source)
     for i in range(0, rows, _TILE):
         i_end = min(i + _TILE, rows)
         for j in range(0, columns, _TILE):

@@ -42,6 +42,7 @@ class Terms:
         self.tail = Tail(evaluation, self.take, lam, delta)
         self._heads: dict[int, HeadMoments] = {}
         self._adjoints: dict[int, AdjointMoments] = {}
+        self._curved: dict[tuple[str, int], Tensor] = {}
 
     def take(self, t: Tensor) -> Tensor:
         """The chunk's tokens of a (B, L, ·) activation as (n, ·)."""
@@ -138,6 +139,12 @@ class Terms:
         at_U = tail.to_U(at_v, at_S) if tail.feed_forward else at_S
         return at_U @ self.direction(f).mT
 
+    def _curved_direction(self, f: Family) -> Tensor:
+        """X Λ_UU (n, core, d), kept for all partners of the family."""
+        if f.key not in self._curved:
+            self._curved[f.key] = self.direction(f) @ self.tail.lam_UU
+        return self._curved[f.key]
+
     def _key_core(self, f: Family, t: Tensor) -> Tensor:
         """Drop the constant coordinate (axis 1) where the key has no bias."""
         return t[:, : f.segments[-1].core[1]]
@@ -176,8 +183,7 @@ class Terms:
         return Pair(core=core, slope=X @ slope.mT, delta=self.delta(g))
 
     def _attention_pair(self, f: Family, g: Family) -> Pair:
-        X, Y = self.direction(f), self.direction(g)
-        core = (X @ self.tail.lam_UU) @ Y.mT
+        core = self._curved_direction(f) @ self.direction(g).mT
         if not self.functional:
             return Pair(core=core)
         if f.kind == "front":
