@@ -32,17 +32,17 @@ def attention_mask(
     if mask is not None:
         if mask.device != device:
             raise ValueError(f"the mask is on {mask.device}, the input on {device}.")
-        shaped = _to_four_axes(mask, samples, spec.n_heads, length)
-        if mask.dtype == torch.bool:
-            allowed = shaped if allowed is None else allowed & shaped
-        elif mask.is_floating_point():
-            if not spec.softmax:
-                raise ValueError("an additive mask needs softmax attention: pass a boolean mask.")
-            bias = shaped.to(dtype)
-        else:
+        if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"the mask must be boolean (True = attend) or floating (added), got {mask.dtype}."
             )
+        shaped = _to_four_axes(mask, samples, spec.n_heads, length)
+        if mask.dtype == torch.bool:
+            allowed = shaped if allowed is None else allowed & shaped
+        elif spec.softmax:
+            bias = shaped.to(dtype)
+        else:
+            raise ValueError("an additive mask needs softmax attention: pass a boolean mask.")
     if not spec.softmax:
         return None, allowed
     if allowed is not None:
