@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 # public name → module that defines it
 _PUBLIC: dict[str, str] = {
+    "BlockStack": "curvatlas.blocks.stack",
+    "Readout": "curvatlas.blocks.products_head",
     "BlockHessian": "curvatlas.blocks.result",
     "FFNHessian": "curvatlas.blocks.feed_forward",
     "LayerNormHessian": "curvatlas.blocks.layer_norm",
