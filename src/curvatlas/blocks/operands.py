@@ -88,7 +88,9 @@ def prepare(pair: Pair, left: Tensor, right: Tensor, workspace: Workspace) -> Op
 
 
 def token_last(t: Tensor, out: Tensor | None = None) -> Tensor:
-    """(n, …) → (…, n), contiguous, into ``out`` (flat) when given."""
+    """(n, …) → (…, n), tokens contiguous, into ``out`` (flat) when given."""
+    if t.ndim == 3 and not t.is_contiguous() and t.mT.is_contiguous():
+        return token_last(t.mT, out).transpose(0, 1)
     flat = t.reshape(t.shape[0], -1).t()
     if out is None:
         return flat.contiguous().view(*t.shape[1:], t.shape[0])

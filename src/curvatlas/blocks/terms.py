@@ -142,7 +142,7 @@ class Terms:
     def _curved_direction(self, f: Family) -> Tensor:
         """X Λ_UU (n, core, d), kept for all partners of the family."""
         if f.key not in self._curved:
-            self._curved[f.key] = self.direction(f) @ self.tail.lam_UU
+            self._curved[f.key] = self._along(f, self.tail.lam_UU)
         return self._curved[f.key]
 
     def _key_core(self, f: Family, t: Tensor) -> Tensor:
@@ -175,15 +175,22 @@ class Terms:
         return tail.lam_SU if g.kind == "down" else tail.lam_final_U
 
     def _mixed_pair(self, f: Family, g: Family) -> Pair:
-        X = self.direction(f)
-        core = X @ self._towards_U(g).mT
+        core = self._along(f, self._towards_U(g))
         if not self.functional or g.kind in ("middle", "final"):
             return Pair(core=core)
         slope = self.tail.slope_vU if g.kind in HIDDEN else self.tail.slope_gU
-        return Pair(core=core, slope=X @ slope.mT, delta=self.delta(g))
+        return Pair(core=core, slope=self._along(f, slope), delta=self.delta(g))
+
+    def _along(self, f: Family, t: Tensor) -> Tensor:
+        """X tᵀ (n, core, c) for t (n, c, d): t seen along the directions of an attention family."""
+        if f.kind == "output" or (f.kind == "value" and self.head(f.head).W_O is None):
+            return t.mT  # X = I
+        X = self.direction(f)
+        # One matrix for all tokens: a single large product instead of n small ones.
+        return (t @ X[0].mT).mT if X.shape[0] == 1 else X @ t.mT
 
     def _attention_pair(self, f: Family, g: Family) -> Pair:
-        core = self._curved_direction(f) @ self.direction(g).mT
+        core = self._along(g, self._curved_direction(f)).mT
         if not self.functional:
             return Pair(core=core)
         if f.kind == "front":
