@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,26 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Train a small ViT on digits and show its curvature before and after."""
+    from curvatlas.threads import one_thread
+
+    with one_thread():
+        _before_and_after(
+            output, seed=seed, steps=steps, samples=samples, time=time, as_json=as_json,
+            quiet=quiet, verbose=verbose,
+        )  # fmt: skip
+
+
+def _before_and_after(
+    output: Path | None,
+    *,
+    seed: int,
+    steps: int,
+    samples: int,
+    time: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
     import torch
 
     import curvatlas as ca

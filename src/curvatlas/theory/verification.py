@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.theory.statements import UNCONFIRMED, Outcome, Statement, all_statements, find
+from curvatlas.threads import one_thread
 
 _SHORT = {"holds": "holds", "holds corrected": "corrected", "false as printed": "FALSE"}
 
@@ -64,17 +62,6 @@ class Verification(Result):
         return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The checks are thousands of tiny products: a second thread made 45 s into 285 s."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def run_verify(
     names: Sequence[str] = (),
     *,
@@ -92,7 +79,7 @@ def run_verify(
     folder = None if output is None else Path(output)
     entries = []
     started = time.perf_counter()
-    with _one_thread(), bar("verify", total=len(chosen)) as progress:
+    with one_thread(), bar("verify", total=len(chosen)) as progress:
         for item in chosen:
             progress.set_postfix_str(item.name)
             entries.append(_entry(item, full=full, seed=seed, folder=folder if figures else None))
