@@ -29,13 +29,18 @@ def summed(
     dtype: torch.dtype,
     device: torch.device,
     distributed: bool,
+    zeroed: bool = True,
 ) -> Tensor:
     """The tensor of ``shape`` that ``fill`` adds to on every rank, summed over ranks.
+
+    zeroed: with False, ``fill`` gets uninitialised memory and has to write every entry.
 
     One reduction carries the numbers and a failure flag, so that an error on one rank is raised on
     all of them instead of leaving the others waiting.
     """
-    buffer = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=device)
+    make = torch.zeros if zeroed else torch.empty
+    buffer = make(math.prod(shape) + 1, dtype=dtype, device=device)
+    buffer[-1] = 0
     total = buffer[:-1].view(*shape)
     failure: Exception | None = None
     try:

@@ -90,17 +90,21 @@ class CurvatureOperator(LinearOperator):
 
         def fill(total: Tensor) -> None:
             if next(problem.batches(), None) is None:
-                return  # this process has no share of the data
+                total.zero_()  # this process has no share of the data
+                return
             kept = self._kept_for({*columns, *rows})
             kept.plan_for(count * parts)
             with problem.evaluating():
-                for weight, linear in kept:
+                for place, (valid, linear) in enumerate(kept):
+                    share = valid / problem.total_count
                     step = min(linear.columns_at_once, kept.columns_that_fit())
                     for start in range(0, count, step):
                         some = slice(start, min(start + step, count))
-                        chunk = {name: column[some] for name, column in columns.items()}
+                        # Columns of a (P, K) matrix lie K apart: straighten only these few.
+                        chunk = {name: c[some].contiguous() for name, c in columns.items()}
                         for part, results in enumerate(product(linear, chunk)):
-                            _add_pieces(total[part, some], results, sizes, weight)
+                            into = total[part, some]
+                            _add_pieces(into, results, sizes, share, first=place == 0)
                     del linear  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
 
@@ -110,8 +114,8 @@ class CurvatureOperator(LinearOperator):
             dtype=self.dtype,
             device=self.device,
             distributed=problem.distributed,
+            zeroed=False,
         )
-        total.div_(problem.total_count)
         if self.device.type == "cpu" and not _all_finite(total):
             raise NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
         return total
@@ -255,11 +259,20 @@ def _all_finite(values: Tensor) -> bool:
 
 
 def _add_pieces(
-    total: Tensor, results: list[Tensor | None], sizes: Sequence[int], weight: float
+    total: Tensor, results: list[Tensor | None], sizes: Sequence[int], share: float, *, first: bool
 ) -> None:
-    """total (K, Σ sizes) += weight · results, a None counting as zero."""
+    """total (K, Σ sizes) += share · results, a None counting as zero; ``first``: = instead of +=.
+
+    Writing the first batch instead of adding it saves a pass over memory never touched before.
+    """
     start = 0
     for result, size in zip(results, sizes, strict=True):
-        if result is not None:
-            total[:, start : start + size].add_(result.reshape(-1, size), alpha=weight)
+        into = total[:, start : start + size]
+        if result is None:
+            if first:
+                into.zero_()
+        elif first:
+            torch.mul(result.reshape(-1, size), share, out=into)
+        else:
+            into.add_(result.reshape(-1, size), alpha=share)
         start += size

@@ -23,8 +23,8 @@ class Layout:
         self.size = starts[-1]
 
     def split(self, columns: Tensor) -> list[Tensor]:
-        """(P, K) → one (K, *shape) tensor a parameter."""
-        rows = columns.T.contiguous() if columns.ndim == 2 else columns.unsqueeze(0)  # (K, P)
+        """(P, K) → one (K, *shape) tensor a parameter, a view where the strides allow it."""
+        rows = columns.T if columns.ndim == 2 else columns.unsqueeze(0)  # (K, P)
         pieces = torch.split(rows, list(self.sizes), dim=1)
         return [p.reshape(-1, *s) for p, s in zip(pieces, self.shapes, strict=True)]
 
