@@ -18,6 +18,8 @@ import curvatlas as ca
 from harness.cases import Case
 from harness.timing import Contestant
 
+ONE_BY_ONE = "column by column"
+
 Maker = Callable[[Case, Tensor], Iterator[Contestant]]
 
 
@@ -48,6 +50,13 @@ def _ours(case: Case, columns: Tensor) -> Iterator[Contestant]:
         name = f"curvatlas {kind.__name__}"
         yield Contestant(name, "curvatlas", quantity, 1, lambda op=operator: op @ first)
         yield Contestant(name, "curvatlas", quantity, count, lambda op=operator: op @ columns)
+        yield Contestant(f"{name}, {ONE_BY_ONE}", "curvatlas", quantity, count,
+                         lambda op=operator: _one_by_one(op, columns))  # fmt: skip
+
+
+def _one_by_one(operator: ca.LinearOperator, columns: Tensor) -> Tensor:
+    """The same matrix in and out as ``operator @ columns``, one product for each column."""
+    return torch.stack([operator @ column for column in columns.unbind(1)], dim=1)
 
 
 def _plain(case: Case, columns: Tensor) -> Iterator[Contestant]:
