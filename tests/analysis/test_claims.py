@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import curvatlas as ca
-from curvatlas.analysis.claims import _claim, examine_claims, load, norm_slope
+from curvatlas.analysis.claims import examine_claims, load, norm_slope
+from curvatlas.analysis.claims_statements import claim
+from curvatlas.results import same
 from curvatlas.zoo import digits, reference_vit
 
 
 def test_a_verdict_follows_from_the_interval() -> None:
     def verdict(values: list[float]) -> str:
-        return _claim("", "", "", "", values, 1.0, {}).verdict
+        return claim("", "", "", "", values, 1.0, {}).verdict
 
     assert verdict([1.9, 2.0, 2.1]) == "holds"
     assert verdict([0.5, 0.52, 0.48]) == "fails"
@@ -26,16 +31,26 @@ def test_layer_norm_creates_curvature_like_one_over_the_variance() -> None:
 
 
 @pytest.mark.slow
-def test_every_claim_gets_a_verdict_on_digits() -> None:
-    report = examine_claims(
-        load("digits"), seeds=(0, 1), samples=2, steps=3, depths=(1, 2), rtol=1.0
-    )
+def test_every_claim_gets_a_verdict_on_digits_and_seeds_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"seeds": (0, 1), "samples": 2, "steps": 3, "depths": (1, 2), "rtol": 1.0}
+    report = examine_claims(load("digits"), output=tmp_path / "run", **options)
     assert len(report.claims) == 14
     assert {claim.verdict for claim in report.claims} <= {"holds", "fails", "undecided"}
     assert report["norm grows in training"].value.mean > 0
     assert "digits, 2 seeds" in str(report)
     with pytest.raises(KeyError, match="there is no claim"):
         report["unknown"]
+    monkeypatch.setattr("curvatlas.analysis.claims._measure", None)  # nothing is measured again
+    assert same(examine_claims("digits", output=tmp_path / "run", **options), report)
+
+
+def test_one_seed_or_one_depth_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 seeds, got 1"):
+        examine_claims("digits", seeds=(0,))
+    with pytest.raises(ValueError, match="2 different depths"):
+        examine_claims("digits", depths=(2, 2))
 
 
 def test_an_unknown_data_set_is_refused() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from curvatlas.analysis.atlas_blocks import VIEWS, Block, blocks_of, groups_of
+from curvatlas.analysis.atlas_closed import closed_form, closed_maps
 from curvatlas.analysis.atlas_dense import dense_maps
 from curvatlas.analysis.atlas_result import Atlas, AtlasMap
 from curvatlas.analysis.atlas_sketch import Sketch
 from curvatlas.analysis.atlas_spectral import negative_masses, refined_spectral
 from curvatlas.analysis.atlas_statistics import Array, Energy
+from curvatlas.blocks.adapters import UnmappedModuleError
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.operators.parts import PARTS, CurvatureParts
 from curvatlas.problem import Problem
@@ -46,14 +48,16 @@ def atlas(
     biases: False counts a bias with its weight.
     rtol: stop when the root mean square of the entries' relative standard errors reaches it.
     products: at most this many products (each gives H, H_o and H_f; four a block at least).
-    method: "dense" (exact), "sketch" (estimates with intervals), "auto": dense up to P = 4096.
+    method: "dense" (exact), "closed form" (exact, one layer that ``curvatlas.blocks`` knows, of any
+        size), "sketch" (estimates with intervals); "auto": dense up to P = 4096, beyond it the
+        closed form where there is one. ``Atlas.method`` says which.
     spectral: "bracket" (from the same products), "diagonal" or a list of (row, column) names whose
         spectral norms are then refined by Lanczos; dense maps are always exact.
     negative_mass: the share of negative eigenvalues of every diagonal block (60 products a block
         and part); None: where it is free (dense).
     """
-    if method not in ("auto", "dense", "sketch"):
-        raise ValueError(f"method is 'auto', 'dense' or 'sketch', got {method!r}.")
+    if method not in ("auto", "dense", "closed form", "sketch"):
+        raise ValueError(f"method is 'auto', 'dense', 'closed form' or 'sketch', got {method!r}.")
     if not rtol > 0:
         raise ValueError(f"rtol must be positive, got {rtol!r}.")
     blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
@@ -63,6 +67,14 @@ def atlas(
     if method == "dense" or (method == "auto" and fits):
         maps, shares = dense_maps(operator, blocks)
         return _finish(maps, shares, blocks, "dense", operator.products, rtol, 0.0, True)
+    if method in ("auto", "closed form"):
+        try:
+            maps, shares = closed_maps(closed_form(problem), operator, blocks, room)
+        except UnmappedModuleError as reason:
+            if method == "closed form":
+                raise UnmappedModuleError(f"no closed form of this problem: {reason}") from reason
+        else:
+            return _finish(maps, shares, blocks, "closed form", operator.products, rtol, 0.0, True)
 
     sketch = Sketch(operator, blocks, seed=seed)
     error = _probe_until(sketch, rtol, products)

@@ -46,10 +46,17 @@ def dense_maps(
     operator: CurvatureParts, blocks: Sequence[Block]
 ) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
     """Every map of every view, exact: intervals of zero width."""
+    return maps_of_matrices(dense_parts(operator), [block.indices for block in blocks], blocks)
+
+
+def maps_of_matrices(
+    matrices: dict[str, Tensor], places: Sequence[Tensor], blocks: Sequence[Block]
+) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
+    """The same from part → (P, P), whose rows of each block stand at its ``places``."""
     maps: dict[str, AtlasMap] = {}
     shares: dict[str, tuple[float, float, float]] = {}
-    for part, matrix in dense_parts(operator).items():
-        indices = [block.indices.to(matrix.device) for block in blocks]
+    for part, matrix in matrices.items():
+        indices = [at.to(matrix.device) for at in places]
         energy, trace = _energies(matrix, indices)
         # What lies ten units in the last place below the largest block is rounding, not curvature.
         floor = (10 * torch.finfo(matrix.dtype).eps) ** 2 * energy.max()
@@ -57,8 +64,8 @@ def dense_maps(
         for view in VIEWS:
             groups = groups_of(blocks, view)
             member = torch.zeros(len(groups), len(blocks), dtype=torch.float64)
-            for a, places in enumerate(groups.values()):
-                member[a, places] = 1
+            for a, group in enumerate(groups.values()):
+                member[a, group] = 1
             square = member @ energy @ member.T
             found = {
                 "frobenius": square.sqrt(),
@@ -66,7 +73,7 @@ def dense_maps(
                 "trace": member @ trace,
             }
             if view == "block":
-                found["negative mass"] = _negative_mass(matrix, indices)
+                found["negative mass"] = _negative_mass(matrix, indices, float(floor) ** 0.5)
             found["spectral"] = torch.where(square > 0, found["spectral"], 0.0)
             for quantity, values in found.items():
                 maps[f"{view}/{quantity}/{part}"] = AtlasMap(
@@ -104,14 +111,14 @@ def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
     return result
 
 
-def _negative_mass(matrix: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """Share of negative eigenvalues of every diagonal block."""
+def _negative_mass(matrix: Tensor, indices: Sequence[Tensor], floor: float) -> Tensor:
+    """Share of negative eigenvalues of every diagonal block, rounding (below ``floor``) apart."""
     result = torch.zeros(len(indices), dtype=torch.float64)
     for a, places in enumerate(indices):
         block = matrix[places][:, places].double()
         values = torch.linalg.eigvalsh((block + block.T) / 2)
         rounding = len(values) * torch.finfo(matrix.dtype).eps * values.abs().max()
-        result[a] = (values < -rounding).double().mean()
+        result[a] = (values < -max(float(rounding), floor)).double().mean()
     return result
 
 

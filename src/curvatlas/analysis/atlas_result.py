@@ -93,7 +93,7 @@ class Atlas(Result):
     maps: dict[str, AtlasMap]  # "view/quantity/part"
     sizes: dict[str, int]  # entries of each block
     diagonal_share: dict[str, tuple[float, float, float]]  # "view/part" → value, low, high
-    method: str  # "dense" or "sketch"
+    method: str  # "dense", "closed form" or "sketch"
     products: int
     converged: bool
     rtol: float

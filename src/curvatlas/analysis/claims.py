@@ -6,7 +6,9 @@ whether it holds, fails, or cannot be told. What differs from the papers is repo
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,54 +18,23 @@ import torch
 
 from curvatlas.analysis.atlas import atlas
 from curvatlas.analysis.atlas_result import Atlas
-from curvatlas.analysis.comparisons import Spread, spread_of
+from curvatlas.analysis.claims_statements import (
+    ClaimReport,
+    dominance,
+    growth_in_training,
+    growth_with_depth,
+    heterogeneity,
+    norm_curvature,
+)
+from curvatlas.analysis.comparisons import spread_of
 from curvatlas.analysis.propagation_capture import capture
 from curvatlas.analysis.propagation_dense import propagate
 from curvatlas.analysis.propagation_local import Samples
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
+from curvatlas.runs import Run, fingerprints
 from curvatlas.zoo import Dataset, ViT, ViTConfig, digits, fashion_mnist, mnist, train
-
-ATTENTION = ("query", "key", "value", "output")
-FEED_FORWARD = ("up", "down")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim(Result):
-    """One statement of a source and what was measured."""
-
-    name: str
-    statement: str
-    source: str
-    figure: str  # what the number is
-    value: Spread
-    threshold: float  # the claim says: above it
-    verdict: str  # "holds", "fails" or "undecided"
-    details: dict[str, Spread]
-
-    def __str__(self) -> str:
-        return f"{self.verdict:>9}  {self.statement} [{self.figure}: {self.value}]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimReport(Result):
-    """All claims on one data set."""
-
-    dataset: str
-    seeds: int
-    accuracy: Spread  # on held-out samples after training
-    claims: tuple[Claim, ...]
-
-    def __getitem__(self, name: str) -> Claim:
-        for claim in self.claims:
-            if claim.name == name:
-                return claim
-        raise KeyError(f"there is no claim {name!r}; there are {[c.name for c in self.claims]}.")
-
-    def __str__(self) -> str:
-        head = f"{self.dataset}, {self.seeds} seeds, accuracy {self.accuracy}"
-        return "\n".join([head, *(f"  {claim}" for claim in self.claims)])
 
 
 def load(name: str) -> Dataset:
@@ -78,6 +49,17 @@ def load(name: str) -> Dataset:
     return loaders[name]()
 
 
+@dataclass(frozen=True, kw_only=True)
+class SeedOfClaims(Result):
+    """Everything that is measured with one seed."""
+
+    before: Atlas
+    after: Atlas
+    accuracy: float
+    slope: float  # of what LayerNorm creates against the variance of a token
+    growth: tuple[float, float]  # log-log slopes of ‖H‖_F with depth: post-norm, pre-norm
+
+
 def examine_claims(
     dataset: str | Dataset = "digits",
     *,
@@ -86,45 +68,85 @@ def examine_claims(
     steps: int = 400,
     depths: Sequence[int] = (1, 2, 4),
     rtol: float = 0.08,
+    output: str | os.PathLike[str] | None = None,
 ) -> ClaimReport:
-    """Train the papers' ViT (one post-norm block of width 16) per seed and examine every claim."""
+    """Train the papers' ViT (one post-norm block of width 16) per seed and examine every claim.
+
+    output: a run folder; each finished seed is stored, and the same call resumes it.
+    """
+    if len(seeds) < 2:
+        raise ValueError(f"an interval over seeds needs at least 2 seeds, got {len(seeds)}.")
+    if len(set(depths)) < 2 or min(depths) < 1:
+        raise ValueError(f"growth with depth needs 2 different depths of 1 or more, got {depths}.")
     data = load(dataset) if isinstance(dataset, str) else dataset
+    options = {
+        "seeds": list(seeds), "samples": samples, "steps": steps, "depths": list(depths),
+        "rtol": rtol,
+    }  # fmt: skip
+
+    def one(seed: int) -> SeedOfClaims:
+        return _measure(data, seed, samples, steps, depths, rtol)
+
+    chosen = track(list(seeds), f"claims on {data.name}")
+    if output is None:
+        return _report(data, [one(seed) for seed in chosen], depths)
+    batches = [tuple(data.train), tuple(data.validation)]
+    with Run.create(
+        output,
+        options=options,
+        model_fingerprint=fingerprints.of_model(_model(data, 0)),
+        data_fingerprint=fingerprints.of_data(batches),
+    ) as run:
+        found = [run.step(f"seed{seed}", functools.partial(one, seed)) for seed in chosen]
+        return run.step("claims", lambda: _report(data, found, depths))
+
+
+def _measure(
+    data: Dataset, seed: int, samples: int, steps: int, depths: Sequence[int], rtol: float
+) -> SeedOfClaims:
     batch = data.train.take(samples)
 
-    def problem_of(model: ViT) -> Problem:
-        return Problem(model, "cross_entropy", (batch.inputs, batch.targets))
+    def look(model: ViT) -> Atlas:
+        problem = Problem(model, "cross_entropy", (batch.inputs, batch.targets))
+        return atlas(problem, method="sketch", rtol=rtol, seed=seed)
 
-    before: list[Atlas] = []
-    after: list[Atlas] = []
-    accuracy, slopes = [], []
-    growth: dict[bool, list[float]] = {False: [], True: []}
-    for seed in track(list(seeds), f"claims on {data.name}"):
-        model = _model(data, seed)
-        before.append(_atlas(problem_of(model), seed, rtol))
-        slopes.append(norm_slope(problem_of(_model(data, seed).double()).with_data(
-            (batch.inputs[:8].double(), batch.targets[:8]))))  # fmt: skip
-        history = train(model, data, steps=steps, seed=seed)
-        accuracy.append(history.validation_accuracy or float("nan"))
-        after.append(_atlas(problem_of(model), seed, rtol))
-        for norm_first, found in growth.items():
-            norms = [
-                _atlas(
-                    problem_of(_model(data, seed, n_layers=n, norm_first=norm_first)), seed, rtol
-                ).view("model")["model"]
-                for n in depths
-            ]
-            found.append(float(np.polyfit(np.log(depths), np.log(norms), 1)[0]))
+    model = _model(data, seed)
+    before = look(model)
+    few = batch.inputs[:8].double(), batch.targets[:8]
+    slope = norm_slope(Problem(_model(data, seed).double(), "cross_entropy", few))
+    history = train(model, data, steps=steps, seed=seed)
+    growth = []
+    for norm_first in (False, True):
+        norms = [
+            look(_model(data, seed, n_layers=n, norm_first=norm_first)).view("model")["model"]
+            for n in depths
+        ]
+        growth.append(float(np.polyfit(np.log(depths), np.log(norms), 1)[0]))
+    return SeedOfClaims(
+        before=before,
+        after=look(model),
+        accuracy=history.validation_accuracy or float("nan"),
+        slope=slope,
+        growth=(growth[0], growth[1]),
+    )
+
+
+def _report(data: Dataset, found: Sequence[SeedOfClaims], depths: Sequence[int]) -> ClaimReport:
+    before, after = [one.before for one in found], [one.after for one in found]
     claims = (
-        *_dominance("initialisation", before),
-        *_dominance("training", after),
-        _grows(before, after),
-        *_heterogeneity(before),
-        _depth("post-norm", growth[False], depths),
-        _depth("pre-norm", growth[True], depths),
-        _norm_claim(slopes),
+        *dominance("initialisation", before),
+        *dominance("training", after),
+        growth_in_training(before, after),
+        *heterogeneity(before),
+        growth_with_depth("post-norm", [one.growth[0] for one in found], depths),
+        growth_with_depth("pre-norm", [one.growth[1] for one in found], depths),
+        norm_curvature([one.slope for one in found]),
     )
     return ClaimReport(
-        dataset=data.name, seeds=len(seeds), accuracy=spread_of(accuracy), claims=claims
+        dataset=data.name,
+        seeds=len(found),
+        accuracy=spread_of(one.accuracy for one in found),
+        claims=claims,
     )
 
 
@@ -134,131 +156,6 @@ def _model(data: Dataset, seed: int, **options: Any) -> ViT:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ViT(ViTConfig(classes=data.classes, **config))
-
-
-def _atlas(problem: Problem, seed: int, rtol: float) -> Atlas:
-    return atlas(problem, method="sketch", rtol=rtol, seed=seed)
-
-
-def _norms(found: Atlas, part: str = "total") -> dict[str, float]:
-    own = found.view("role", part=part)
-    return dict(zip(own.names, own.values.diagonal().tolist(), strict=True))
-
-
-def _claim(
-    name: str, statement: str, source: str, figure: str, values: Sequence[float], threshold: float,
-    details: dict[str, Spread], *, ratio: bool = True,
-) -> Claim:  # fmt: skip
-    value = spread_of(values, ratio=ratio)
-    low, high = value.interval
-    verdict = "holds" if low > threshold else "fails" if high < threshold else "undecided"
-    return Claim(
-        name=name, statement=statement, source=source, figure=figure, value=value,
-        threshold=threshold, verdict=verdict, details=details,
-    )  # fmt: skip
-
-
-def _dominance(when: str, atlases: Sequence[Atlas]) -> list[Claim]:
-    """Petrov et al.: value- and key-related blocks dominate."""
-    roles = [_norms(one) for one in atlases]
-    details = {
-        role: spread_of((r[role] for r in roles), ratio=True)
-        for role in (*ATTENTION, *FEED_FORWARD)
-        if role in roles[0]
-    }
-    source = "Petrov et al., entry heat maps"
-
-    def ratio(top: str, bottom: Sequence[str]) -> list[float]:
-        return [r[top] / max(r[b] for b in bottom if b in r) for r in roles]
-
-    return [
-        _claim(
-            f"value dominates at {when}",
-            f"the value block is the largest of attention at {when}", source,
-            "‖H_VV‖ / largest other attention block",
-            ratio("value", [r for r in ATTENTION if r != "value"]), 1.0, details,
-        ),
-        _claim(
-            f"key above query at {when}", f"the key block exceeds the query block at {when}",
-            source, "‖H_KK‖ / ‖H_QQ‖", ratio("key", ["query"]), 1.0, details,
-        ),
-        _claim(
-            f"key above feed-forward at {when}",
-            f"the key block exceeds the feed-forward blocks at {when}", source,
-            "‖H_KK‖ / largest of up and down", ratio("key", FEED_FORWARD), 1.0, details,
-        ),
-        _claim(
-            f"value above feed-forward at {when}",
-            f"the value block exceeds the feed-forward blocks at {when}", source,
-            "‖H_VV‖ / largest of up and down", ratio("value", FEED_FORWARD), 1.0, details,
-        ),
-    ]  # fmt: skip
-
-
-def _grows(before: Sequence[Atlas], after: Sequence[Atlas]) -> Claim:
-    ratios = [
-        b.view("model")["model"] / a.view("model")["model"]
-        for a, b in zip(before, after, strict=True)
-    ]
-    details = {
-        role: spread_of(
-            (_norms(b)[role] / _norms(a)[role] for a, b in zip(before, after, strict=True)),
-            ratio=True,
-        )
-        for role in (*ATTENTION, *FEED_FORWARD)
-    }
-    return _claim(
-        "norm grows in training", "Hessian magnitudes grow with training",
-        "Petrov et al., heat maps after training", "‖H after‖_F / ‖H before‖_F", ratios, 1.0,
-        details,
-    )  # fmt: skip
-
-
-def _heterogeneity(atlases: Sequence[Atlas]) -> list[Claim]:
-    """Ormaniec et al.: blocks differ in what makes them up and in size."""
-    shares: dict[str, list[float]] = {role: [] for role in ATTENTION}
-    for one in atlases:
-        outer, functional = _norms(one, "outer"), _norms(one, "functional")
-        for role, found in shares.items():
-            found.append(outer[role] ** 2 / (outer[role] ** 2 + functional[role] ** 2))
-    details = {role: spread_of(values) for role, values in shares.items()}
-    spread = [
-        max(_norms(one)[r] for r in ("query", "key", "value"))
-        / min(_norms(one)[r] for r in ("query", "key", "value"))
-        for one in atlases
-    ]
-    source = "Ormaniec et al., Theorems 3.1 and 3.2"
-    return [
-        _claim(
-            "value is Gauss-Newton, query is not",
-            "the outer product makes up more of the value block than of the query block", source,
-            "difference of ‖H_o‖² / (‖H_o‖² + ‖H_f‖²)",
-            [v - q for v, q in zip(shares["value"], shares["query"], strict=True)], 0.0, details,
-            ratio=False,
-        ),
-        _claim(
-            "blocks are heterogeneous", "query, key and value blocks differ tenfold", source,
-            "largest / smallest of ‖H_QQ‖, ‖H_KK‖, ‖H_VV‖", spread, 10.0, details,
-        ),
-    ]  # fmt: skip
-
-
-def _depth(kind: str, slopes: Sequence[float], depths: Sequence[int]) -> Claim:
-    return _claim(
-        f"norm grows with depth, {kind}", f"‖H‖_F grows with the number of {kind} blocks",
-        "the article and Ormaniec et al.", f"log-log slope over depths {tuple(depths)}", slopes,
-        0.0, {}, ratio=False,
-    )  # fmt: skip
-
-
-def _norm_claim(slopes: Sequence[float]) -> Claim:
-    """THEORY 3.2: ‖Ψ(δ)‖ ≤ √2 ‖δ‖ / (√d σ²), so created curvature falls like 1/variance."""
-    return _claim(
-        "norm curvature falls with the variance of a token",
-        "what LayerNorm creates per slope falls like 1 / variance of the token",
-        "LayerNorm closed form", "−(log-log slope) of ‖created‖/‖δ‖ against the variance",
-        [-s for s in slopes], 0.5, {}, ratio=False,
-    )  # fmt: skip
 
 
 def norm_slope(problem: Problem) -> float:

@@ -39,13 +39,13 @@ def compare_predictions(grid: ScalingGrid) -> PredictionComparison:
     control = [nearest[c.parameters] for c in held]
     actual = [c.validation_loss for c in held]
     errors, intervals = {}, {}
-    for name, guesses in (("loss", by_loss), ("curvature", by_curvature), ("control", control)):
+    for way, guesses in (("loss", by_loss), ("curvature", by_curvature), ("control", control)):
         wrong = np.abs(np.log(np.array(guesses) / np.array(actual)))
-        errors[name] = float(wrong.mean())
+        errors[way] = float(wrong.mean())
         half = math.inf
         if len(wrong) > 1:
             half = float(stats.t.ppf(0.975, len(wrong) - 1) * wrong.std(ddof=1) / len(wrong) ** 0.5)
-        intervals[name] = (errors[name] - half, errors[name] + half)
+        intervals[way] = (errors[way] - half, errors[way] + half)
     return PredictionComparison(
         held_out=f"D = {sizes[-1]}, from D ≤ {sizes[-2]}",
         actual=tuple(actual),
