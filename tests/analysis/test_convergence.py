@@ -19,6 +19,7 @@ from curvatlas.analysis.convergence_orders import (
     matched_noise,
     matched_vectors,
     random_orders,
+    squared_steps,
 )
 from curvatlas.analysis.convergence_samples import (
     _Sampler,
@@ -114,16 +115,23 @@ def test_subset_and_losses_follow_the_order_of_the_data() -> None:
 
 def test_differences_are_those_of_the_running_means() -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(30, 2, generator=generator, dtype=torch.float64)
-    counts = torch.randint(1, 5, (30,), generator=generator).double()
-    order = torch.randperm(30, generator=generator)
-    got = differences(values, counts, order)
-    for k in (1, 7, 29):
+    size = 2500  # more than two slices of the streamed sum
+    values = torch.randn(size, 2, generator=generator, dtype=torch.float64)
+    counts = torch.randint(1, 5, (size,), generator=generator).double()
+    order = torch.randperm(size, generator=generator)
+    weights = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    single = torch.stack([differences(values[:, j], counts, order) for j in range(2)], dim=1)
+    squares = squared_steps(values.__getitem__, counts, order, weights)
+    assert single.shape == (size - 1, 2)
+    assert squares.shape == (size - 1,)
+    for k in (1, 7, 29, 1023, 1024, 1025, 2048, 2499):
         means = [
             (counts[order[:j], None] * values[order[:j]]).sum(0) / counts[order[:j]].sum()
             for j in (k, k + 1)
         ]
-        assert torch.allclose(got[k - 1], means[1] - means[0], atol=1e-14)
+        assert torch.allclose(single[k - 1], means[1] - means[0], atol=1e-14)
+        want = float((weights * (means[1] - means[0]) ** 2).sum())
+        assert squares[k - 1] == pytest.approx(want, rel=1e-9)
 
 
 def test_frobenius_weights_are_unbiased() -> None:
@@ -169,7 +177,7 @@ def test_gaussian_vectors_have_the_covariance_of_the_rows() -> None:
         [[1.0, 2.0, 0.0], [0.0, 1.0, 0.0], [0.0, 3.0, 0.1]], dtype=torch.float64
     )
     draw = matched_vectors(rows, 0)
-    drawn = torch.cat([draw() for _ in range(40)])
+    drawn = torch.cat([draw(torch.arange(500)) for _ in range(40)])
     assert torch.allclose(torch.cov(drawn.T), torch.cov(rows.T), rtol=0.1, atol=0.02)
 
 

@@ -27,6 +27,7 @@ from curvatlas.analysis.convergence_orders import (
     matched_noise,
     matched_vectors,
     random_orders,
+    squared_steps,
     stable_size,
 )
 from curvatlas.analysis.convergence_result import Bounds, LandscapeConvergence, SpectrumAt
@@ -184,25 +185,26 @@ def _hessian_curves(
     """‖H_{k+1} − H_k‖_F (root mean square over a bin) for the samples and for noise like them."""
     width = outliers + probes
     upper = torch.triu_indices(width, width)
-    sketches = found.curvatures[:, upper[0], upper[1]]  # (n, e)
+    sketches = found.curvatures[:, upper[0], upper[1]]  # (n, e): a kilobyte a sample stays
     weights = _square_weights(upper, outliers, probes)
     counts = found.counts
     mean = (counts[:, None] * sketches).sum(0) / counts.sum()
     norm = float((weights * mean**2).sum().clamp_min(0).sqrt())
-    deviation = float((weights * (sketches - mean) ** 2).sum(1).mean().sqrt())
+    spread = (sketches**2).mean(0) - 2 * mean * sketches.mean(0) + mean**2  # about the mean Hessian
+    deviation = float((weights * spread).sum().clamp_min(0).sqrt())
     rows: tuple[list[Array], list[Array]] = ([], [])
     draw = matched_vectors(sketches, seed + 3)
     firsts: list[int | None] = []
     for order in track(random_orders(len(counts), orders, seed), "orders", total=orders):
-        for place, values in enumerate((sketches, draw())):
-            square = (weights * differences(values, counts, order) ** 2).sum(1).numpy()
+        for place, vectors in enumerate((sketches.__getitem__, draw)):
+            square = squared_steps(vectors, counts, order, weights)
             rows[place].append(np.sqrt(bins.mean(square)))
             if place == 0:
                 firsts.append(first_stable(np.sqrt(square), tolerance * norm))
     names = ("‖H(k+1) − H(k)‖_F", "noise with the same moments")
     real, null = (curve(n, np.stack(r), bins) for n, r in zip(names, rows, strict=True))
     stable = stable_size("Hessian", firsts, tolerance * norm, len(counts))
-    error = _probe_error(sketches - mean, upper, outliers, probes)
+    error = _probe_error(spread, upper, outliers, probes)
     return (real, null), stable, deviation / max(norm, 1e-300), error
 
 
@@ -222,12 +224,14 @@ def _square_weights(upper: Tensor, outliers: int, probes: int) -> Tensor:
     return weights
 
 
-def _probe_error(centred: Tensor, upper: Tensor, outliers: int, probes: int) -> float:
-    """Relative standard error of the level of ‖h_i − H‖_F that the probes cause (jackknife)."""
+def _probe_error(squares: Tensor, upper: Tensor, outliers: int, probes: int) -> float:
+    """Relative standard error of the level of ‖h_i − H‖_F that the probes cause (jackknife).
+
+    squares: (e,) mean squares of the entries of Wᵀ(h_i − H)W over samples.
+    """
     if probes < 3:
         return float("nan")
     rows, columns = upper
-    squares = (centred**2).mean(0)
     levels = []
     for left_out in range(outliers, outliers + probes):
         keep = (rows != left_out) & (columns != left_out)
@@ -235,7 +239,7 @@ def _probe_error(centred: Tensor, upper: Tensor, outliers: int, probes: int) -> 
         # the entries that remain are those of a sketch with one probe fewer
         names = names - (names > left_out).long()
         weights = _square_weights(names, outliers, probes - 1)
-        levels.append(float((weights * squares[keep]).sum().sqrt()))
+        levels.append(float((weights * squares[keep]).sum().clamp_min(0).sqrt()))
     array = np.array(levels)
     spread = np.sqrt((probes - 1) / probes * ((array - array.mean()) ** 2).sum())
     return float(spread / max(array.mean(), 1e-300))

@@ -26,6 +26,7 @@ from curvatlas.results import Result
 Interval = tuple[float, float]
 _PER_DECADE = 8
 _FIRST = 10  # fits start here: below, single samples decide
+_AT_ONCE = 1024  # samples whose vectors are in memory together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +106,36 @@ def random_orders(samples: int, count: int, seed: int) -> Iterator[Tensor]:
 
 
 def differences(values: Tensor, counts: Tensor, order: Tensor) -> Tensor:
-    """V_{k+1} − V_k for k = 1 … n − 1: values (n,) or (n, e) → (n − 1,) or (n − 1, e)."""
+    """V_{k+1} − V_k for k = 1 … n − 1: values (n,) → (n − 1,)."""
     weights, ordered = counts[order], values[order]
     totals = weights.cumsum(0)
-    if values.ndim == 2:
-        weights, totals = weights[:, None], totals[:, None]
     running = (weights * ordered).cumsum(0) / totals
     return weights[1:] * (ordered[1:] - running[:-1]) / totals[1:]
+
+
+def squared_steps(
+    rows: Callable[[Tensor], Tensor], counts: Tensor, order: Tensor, weights: Tensor
+) -> Array:
+    """Σ_e ω_e (V_{k+1} − V_k)_e² for k = 1 … n − 1, of vectors V (e,).
+
+    rows: sample numbers (m,) → their vectors (m, e); a slice of the order at a time, so that no
+    array of all samples' vectors is made for any order.
+    """
+    found: Array = np.empty(len(order) - 1)
+    sums, total = torch.zeros_like(weights), 0.0
+    for start in range(0, len(order), _AT_ONCE):
+        chosen = order[start : start + _AT_ONCE]
+        own, vectors = counts[chosen], rows(chosen)
+        totals = total + own.cumsum(0)
+        weighted = own[:, None] * vectors
+        running = sums + weighted.cumsum(0)
+        before = torch.cat([sums[None], running[:-1]]) / (totals - own).clamp_min(1e-300)[:, None]
+        steps = own[:, None] * (vectors - before) / totals[:, None]
+        squares = (weights * steps**2).sum(1).numpy()
+        first = 1 if start == 0 else 0  # the first sample is no step
+        found[max(start - 1, 0) : start - 1 + len(chosen)] = squares[first:]
+        sums, total = running[-1], float(totals[-1])
+    return found
 
 
 def curve(name: str, rows: Array, bins: Bins) -> Curve:
@@ -192,16 +216,19 @@ def matched_noise(values: Tensor, seed: int) -> Callable[[], Tensor]:
     return draw
 
 
-def matched_vectors(values: Tensor, seed: int) -> Callable[[], Tensor]:
-    """Independent Gaussian rows with the mean and covariance of the rows of ``values`` (n, e)."""
+def matched_vectors(values: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
+    """Independent Gaussian rows with the mean and covariance of the rows of ``values`` (n, e).
+
+    The function returned draws as many rows as it is given numbers of samples.
+    """
     generator = torch.Generator().manual_seed(seed)
     mean = values.mean(0)
-    centred = values - mean
-    root = torch.linalg.svd(centred / len(values) ** 0.5, full_matrices=False)
-    factor = root.S[:, None] * root.Vh  # (≤ e, e)
+    covariance = values.T @ values / len(values) - mean[:, None] * mean  # (e, e)
+    found = torch.linalg.eigh(covariance)
+    factor = found.eigenvalues.clamp_min(0).sqrt()[:, None] * found.eigenvectors.T
 
-    def draw() -> Tensor:
-        noise = torch.randn(len(values), len(factor), generator=generator, dtype=torch.float64)
+    def draw(chosen: Tensor) -> Tensor:
+        noise = torch.randn(len(chosen), len(factor), generator=generator, dtype=torch.float64)
         drawn: Tensor = mean + noise @ factor
         return drawn
 
