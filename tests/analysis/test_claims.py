@@ -36,7 +36,12 @@ def test_every_claim_gets_a_verdict_on_digits_and_seeds_are_kept(
 ) -> None:
     options: Any = {"seeds": (0, 1), "samples": 2, "steps": 3, "depths": (1, 2), "rtol": 1.0}
     report = examine_claims(load("digits"), output=tmp_path / "run", **options)
-    assert len(report.claims) == 14
+    assert len(report.claims) == 16
+    entries, norms = (
+        report[f"value {what}above feed-forward at training"].value for what in ("entries ", "")
+    )
+    # blocks of 16 × 16 against 16 × 64 entries: the same ratio, four times larger an entry
+    assert entries.values == pytest.approx([4 * v for v in norms.values], rel=1e-9)
     assert {claim.verdict for claim in report.claims} <= {"holds", "fails", "undecided"}
     assert report["norm grows in training"].value.mean > 0
     assert "digits, 2 seeds" in str(report)

@@ -55,6 +55,17 @@ def _norms(found: Atlas, part: str = "total") -> dict[str, float]:
     return dict(zip(own.names, own.values.diagonal().tolist(), strict=True))
 
 
+def _entry_sizes(found: Atlas) -> dict[str, float]:
+    """Root mean square entry of every role's own block: what the papers' heat maps show."""
+    own = found.view("role")
+    sizes: dict[str, int] = dict.fromkeys(own.names, 0)
+    for name, size in found.sizes.items():
+        role = next((r for r in own.names if name == r or name.endswith(f".{r}")), None)
+        if role is not None:
+            sizes[role] += size
+    return {role: norm / sizes[role] for role, norm in _norms(found).items() if sizes[role]}
+
+
 def claim(
     name: str, statement: str, source: str, figure: str, values: Sequence[float], threshold: float,
     details: dict[str, Spread], *, ratio: bool = True,
@@ -101,6 +112,13 @@ def dominance(when: str, atlases: Sequence[Atlas]) -> list[Claim]:
             f"value above feed-forward at {when}",
             f"the value block exceeds the feed-forward blocks at {when}", source,
             "‖H_VV‖ / largest of up and down", ratio("value", FEED_FORWARD), 1.0, details,
+        ),
+        claim(
+            f"value entries above feed-forward at {when}",
+            f"entries of the value block exceed those of the feed-forward blocks at {when}",
+            source, "root mean square entry of H_VV / largest of up and down",
+            [e["value"] / max(e[f] for f in FEED_FORWARD) for e in map(_entry_sizes, atlases)],
+            1.0, {},
         ),
     ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from curvatlas.analysis.atlas_blocks import Block
 from curvatlas.analysis.atlas_sketch import Sketch
 from curvatlas.analysis.propagation_free import orthonormal, probe
+from curvatlas.analysis.propagation_local import pull
 from curvatlas.analysis.propagation_result import Measure
 from curvatlas.operators.parts import CurvatureParts
 from curvatlas.problem import Problem
@@ -167,7 +168,7 @@ def _activations(
                 if slope is None:
                     continue
                 basis = orthonormal(tensor.shape, probes, generator, tensor)
-                images = torch.stack([_product(slope, tensor, v) for v in basis]).detach()
+                images = pull(slope, [tensor], basis)[0].detach()
                 products += len(basis)
                 seen = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1)
                 measure = Measure(
@@ -179,11 +180,3 @@ def _activations(
         for handle in handles:
             handle.remove()
     return found, products
-
-
-def _product(slope: Tensor, tensor: Tensor, vector: Tensor) -> Tensor:
-    if not slope.requires_grad:
-        return torch.zeros_like(tensor)
-    return torch.autograd.grad(slope, [tensor], vector, retain_graph=True, materialize_grads=True)[
-        0
-    ]

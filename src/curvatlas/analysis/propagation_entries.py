@@ -14,7 +14,7 @@ from curvatlas.analysis.atlas_dense import largest_singular
 from curvatlas.analysis.propagation_capture import Capture, Node
 from curvatlas.analysis.propagation_dense import Step, propagate
 from curvatlas.analysis.propagation_free import FreeProducts, Product, orthonormal, probe
-from curvatlas.analysis.propagation_local import Samples
+from curvatlas.analysis.propagation_local import Samples, is_sum
 from curvatlas.analysis.propagation_result import FlowEntry, Measure
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
@@ -131,6 +131,9 @@ def _named(place: Place) -> dict[str, Any]:
 # --- matrix-free ----------------------------------------------------------------------------------
 
 
+Probes = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # a basis, and the images of the parts
+
+
 def free_entries(
     problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
 ) -> Iterator[FlowEntry]:
@@ -138,42 +141,45 @@ def free_entries(
     products = FreeProducts(problem, batch, capture)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     behind: dict[Node, Measure] = {}
+    known: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
 
-    def entry(
-        place: Place, passed: Product | None, made: Product, total: Product | None
-    ) -> FlowEntry:
-        where = place.at.tensor
-        basis = orthonormal(where.shape, probes, generator, where)
-        created = torch.stack([made(v) for v in basis]).detach()
-        if total is not None:
-            whole = torch.stack([total(v) for v in basis]).detach()
-            images = (whole, whole - created, created)
-        else:
-            assert passed is not None
-            moved = torch.stack([passed(v) for v in basis]).detach()
-            images = (moved + created, moved, created)
+    def at(node: Node) -> Probes:
+        """The Hessian at an activation: what its readers create there, and the rest."""
+        basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
+        whole, created = products.total(node)(basis), products.created(node)(basis)
+        return basis, (whole.detach(), (whole - created).detach(), created.detach())
+
+    def through(passed: Product, made: Product, node: Node) -> Probes:
+        basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
+        moved, created = passed(basis).detach(), made(basis).detach()
+        return basis, (moved + created, moved, created)
+
+    def entry(place: Place, found: Probes) -> FlowEntry:
         slope = products.slopes.get(place.node)
-        return _estimated(place, images, basis, view, slope, behind.get(place.node))
+        return _estimated(place, found[1], found[0], view, slope, behind.get(place.node))
 
     for node in track(capture.last, "propagation: head"):
-        passed, made = products.head(node)
         head = Node("head", "head", None, node.tensor)
         name = "head" if len(capture.last) == 1 else f"head ← {node.name}"
-        yield entry(Place(head, "sublayer", node, name), passed, made, None)
+        yield entry(Place(head, "sublayer", node, name), through(*products.head(node), node))
     for node in track(list(reversed(capture.nodes)), "propagation"):
-        found = entry(
-            Place(node, "activation", node, node.name),
-            None, products.created(node), products.total(node),
-        )  # fmt: skip
+        own = known.pop(node) if node in known else at(node)
+        found = entry(Place(node, "activation", node, node.name), own)
         behind[node] = found.measures["total"]
         yield found
         parents = node.parents[:1] if node.kind == "residual" else node.parents
         for parent in parents:
             name = node.name if len(parents) == 1 else f"{node.name} ← {parent.name}"
-            yield entry(
-                Place(node, "sublayer", parent, name),
-                products.passed_by(node, parent), products.created_by(node, parent), None,
-            )  # fmt: skip
+            if is_sum(node):  # passes the very same matrix on and creates nothing
+                basis, (whole, _, created) = own
+                seen = basis, (whole, whole, torch.zeros_like(created))
+            elif products.readers[parent] == [node] and parent not in capture.last:
+                # The only reader of its input: all that the loss sees of the one, it sees of both.
+                seen = known[parent] = at(parent)
+            else:
+                passed, made = products.passed_by(node, parent), products.created_by(node, parent)
+                seen = through(passed, made, parent)
+            yield entry(Place(node, "sublayer", parent, name), seen)
 
 
 def _estimated(

@@ -11,20 +11,21 @@ from torch import Tensor
 
 from curvatlas.analysis.atlas_statistics import energy_of
 from curvatlas.analysis.propagation_capture import Capture, Node
-from curvatlas.analysis.propagation_local import cut, is_sum
+from curvatlas.analysis.propagation_local import cut, is_sum, pull
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.losses import differentiable_leaves, output_curvature
 
 _TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
 
-Product = Callable[[Tensor], Tensor]  # of one vector in the activation's shape
+Product = Callable[[Tensor], Tensor]  # of K vectors in the activation's shape: (K, *shape)
 
 
 class FreeProducts:
     """Products with the Hessian at any activation and with the two parts of any sublayer.
 
     A product at an activation costs one double backward through what lies behind it: linear in
-    tokens, parameters and layers, and no memory beyond the kept graph.
+    the tokens, and in the parameters and layers behind it; no memory beyond the kept graph. All
+    probes of an entry go through one batched pass.
     """
 
     def __init__(self, problem: Problem, batch: Batch, capture: Capture) -> None:
@@ -55,7 +56,14 @@ class FreeProducts:
             parts.append(self.head(node)[1])
         if not parts:
             return torch.zeros_like
-        return lambda v: torch.stack([part(v) for part in parts]).sum(0)
+
+        def product(v: Tensor) -> Tensor:
+            total = parts[0](v)
+            for part in parts[1:]:
+                total = total + part(v)
+            return total
+
+        return product
 
     def created_by(self, reader: Node, node: Node) -> Product:
         """v ↦ Σ δ ∂²f/∂node² v for the one sublayer that makes ``reader``."""
@@ -99,9 +107,8 @@ class FreeProducts:
 
         def passed(v: Tensor) -> Tensor:
             with cut(parents):
-                moved = torch.autograd.grad(slope, u, v, retain_graph=True, materialize_grads=True)
-                weighted = self._lambda([m.unsqueeze(0) for m in moved])
-                return _gradient(self._outputs, node.tensor, [w[0] for w in weighted])
+                moved = pull(slope, u, v)
+                return _gradient(self._outputs, node.tensor, self._lambda(moved))
 
         def created(v: Tensor) -> Tensor:
             with cut(parents):
@@ -111,14 +118,13 @@ class FreeProducts:
 
 
 def _gradient(roots: list[Tensor], where: Tensor, cotangents: list[Tensor]) -> Tensor:
-    chosen = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r.requires_grad]
-    if not chosen:
-        return torch.zeros_like(where)
-    (found,) = torch.autograd.grad(
-        [r for r, _ in chosen], [where], [c for _, c in chosen],
-        retain_graph=True, materialize_grads=True,
-    )  # fmt: skip
-    return found
+    """Σ over roots of K cotangents (K, *root) pulled back to ``where``: (K, *where)."""
+    total: Tensor | None = None
+    for root, columns in zip(roots, cotangents, strict=True):
+        (found,) = pull(root, [where], columns)
+        total = found if total is None else total + found
+    assert total is not None
+    return total
 
 
 @dataclass(frozen=True)
