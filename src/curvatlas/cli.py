@@ -33,7 +33,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _function in COMMANDS.items():
-    app.command(name=_name)(_function)
+    # the whole first line in the list of commands, which would cut it short by itself
+    _summary = (_function.__doc__ or "").strip().split("\n")[0]
+    app.command(name=_name, short_help=_summary)(_function)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,12 @@ import pytest
 import torch
 
 import curvatlas as ca
-from curvatlas.report.figures import power_law
+from curvatlas.report.figures import (
+    power_law,
+    visualize_hessian_spectrum,
+    visualize_overview,
+)
+from curvatlas.spectra.density_result import exact_density
 from report_samples import density, eigenpairs
 
 pytest.importorskip("matplotlib")
@@ -108,3 +114,28 @@ def test_scaling_shows_the_fit_of_the_rows(tmp_path: Path) -> None:
         ca.plot_scaling_law_predictions(rows, quantity="hessian_trace")
     with pytest.raises(ValueError, match="no rows"):
         ca.plot_scaling_law_predictions([])
+
+
+def test_the_statistics_of_a_density_quote_its_own_negative_share() -> None:
+    values = torch.linspace(-1.0, 3.0, 40, dtype=torch.float64)
+    density = exact_density(values, 40, psd=False)
+    told = dataclasses.replace(density, negative_mass=0.4321, negative_mass_interval=(0.2, 0.6))
+    texts = [t.get_text() for t in visualize_hessian_spectrum(told).axes[2].texts]
+    assert "negative 43.2%\n  [20.0%, 60.0%]" in texts[0]
+
+
+def test_the_overview_needs_something_to_draw() -> None:
+    with pytest.raises(ValueError, match="no density"):
+        visualize_overview(densities={})
+
+
+def test_the_overview_draws_as_many_eigenvalues_as_there_are() -> None:
+    values = torch.cat([torch.zeros(90), torch.linspace(1, 10, 10)]).double()
+    density = exact_density(values, 0, psd=False)
+    (axes,) = visualize_overview(densities={"now": density}).axes
+    (line,) = axes.get_lines()
+    x, y = (np.asarray(side, dtype=float) for side in line.get_data())
+    typical = float((density.weights * density.nodes.abs()).sum())
+    # per e-fold of the drawn axis: the integral over d asinh(x / typical) counts eigenvalues
+    counted = np.trapezoid(y, np.arcsinh(x / typical))
+    assert counted == pytest.approx(100, rel=0.03)

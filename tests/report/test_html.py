@@ -12,7 +12,7 @@ import pytest
 
 from curvatlas import runs
 from curvatlas.report import write_report
-from curvatlas.report.paper import write_figures
+from curvatlas.report.paper import MAIN, write_figures
 from report_samples import write_sample_run
 from run_samples import write_run
 
@@ -143,11 +143,24 @@ def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     assert "This run is interrupted" in text
 
 
+@pytest.mark.slow
 def test_paper_figures_are_png_and_svg(sample: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write_figures(runs.load(sample), tmp_path, parts=("functional",))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        f"spectrum-{stage}-functional.{suffix}"
-        for stage in ("initial", "trained") for suffix in ("png", "svg")
+    written = write_figures(runs.load(sample), tmp_path, parts=("functional",))
+    names = [
+        "map-initial", "map-trained", "overview", "spectrum-initial-functional",
+        "spectrum-trained-functional",
     ]  # fmt: skip
-    assert (tmp_path / "spectrum-initial-functional.png").read_bytes().startswith(b"\x89PNG")
+    files = [f"{name}.{suffix}" for name in names for suffix in ("png", "svg")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert sorted(path.name for path in written) == files
+    assert (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "overview.svg").read_text("utf-8")
+    assert "at initialisation, λ" in drawn
+    assert "after training, λ" in drawn
+
+
+def test_only_the_kinds_of_figures_asked_for_are_drawn(sample: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_figures(runs.load(sample), tmp_path, kinds=MAIN)
+    assert [path.name for path in written] == ["overview.png", "overview.svg"]

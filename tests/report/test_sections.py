@@ -70,7 +70,7 @@ def test_only_recommendations_with_evidence_are_shown(tmp_path: Path) -> None:
         {"advice": "use pre-norm", "evidence": "norm grows 3.1-fold a layer", "strength": "strong"},
         {"advice": "buy a larger machine", "evidence": ""},
     )))  # fmt: skip
-    assert "use pre-norm" in page
+    assert "Use pre-norm</strong> (strong evidence)" in page
     assert "norm grows 3.1-fold a layer" in page
     assert "buy a larger machine" not in page
 

@@ -43,6 +43,18 @@ class Recommendation(Result):
         return f"{self.action} ({self.strength} evidence: {self.evidence})"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Advice(Result):
+    """What the curvature at one point recommends, and the conditioning it is read from."""
+
+    conditioning: EffectiveConditioning
+    recommendations: tuple[Recommendation, ...]
+
+    def __str__(self) -> str:
+        said = [f"→ {item}" for item in self.recommendations] or ["→ nothing to recommend"]
+        return "\n".join([str(self.conditioning), *said])
+
+
 def recommend(
     looks: Sequence[EffectiveConditioning],
     *,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvatlas.analysis.convergence_orders import Curve, StableSize
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 
 Interval = tuple[float, float]
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
@@ -142,7 +143,7 @@ class LandscapeConvergence(Result):
             axes.set(xlabel="samples k", xscale="log", yscale="log")
         for axes in (a, b, c, d):
             axes.legend(fontsize=7)
-        return figure
+        return tidy_log_axes(figure)
 
     def _plot_losses(self, axes: Any) -> None:
         _band(axes, self.difference, _BLUE, f"samples, {_slope(self.difference)}")

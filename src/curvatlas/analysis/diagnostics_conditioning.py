@@ -17,6 +17,8 @@ from curvatlas.operators.hessian import Hessian
 from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.density_result import SpectralDensity
+from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 
 Interval = tuple[float, float]
@@ -109,16 +111,36 @@ def effective_conditioning(
 ) -> EffectiveConditioning:
     """Both ends by Lanczos, the bulk by quadrature, every layer's own block."""
     operator = Hessian(problem)
-    gradient = problem.gradient()
     ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
     density = spectral_density(operator, max_products=products, seed=seed)
+    return conditioning_of(
+        problem, operator, ends, density, learning_rate=learning_rate, layers=layers, seed=seed
+    )
+
+
+def conditioning_of(
+    problem: Problem,
+    operator: Hessian,
+    ends: Eigenpairs,
+    density: SpectralDensity,
+    *,
+    learning_rate: float | None,
+    layers: bool,
+    seed: int,
+    max_products: int | None = None,
+) -> EffectiveConditioning:
+    """The same from both ends and a density that are already known; only layers cost products.
+
+    max_products: for each layer's sharpness.
+    """
+    gradient = problem.gradient()
     top, bottom = float(ends.values[0]), float(ends.values[-1])
     low, high = ([float(v) for v in (bound[0], bound[-1])] for bound in ends.interval)
     mean = float((density.weights * density.nodes.abs()).sum())
     error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
     square = float(gradient @ gradient)
     along = float(gradient @ (operator @ gradient))
-    found = layer_curvatures(problem, operator, gradient, seed) if layers else ()
+    found = layer_curvatures(problem, operator, gradient, seed, max_products) if layers else ()
     ratio, ratio_interval = _heterogeneity(found)
     return EffectiveConditioning(
         loss=problem.value(),
@@ -147,7 +169,11 @@ def effective_conditioning(
 
 
 def layer_curvatures(
-    problem: Problem, operator: Hessian, gradient: torch.Tensor, seed: int
+    problem: Problem,
+    operator: Hessian,
+    gradient: torch.Tensor,
+    seed: int,
+    max_products: int | None = None,
 ) -> tuple[LayerCurvature, ...]:
     """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer."""
     groups: dict[tuple[int | None, str], list[Slice]] = {}
@@ -157,7 +183,9 @@ def layer_curvatures(
     rows = []
     for (layer, name), slices in groups.items():
         view = operator[slices]
-        found = eigenpairs(view, k=1, which="largest", tol=1e-2, seed=seed)
+        found = eigenpairs(
+            view, k=1, which="largest", tol=1e-2, seed=seed, max_products=max_products
+        )
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
         rows.append(
             LayerCurvature(

@@ -38,6 +38,7 @@ class Part(str, Enum):
     map = "map"
     propagation = "propagation"
     density = "density"
+    advice = "advice"
 
 
 def analyze(

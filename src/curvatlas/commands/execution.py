@@ -71,9 +71,9 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
     loaded = runs.load(run.path)
     write_report(loaded)
     if importlib.util.find_spec("matplotlib") is not None:
-        from curvatlas.report.paper import write_figures
+        from curvatlas.report.paper import MAIN, write_figures
 
-        write_figures(loaded, run.path / "figures", parts=("total",))
+        write_figures(loaded, run.path / "figures", kinds=MAIN)
     return stopped
 
 

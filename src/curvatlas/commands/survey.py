@@ -8,8 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import curvatlas as ca
+from curvatlas.analysis.advice import Advice, recommend
 from curvatlas.analysis.atlas import atlas
 from curvatlas.analysis.atlas_blocks import blocks_of
+from curvatlas.analysis.diagnostics_conditioning import conditioning_of
 from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
 from curvatlas.commands.budgets import Budget
@@ -36,7 +38,7 @@ class Effort:
     map_rtol: float = 0.1
     density_products: int = 300
     seed: int = 0
-    skip: tuple[str, ...] = ()  # "trace", "map", "propagation", "density"
+    skip: tuple[str, ...] = ()  # "trace", "map", "propagation", "density", "advice"
 
 
 class Survey:
@@ -85,8 +87,13 @@ class Survey:
             self.map()
         if "propagation" not in self.effort.skip and not self.restricted:
             self.propagation()
-        for part in self.operators if "density" not in self.effort.skip else ():
-            self.say(part, self.density(part))
+        if "density" not in self.effort.skip:
+            densities = {}
+            for part in self.operators:
+                densities[part] = self.density(part)
+                self.say(part, densities[part])
+            if "advice" not in self.effort.skip and not self.restricted:
+                self.advice(self.ends("total"), densities["total"])
 
     def step(self, what: str, function: Callable[[], R]) -> R:
         """One step of this stage; stops before it when the time is used up."""
@@ -150,6 +157,20 @@ class Survey:
             ),
         )
         return found
+
+    def advice(self, ends: Any, density: Any) -> None:
+        """Recommendations from the spectrum already measured and the sharpness of each layer."""
+
+        def read() -> Advice:
+            found = conditioning_of(
+                self.problem, self.operators["total"], ends, density, learning_rate=None,
+                layers=True, seed=self.effort.seed, max_products=self.budget.products,
+            )  # fmt: skip
+            model = self.problem.model
+            return Advice(conditioning=found, recommendations=recommend([found], model=model))
+
+        for recommendation in self.step("advice", read).recommendations:
+            self.console.say(f"  → {recommendation}")
 
     def map(self) -> None:
         """The map over pairs of roles; biases count with their weights."""

@@ -89,6 +89,12 @@ def contents_of(run: LoadedRun) -> Contents:
     return Contents(manifest=asdict(run.manifest), entries=tuple(entries))
 
 
+def subject_name(contents: Contents) -> str:
+    """What the user called the model."""
+    entries = contents.of_kind("Subject")
+    return str(entries[0].content.get("name")) if entries else "a model"
+
+
 def stage_words(stage: str) -> str:
     """``initial`` → "at initialisation"; other names as they are."""
     known = {"initial": "at initialisation", "trained": "after training", "model": "", "": ""}

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from curvatlas.files import write_bytes
-from curvatlas.report.contents import Contents, Section, contents_of
+from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections import SECTIONS
 from curvatlas.runs.loading import LoadedRun, load
@@ -46,7 +46,7 @@ def render(contents: Contents) -> str:
     """The whole page as text."""
     sections = [section for make in SECTIONS if (section := make(contents)) is not None]
     style, script = _asset("report.css"), _asset("report.js")
-    title = f"Curvature of {_subject_name(contents)}"
+    title = f"Curvature of {subject_name(contents)}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -90,11 +90,6 @@ def _section(section: Section) -> Markup:
         id=section.identifier,
         aria_labelledby=heading,
     )
-
-
-def _subject_name(contents: Contents) -> str:
-    entries = contents.of_kind("Subject")
-    return str(entries[0].content.get("name")) if entries else "a model"
 
 
 def _policy(script: str) -> str:

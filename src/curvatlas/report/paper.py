@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from curvatlas.report.contents import PARTS, Contents, contents_of, stage_words
-from curvatlas.report.figures import visualize_hessian_spectrum
+from curvatlas.report.contents import PARTS, Contents, contents_of, stage_words, subject_name
+from curvatlas.report.figures import visualize_hessian_spectrum, visualize_overview
 from curvatlas.runs.loading import LoadedRun
+from curvatlas.ticks import tidy_log_axes
+
+# results that draw themselves → the first word of the file's name
+_OWN_PLOTS = {
+    "Atlas": "map",
+    "CurvatureFlow": "propagation",
+    "LandscapeConvergence": "convergence",
+    "ScalingGrid": "scaling",
+}
+# what a command draws by itself: one picture a run, since a figure takes about a second
+MAIN = ("overview", "convergence", "scaling")
 
 
 def write_figures(
-    run: LoadedRun, folder: Path, *, parts: Collection[str] = tuple(PARTS)
+    run: LoadedRun,
+    folder: Path,
+    *,
+    parts: Collection[str] = tuple(PARTS),
+    kinds: Collection[str] | None = None,
 ) -> list[Path]:
-    """The figures of these parts of the Hessian as PNG and SVG in ``folder``; returns the files."""
+    """The figures of a run as PNG and SVG in ``folder``; returns the files.
+
+    parts: of the Hessian, for the spectra. kinds: overview, spectrum, map, propagation,
+    convergence, scaling (default: all that the run has).
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -23,7 +43,10 @@ def write_figures(
     folder.mkdir(parents=True, exist_ok=True)
     # the same numbers give the same file: no dates, no random identifiers
     with mpl.rc_context({"svg.hashsalt": "curvatlas", "svg.fonttype": "none"}):
-        for name, figure in _figures(contents_of(run), run, parts):
+        for name, draw in _figures(contents_of(run), run, parts):
+            if kinds is not None and name.split("-")[0] not in kinds:
+                continue
+            figure = tidy_log_axes(draw())
             figure.draw_without_rendering()
             figure.set_layout_engine("none")  # laid out once for both formats: half the time
             for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
@@ -35,16 +58,45 @@ def write_figures(
 
 def _figures(
     contents: Contents, run: LoadedRun, parts: Collection[str]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, how to draw it): drawing is left to the caller, who may want only some."""
+    if any(entry.part == "total" for entry in contents.of_kind("SpectralDensity")):
+        yield "overview", partial(_overview, contents, run)
     for stage in contents.stages("Eigenpairs", "SpectralDensity"):
-        for part, symbol in ((p, s) for p, s in PARTS.items() if p in parts):
-            pieces = tuple(
-                run[entry.name]
-                for kind in ("SpectralDensity", "Eigenpairs")
-                for entry in contents.of_kind(kind)
-                if (entry.stage, entry.part) == (stage, part)
-            )
-            if pieces:
-                title = f"{symbol} {stage_words(stage)}".strip()
-                name = "-".join(word for word in ("spectrum", stage, part) if word)
-                yield name, visualize_hessian_spectrum(pieces, title=title)
+        for part in parts:
+            if pieces := _pieces(contents, run, stage, part):
+                title = f"{PARTS[part]} {stage_words(stage)}".strip()
+                draw = partial(visualize_hessian_spectrum, pieces, title=title)
+                yield _name("spectrum", stage, part), draw
+    for kind, word in _OWN_PLOTS.items():
+        for entry in contents.of_kind(kind):
+            result: Any = run[entry.name]
+            yield _name(word, entry.stage), result.plot
+
+
+def _overview(contents: Contents, run: LoadedRun) -> Any:
+    def by_stage(kind: str) -> dict[str, Any]:
+        found = [entry for entry in contents.of_kind(kind) if entry.part == "total"]
+        return {stage_words(entry.stage) or "H": run[entry.name] for entry in found}
+
+    atlases = list(by_stage("Atlas").values())
+    return visualize_overview(
+        densities=by_stage("SpectralDensity"),
+        atlas=atlases[-1] if atlases else None,
+        flows=by_stage("CurvatureFlow"),
+        title=subject_name(contents),
+    )
+
+
+def _pieces(contents: Contents, run: LoadedRun, stage: str, part: str) -> tuple[Any, ...]:
+    """Density and eigenvalues of one part at one stage, as far as they are there."""
+    return tuple(
+        run[entry.name]
+        for kind in ("SpectralDensity", "Eigenpairs")
+        for entry in contents.of_kind(kind)
+        if (entry.stage, entry.part) == (stage, part)
+    )
+
+
+def _name(*words: str) -> str:
+    return "-".join(word for word in words if word)

@@ -1,6 +1,7 @@
-"""The article's three figures, for papers: they return the figure, save where told, never show."""
+"""The article's three figures, and an overview: returned, saved where told, never shown."""
 
 from curvatlas.report.figures.flow import visualize_curvature_flow
+from curvatlas.report.figures.overview import visualize_overview
 from curvatlas.report.figures.scaling import plot_scaling_law_predictions, power_law
 from curvatlas.report.figures.spectrum import visualize_hessian_spectrum
 
@@ -9,4 +10,5 @@ __all__ = [
     "power_law",
     "visualize_curvature_flow",
     "visualize_hessian_spectrum",
+    "visualize_overview",
 ]

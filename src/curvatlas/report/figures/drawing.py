@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,20 +29,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def saved(figure: Figure, path: PathLike | None) -> Figure:
-    _without_minor_labels(figure)
+    tidy_log_axes(figure)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)
     return figure
-
-
-def _without_minor_labels(figure: Figure) -> None:
-    """Minor ticks of log axes stay unlabelled: their labels crowd the axis."""
-    from matplotlib.ticker import NullFormatter
-
-    for axes in figure.axes:
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def mapping(value: Result | Mapping[str, Any]) -> Mapping[str, Any]:

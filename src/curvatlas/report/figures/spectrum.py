@@ -112,5 +112,14 @@ def _statistics(density: Mapping[str, Any] | None, values: Array | None) -> list
         mean = float(nodes @ weights)
         spread = float(np.sqrt(((nodes - mean) ** 2) @ weights))
         lines += ["", "of the whole spectrum", f"mean     {mean:.4g}", f"spread   {spread:.4g}",
-                  f"negative {float(weights[nodes < 0].sum()):.1%}"]  # fmt: skip
+                  _negative_share(density, nodes, weights)]  # fmt: skip
     return lines
+
+
+def _negative_share(density: Mapping[str, Any], nodes: Array, weights: Array) -> str:
+    """As the density itself says it, with its interval; its nodes alone know only one of both."""
+    share, interval = density.get("negative_mass"), density.get("negative_mass_interval")
+    if share is None or interval is None:
+        return f"negative {float(weights[nodes < 0].sum()):.1%}"
+    low, high = interval
+    return f"negative {share:.1%}\n  [{low:.1%}, {high:.1%}]"

@@ -8,6 +8,7 @@ from curvatlas.report.contents import Contents, Section
 from curvatlas.report.sections.atlas import atlas
 from curvatlas.report.sections.dynamics import dynamics
 from curvatlas.report.sections.findings import findings
+from curvatlas.report.sections.landscape import landscape
 from curvatlas.report.sections.propagation import propagation
 from curvatlas.report.sections.provenance import cautions, others, reproduction
 from curvatlas.report.sections.recommendations import recommendations
@@ -23,6 +24,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     spectrum,
     atlas,
     propagation,
+    landscape,
     training,
     dynamics,
     scaling,

@@ -40,7 +40,7 @@ def atlas(contents: Contents) -> Section | None:
 def _atlas(content: dict[str, Any], identifier: str) -> Markup:
     maps = content.get("maps") or {}
     accuracy = as_number(content.get("error")) or 0.0
-    method = "exact" if content.get("method") == "dense" else f"entries ± {accuracy:.0%} (rms)"
+    method = "Exact" if content.get("method") == "dense" else f"Entries ± {accuracy:.0%} (rms)"
     panels = {}
     for view, (title, description) in _VIEWS.items():
         chosen = {part: maps[key] for part in PARTS if (key := f"{view}/frobenius/{part}") in maps}

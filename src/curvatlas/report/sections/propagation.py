@@ -43,7 +43,7 @@ def _flow(content: dict[str, Any]) -> Markup:
     pictures = [_terms(sublayers), _stream(activations)]
     said = tag(
         "p",
-        f"{content.get('method')} computation on {content.get('samples')} samples; "
+        f"Computed {content.get('method')} on {content.get('samples')} samples; "
         f"targets: {content.get('target')}.",
     )
     return join(tag("div", pictures, class_="pair"), said, _table(sublayers))

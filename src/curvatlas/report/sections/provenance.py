@@ -13,7 +13,9 @@ _MISSED = 0.06  # above this the bound on an overlooked eigenvalue is worth a wo
 # classes that have a section of their own
 _SHOWN = {
     "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
-    "TrainingHistory", "Atlas", "Verification", "CurvatureFlow",
+    "TrainingHistory", "Atlas", "Verification", "CurvatureFlow", "Advice",
+    "CriticalLearningRate", "TrustRadius", "LandscapeConvergence", "PredictedTrajectory",
+    "TaylorExpansion",
 }  # fmt: skip
 
 

@@ -1,0 +1,221 @@
+"""The landscape: how far the quadratic model holds, and how the loss settles with more samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from curvatlas.report.charts import Series, chart
+from curvatlas.report.contents import (
+    Contents,
+    Section,
+    as_interval,
+    as_number,
+    numbers,
+    with_interval,
+)  # fmt: skip
+from curvatlas.report.markup import Markup, join, number, table, tag
+from curvatlas.report.scales import linear_scale, log_scale
+
+_EVIDENCE = 0.01  # p-value above which a slope is that of noise
+
+
+def landscape(contents: Contents) -> Section | None:
+    sentences = [
+        tag("li", sentence)
+        for kind, say in _SENTENCES.items()
+        for entry in contents.of_kind(kind)
+        if (sentence := say(entry.content)) is not None
+    ]
+    pictures = [
+        picture
+        for kind, draw in _PICTURES.items()
+        for entry in contents.of_kind(kind)
+        for picture in draw(entry.content)
+    ]
+    if not sentences and not pictures:
+        return None
+    expansions = [_expansion(entry.content) for entry in contents.of_kind("TaylorExpansion")]
+    return Section(
+        identifier="landscape",
+        title="Landscape",
+        body=join(
+            tag("ul", sentences, class_="findings") if sentences else None,
+            tag("div", pictures, class_="pair") if pictures else None,
+            *expansions,
+        ),
+    )
+
+
+def _rate(content: dict[str, Any]) -> Markup | None:
+    value = as_number(content.get("value"))
+    ratios, growth = numbers(content.get("ratios")), numbers(content.get("growth"))
+    if value is None:
+        return None
+    agrees = all((g > 1) == (r > 1) for r, g in zip(ratios, growth, strict=False))
+    tried = ", ".join(number(ratio) for ratio in ratios)
+    said = (
+        f" Training at {tried} times this rate {'confirms' if agrees else 'does NOT confirm'} it."
+        if ratios
+        else ""
+    )
+    return tag(
+        "span",
+        "Plain gradient descent becomes unstable at the learning rate ",
+        tag("strong", with_interval(value, as_interval(content.get("interval")))),
+        f".{said}",
+    )
+
+
+def _radius(content: dict[str, Any]) -> Markup | None:
+    radius, accuracy = as_number(content.get("radius")), as_number(content.get("accuracy"))
+    if radius is None or accuracy is None:
+        return None
+    measured = as_number(content.get("measured_radius"))
+    fails = f"; it was seen to fail at {number(measured)}" if measured is not None else ""
+    return tag(
+        "span",
+        f"The model of order {content.get('order')} predicts the change of the loss within "
+        f"{accuracy:.1%} for steps up to ",
+        tag("strong", number(radius)),
+        f"{fails}.",
+    )
+
+
+def _verdict(content: dict[str, Any]) -> Markup | None:
+    tested = content.get("against_null")
+    tested = tested if isinstance(tested, dict) else {}
+    p, difference = as_number(tested.get("p_value")), as_number(tested.get("difference"))
+    exponent = as_number((content.get("difference") or {}).get("fit", {}).get("exponent"))
+    if p is None or math.isnan(p) or difference is None or exponent is None:
+        return None
+    words = (
+        "that of independent noise with the same moments: it follows from averaging and is no "
+        "evidence about curvature"
+        if p > _EVIDENCE
+        else f"different from that of independent noise by {number(difference)}"
+    )
+    return tag(
+        "span",
+        "One more sample changes the loss like k to the power ",
+        tag("strong", number(exponent)),
+        f", {words} (p = {number(p)}).",
+    )
+
+
+def _trajectory(content: dict[str, Any]) -> list[Markup]:
+    predicted, actual = numbers(content.get("losses")), numbers(content.get("actual"))
+    if len(predicted) < 2:
+        return []
+    series = [_steps("quadratic model", predicted, 0)]
+    if actual:
+        series.append(_steps("real run", actual, 1))
+    shown = [*predicted, *actual]
+    rate = as_number(content.get("learning_rate"))
+    told = f" with learning rate {number(rate)}" if rate is not None else ""
+    wide = min(shown) > 0 and max(shown) > 20 * min(shown)
+    return [
+        chart(
+            series,
+            x_scale=linear_scale([float(step) for step in range(len(predicted))]),
+            y_scale=log_scale(shown) if wide else linear_scale(shown),
+            x_label="step",
+            y_label="loss",
+            title="Gradient descent, predicted and real",
+            description=f"What the quadratic model predicts{told}, and what training does.",
+        )
+    ]
+
+
+def _steps(name: str, values: list[float], colour: int) -> Series:
+    steps = [float(step) for step in range(len(values))]
+    return Series(name=name, x=steps, y=values, colour=colour)
+
+
+def _convergence(content: dict[str, Any]) -> list[Markup]:
+    bounds = content.get("bounds")
+    bounds = bounds if isinstance(bounds, dict) else {}
+    curves = {
+        "samples": content.get("difference"),
+        "noise control": content.get("null"),
+    }
+    series = [_curve(name, curve, i) for i, (name, curve) in enumerate(curves.items())]
+    places = _positive(curves["samples"])[0]
+    for word in ("printed", "corrected"):
+        values = numbers(bounds.get(word))
+        if places and len(values) == len(places):
+            series.append(Series(name=f"bound, {word}", x=places, y=values, style="line",
+                                 colour=len(series)))  # fmt: skip
+    pictures = [
+        _log_chart(
+            series, "mean |L(k+1) − L(k)|", "One more sample: the loss",
+            "How much one more sample changes the loss, beside noise with the same moments.",
+        )
+    ]  # fmt: skip
+    hessians = [
+        _curve("samples", content.get("hessian"), 0),
+        _curve("noise control", content.get("hessian_null"), 1),
+    ]
+    pictures.append(
+        _log_chart(
+            hessians, "‖H(k+1) − H(k)‖", "One more sample: the Hessian",
+            "How much one more sample changes the Hessian, in the Frobenius norm.",
+        )
+    )  # fmt: skip
+    return [picture for picture in pictures if picture is not None]
+
+
+def _curve(name: str, curve: Any, colour: int) -> Series:
+    places, means, intervals = _positive(curve)
+    return Series(name=name, x=places, y=means, intervals=intervals, colour=colour)
+
+
+def _positive(curve: Any) -> tuple[list[float], list[float], list[tuple[float, float]]]:
+    """k, mean and interval of the points that a logarithmic axis can show."""
+    curve = curve if isinstance(curve, dict) else {}
+    columns = [numbers(curve.get(key)) for key in ("k", "mean", "low", "high")]
+    rows = [row for row in zip(*columns, strict=False) if row[0] > 0 and row[1] > 0]
+    intervals = [(max(low, mean * 1e-3), high) for _, mean, low, high in rows]
+    return [row[0] for row in rows], [row[1] for row in rows], intervals
+
+
+def _log_chart(series: list[Series], y_label: str, title: str, description: str) -> Markup | None:
+    drawn = [one for one in series if len(one.x) > 1 and min(one.y) > 0]
+    if not drawn:
+        return None
+    return chart(
+        drawn,
+        x_scale=log_scale([x for one in drawn for x in one.x]),
+        y_scale=log_scale([y for one in drawn for y in one.y]),
+        x_label="samples k",
+        y_label=y_label,
+        title=title,
+        description=description,
+    )
+
+
+def _expansion(content: dict[str, Any]) -> Markup | None:
+    rows: list[list[object]] = []
+    for key, words in _TERMS.items():
+        value = as_number(content.get(key))
+        if value is not None:
+            rows.append([words, number(value)])
+    norm = as_number(content.get("displacement_norm"))
+    told = f" for a step of length {number(norm)}" if norm is not None else ""
+    return table(["term", "loss"], rows, caption=f"Taylor expansion{told}") if rows else None
+
+
+_TERMS = {
+    "constant": "loss before the step",
+    "linear": "linear term",
+    "quadratic": "quadratic term",
+    "cubic": "cubic term",
+    "remainder": "remainder",
+    "actual": "loss after the step",
+}
+_SENTENCES = {
+    "CriticalLearningRate": _rate,
+    "TrustRadius": _radius,
+    "LandscapeConvergence": _verdict,
+}
+_PICTURES = {"PredictedTrajectory": _trajectory, "LandscapeConvergence": _convergence}

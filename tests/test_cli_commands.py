@@ -1,0 +1,203 @@
+"""What every command answers, each through the real entry point; ``landscape`` in full."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+from cli_models import make_model
+from curvatlas import cli, runs
+from curvatlas.commands import COMMANDS
+
+_HERE = Path(__file__).parent
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def curvatlas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Call:
+    """Run the entry point in ``tmp_path``: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(_HERE))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["curvatlas", *arguments])
+        before = signal.getsignal(signal.SIGTERM)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        signal.signal(signal.SIGTERM, before)
+        out, err = capsys.readouterr()
+        code = stopped.value.code
+        assert isinstance(code, int)
+        return code, out, err
+
+    return call
+
+
+def _one_line(err: str) -> str:
+    (line,) = err.strip().splitlines()
+    assert line.startswith("curvatlas: ")
+    return line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_and_takes_the_shared_options(
+    curvatlas: Call, command: str
+) -> None:
+    code, out, err = curvatlas(command, "--help")
+    assert (code, err) == (0, "")
+    for option in ("--json", "--quiet", "--verbose", "--debug"):
+        assert option in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_an_unknown_option_in_one_line(
+    curvatlas: Call, command: str, tmp_path: Path
+) -> None:
+    code, out, err = curvatlas(command, "--no-such-option")
+    assert (code, out) == (2, "")
+    assert "--no-such-option" in _one_line(err)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("landscape",), "MODEL"),
+        (("landscape", "vit"), "DATA"),
+        (("landscape", "vit", "nowhere.npz"), "nowhere.npz"),
+        (("landscape", "nosuch", "digits"), "nosuch"),
+        (("landscape", "vit", "digits", "--steps", "1"), "--steps"),
+        (("landscape", "vit", "digits", "--orders", "2"), "--orders"),
+        (("landscape", "vit", "digits", "--accuracy", "2"), "--accuracy"),
+        (("landscape", "vit", "digits", "--time", "soon"), "soon"),
+        (("landscape", "vit", "digits", "--weights", "gone.safetensors"), "gone.safetensors"),
+        (("atlas", "vit"), "DATA"),
+        (("atlas", "vit", "nowhere.txt"), "nowhere.txt"),
+        (("atlas", "no_such_module:f", "digits"), "no_such_module"),
+        (("atlas", "vit", "digits", "--rtol", "0"), "--rtol"),
+        (("atlas", "vit", "digits", "--memory", "much"), "much"),
+        (("scaling", "--widths", "4,x"), "--widths"),
+        (("scaling", "--sizes", ""), "--sizes"),
+        (("scaling", "--sizes", "100,99999"), "99999"),
+        (("scaling", "--steps", "0"), "--steps"),
+        (("verify", "no-such-theorem"), "no-such-theorem"),
+        (("verify", "--seed", "one"), "--seed"),
+        (("report", "gone"), "gone"),
+        (("report", "gone", "--against", "too"), "gone"),
+        (("bench", "--width", "7"), "--width"),
+        (("bench", "--layers", "0"), "--layers"),
+        (("doctor", "patient"), "patient"),
+        (("demo", "--samples", "1"), "--samples"),
+        (("demo", "--time", "later"), "later"),
+        (("demo", "--quiet", "--verbose"), "exclude"),
+    ],
+)
+def test_bad_arguments_and_missing_files_are_one_line_and_exit_code_2(
+    curvatlas: Call, arguments: tuple[str, ...], word: str, tmp_path: Path
+) -> None:
+    code, out, err = curvatlas(*arguments)
+    assert (code, out) == (2, "")
+    assert word in _one_line(err)
+    assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(count, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return inputs, torch.arange(count) % 2
+
+
+def _landscape(folder: Path, count: int, *more: str) -> tuple[str, ...]:
+    inputs, targets = _samples(count)
+    np.savez(folder / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
+    model = ("cli_models:make_model", "data.npz", "--dtype", "float64")
+    return ("landscape", *model, "--steps", "4", "--orders", "6", "--spectra", "2",
+            "--output", "run", *more)  # fmt: skip
+
+
+def test_landscape_tells_the_local_shape_of_the_loss(curvatlas: Call, tmp_path: Path) -> None:
+    code, out, err = curvatlas(*_landscape(tmp_path, 24, "--json"))
+    assert code == 0, err
+    results = json.loads(out)["results"]
+    model = make_model().double()
+    inputs, targets = _samples(24)
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    parameters = list(model.parameters())
+    hessian = oracles.hessian(loss, parameters)
+    largest = float(torch.linalg.eigvalsh(hessian)[-1])
+    assert results["landscape.rate"]["value"] == pytest.approx(2 / largest, rel=1e-6)
+
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    step = -gradient / largest  # half the critical rate
+    taylor = results["landscape.taylor"]
+    assert taylor["constant"] == pytest.approx(float(loss), rel=1e-9)
+    assert taylor["linear"] == pytest.approx(float(gradient @ step), rel=1e-5)
+    assert taylor["quadratic"] == pytest.approx(float(step @ hessian @ step) / 2, rel=1e-5)
+    assert results["landscape.convergence"]["kind"] == "LandscapeConvergence"
+    page = (tmp_path / "run/report.html").read_text("utf-8")
+    for words in (
+        "becomes unstable at the learning rate", "Gradient descent, predicted and real",
+        "One more sample: the loss", "One more sample: the Hessian", "Taylor expansion",
+    ):  # fmt: skip
+        assert words in page
+    assert (tmp_path / "run/figures/convergence-landscape.png").is_file()
+
+
+def test_landscape_says_what_it_leaves_out_with_few_samples(
+    curvatlas: Call, tmp_path: Path
+) -> None:
+    code, out, err = curvatlas(*_landscape(tmp_path, 12))
+    assert code == 0, err
+    assert "report: " in out
+    run = runs.load(tmp_path / "run")
+    assert "landscape.convergence" not in run.results
+    assert any("fewer than 20 samples" in warning for warning in run.warnings)
+
+
+def test_landscape_stopped_by_its_time_budget_goes_on(curvatlas: Call, tmp_path: Path) -> None:
+    arguments = _landscape(tmp_path, 12)
+    code, _, err = curvatlas(*arguments, "--time", "0.000001")
+    assert code == 3
+    assert "Resume with: curvatlas landscape" in _one_line(err)
+    assert curvatlas(*arguments)[0] == 0
+    assert runs.load(tmp_path / "run").status == "complete"
+
+
+def test_bench_tells_products_in_gradients(curvatlas: Call) -> None:
+    code, out, _ = curvatlas("bench", "--layers", "1", "--width", "8", "--rounds", "1", "--json")
+    assert code == 0
+    rows = json.loads(out)["products"]
+    names = ("Hessian", "GaussNewton", "FunctionalHessian")
+    wanted = {(name, count) for name in names for count in (1, 8)}
+    assert {(row["operator"], row["columns"]) for row in rows} == wanted
+    assert all(row["gradients"] > 0 for row in rows)
+
+
+def test_analyze_recommends_only_with_evidence(curvatlas: Call, tmp_path: Path) -> None:
+    inputs, targets = _samples(24)
+    np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
+    command = ("analyze", "cli_models:make_model", "data.npz", "--json", "--dtype", "float64")
+    code, out, err = curvatlas(*command, "--output", "run")
+    assert code == 0, err
+    advice = json.loads(out)["results"]["model.advice"]
+    ends = json.loads(out)["results"]["model.total.eigenpairs"]["values"]
+    assert advice["conditioning"]["largest"] == pytest.approx(ends[0], rel=1e-9)
+    negative = [r for r in advice["recommendations"] if r["topic"] == "negative curvature"]
+    assert bool(negative) == (-ends[-1] > 0.1 * ends[0])
+    for one in advice["recommendations"]:
+        assert one["evidence"]
+        assert one["value"] > one["threshold"]
+    page = (tmp_path / "run/report.html").read_text("utf-8")
+    assert ('id="recommendations"' in page) == bool(advice["recommendations"])
+    code, out, _ = curvatlas(*command, "--output", "short", "--skip", "advice")
+    assert "model.advice" not in json.loads(out)["results"]
