@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One BLAS thread per test worker: with more, two workers on two cores fight each other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test check format bench fixtures clean
+.PHONY: demo test check format docs wheel bench fixtures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/curvatlas demo
@@ -21,6 +21,17 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site in build/site; generated pages are written anew first, and a warning is an error.
+docs: $(VENV)/.ready
+	$(BIN)/python scripts/api_page.py
+	$(BIN)/python scripts/benchmark_page.py
+	$(BIN)/python scripts/theory_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Builds the wheel and uses it in a new environment with dependencies from the index.
+wheel: $(VENV)/.ready
+	$(BIN)/python scripts/wheel_smoke.py --venv
 
 # Peers live in their own environment: some of them would pull torchvision into ours.
 bench: $(VENV)/.ready

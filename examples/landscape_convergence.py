@@ -4,7 +4,8 @@ Draws entry heat maps of the ViT's Hessian before and after training, and the lo
 differences against k with the null control, as PNG files. Fashion-MNIST where it is installed
 (``--data fashion-mnist``), digits otherwise.
 
-    python examples/landscape_convergence.py --samples 1000 --output landscape
+    python examples/landscape_convergence.py --output landscape          # about half a minute
+    python examples/landscape_convergence.py --output landscape --full   # 1,000 samples, heat maps
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import nn
 
 import curvatlas as ca
 from curvatlas import zoo
+
+SMALL = {"samples": 96, "steps": 150, "width": 8}
 
 
 def heat_maps(before: torch.Tensor, after: torch.Tensor, anatomy: Any, path: Path) -> None:
@@ -48,12 +51,18 @@ def dense_hessian(model: nn.Module, data: zoo.Samples) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", choices=("digits", "fashion-mnist", "mnist"), default="digits")
-    parser.add_argument("--samples", type=int, default=400, help="largest k")
-    parser.add_argument("--steps", type=int, default=400, help="training steps")
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--full", action="store_true", help="1,000 samples, width 16, heat maps")
+    parser.add_argument("--samples", type=int, help="largest k")
+    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--width", type=int)
     parser.add_argument("--heat-maps", action="store_true", help="dense Hessians, about a minute")
     parser.add_argument("--output", type=Path, default=Path("landscape"))
     options = parser.parse_args()
+    sizes = {"samples": 1000, "steps": 800, "width": 16} if options.full else SMALL
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size)
+    options.heat_maps |= options.full
     options.output.mkdir(parents=True, exist_ok=True)
 
     loaders = {"digits": zoo.digits, "fashion-mnist": zoo.fashion_mnist, "mnist": zoo.mnist}

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from the numbers kept in benchmarks/results.
+"""Write docs/benchmarks.md, and the README's table, from the numbers in benchmarks/results.
 
 python scripts/benchmark_page.py
 """
@@ -14,6 +14,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+_START, _END = "<!-- peers: scripts/benchmark_page.py -->", "<!-- /peers -->"
+# what the README shows: heading → (quantity, columns)
+_SHOWN = {"H·v": ("H", 1), "H·V, 8 columns": ("H", 8), "H_o·v": ("H_o", 1), "H_o·V": ("H_o", 8)}
+_WAYS = {  # label → beginnings of the benchmark's names
+    "**curvatlas**": ("curvatlas Hessian", "curvatlas GaussNewton"),
+    "curvlinops": ("curvlinops HessianLinearOperator", "curvlinops GGNLinearOperator"),
+    "hessian-eigenthings": ("hessian-eigenthings HVP", "hessian-eigenthings GGN"),
+    "PyHessian": ("PyHessian, one batch",),
+    "`torch.autograd.grad` twice": ("double backward, from scratch",),
+}
 
 _HEAD = """# Benchmarks
 
@@ -90,6 +101,39 @@ def _products(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def readme_table(result: dict[str, Any], *, case: str = "GPT 1.06 M") -> str:
+    """The products of one case beside the peers, in gradients a column; – where there is none."""
+    chosen = next(entry for entry in result["cases"] if entry["case"] == case)
+    rows = []
+    for label, names in _WAYS.items():
+        found = {
+            (row["quantity"], row["columns"]): row for row in chosen["rows"] if row["name"] in names
+        }
+        cells = [
+            f"{found[key]['gradients']:.2f}" if key in found else "–" for key in _SHOWN.values()
+        ]
+        error = max(row["difference"] for row in found.values())
+        rows.append((label, *cells, f"{error:.0e}"))
+    libraries = result["machine"]["libraries"]
+    peers = ("curvlinops-for-pytorch", "hessian-eigenthings", "pyhessian", "torch")
+    head = ("in gradients a column", *_SHOWN, "largest error")
+    lines = [
+        f"{case}, inputs {' × '.join(str(n) for n in chosen['inputs'])}, float32, one thread, "
+        f"{result['date']}; the error is relative to float64 double backward.",
+        "",
+        *_table(head, rows),
+        "",
+        "Versions: " + ", ".join(f"{name} {libraries[name]}" for name in peers) + ".",
+    ]
+    return "\n".join(lines)
+
+
+def with_table(text: str, table: str) -> str:
+    """The README with the table between its marks."""
+    start, end = text.index(_START) + len(_START), text.index(_END)
+    return f"{text[:start]}\n{table}\n{text[end:]}"
+
+
 def _plain(result: dict[str, Any]) -> list[str]:
     """Every list of flat records as a table."""
     lines: list[str] = []
@@ -152,8 +196,11 @@ def purposes() -> dict[str, str]:
 
 def main() -> None:
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(render(kept(), purposes()), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    results = kept()
+    PAGE.write_text(render(results, purposes()), encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    README.write_text(with_table(text, readme_table(results["products"])), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)} and the table of {README.name}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +26,65 @@ def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as for a script in the current folder
     names: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+    sys.modules.pop("mine", None)  # a page's own module
 
 
 def test_the_readme_shows_the_two_commands_first() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.index("make demo") < text.index("make test") < text.index("## ")
+
+
+def test_the_readme_shows_what_it_is_in_three_lines_and_the_picture_of_the_demo() -> None:
+    _, first, picture, *_ = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")
+    assert len(first.splitlines()) == 3
+    (path,) = re.findall(r"!\[.+\]\((.+)\)", picture.replace("\n", " "))
+    image = ROOT / path
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size < 200_000
+
+
+def test_the_readmes_first_example_has_ten_lines() -> None:
+    assert len([line for line in blocks(ROOT / "README.md")[0].splitlines() if line]) == 10
+
+
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readmes_table_shows_the_kept_measurements() -> None:
+    script = _script("benchmark_page")
+    products = script.kept()["products"]
+    text = script.README.read_text(encoding="utf-8")
+    assert script.readme_table(products) in text, "run: python scripts/benchmark_page.py"
+    case = next(c for c in products["cases"] if c["case"] == "GPT 1.06 M")
+    told = {(r["name"], r["columns"]): f"{r['gradients']:.2f}" for r in case["rows"]}
+    (ours,) = [line for line in text.splitlines() if line.startswith("| **curvatlas** |")]
+    (theirs,) = [line for line in text.splitlines() if line.startswith("| hessian-eigenthings |")]
+    assert ours.split(" | ")[1:5] == [
+        told["curvatlas Hessian", 1], told["curvatlas Hessian", 8],
+        told["curvatlas GaussNewton", 1], told["curvatlas GaussNewton", 8],
+    ]  # fmt: skip
+    assert theirs.split(" | ")[1:5] == [
+        told["hessian-eigenthings HVP", 1], "–", told["hessian-eigenthings GGN", 1], "–",
+    ]  # fmt: skip
+
+
+def test_the_api_page_knows_every_public_name() -> None:
+    import curvatlas
+
+    text = _script("api_page").render()
+    headings = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+    assert set(curvatlas._PUBLIC) <= headings
+    assert " at 0x" not in text  # the same page every time
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

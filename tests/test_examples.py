@@ -1,0 +1,44 @@
+"""Every worked example runs to its end, at its small size, from the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+_NOT_HERE = 77  # the exit code by which an example says that its model is not on this disk
+
+
+def run(example: Path, cwd: Path, *, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """The example with --quick where it has one (else its default is the small size)."""
+    quick = ["--quick"] if '"--quick"' in example.read_text(encoding="utf-8") else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, str(example), *quick], cwd=cwd, env=environment, text=True,
+        capture_output=True, timeout=timeout,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_to_its_end(example: Path, tmp_path: Path) -> None:
+    finished = run(example, tmp_path)
+    if finished.returncode == _NOT_HERE:
+        pytest.skip(finished.stderr.strip().splitlines()[-1])
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.strip()  # it says what it found
+
+
+def test_there_are_examples() -> None:
+    assert {"vit_atlas", "landscape_convergence", "scaling_laws"} <= {e.stem for e in EXAMPLES}
+
+
+def test_a_failing_example_is_noticed(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("print('so far so good')\nraise RuntimeError('no')\n")
+    assert run(broken, tmp_path).returncode not in (0, _NOT_HERE)
