@@ -74,6 +74,9 @@ class CurvatureHistory(Result):
     skipped: int  # measurements left out to stay within the time budget
     overhead: float  # share of wall time spent in the monitor
 
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
     def series(self, name: str) -> list[Any]:
         """One quantity over the snapshots, for example ``series("sharpness")``."""
         return [getattr(snapshot, name) for snapshot in self.snapshots]
