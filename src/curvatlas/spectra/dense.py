@@ -46,6 +46,7 @@ def dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
         tol=0.0,
         norm=norm,
         missed_probability=0.0,
+        complete_outside=(0.0, 0.0),
         products=products,
         converged=True,
         exact=True,

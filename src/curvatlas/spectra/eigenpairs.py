@@ -3,8 +3,10 @@ r"""Extreme eigenpairs by Lanczos with full reorthogonalisation: one run serves 
 Stops when every wanted Ritz pair has ‖A y − θ y‖ ≤ tol · ‖A‖ (‖A‖ by the largest |θ|). A symmetric
 matrix has an eigenvalue within ‖A y − θ y‖ of θ: the reported intervals are certified by that, not
 by statistics. What no residual can tell is whether an eigenvalue was overlooked, a second copy
-above all: so at the end a fresh random direction outside the basis is followed for a few steps, and
-the probability that something was missed is bounded (``spectra/missed.py``).
+above all, which a single start vector cannot see: so at the end a fresh random direction outside
+the basis is followed for two steps, more where more will settle it, and the result says beyond
+which values its list is complete at 97.5 % (``spectra/missed.py``). At the edge of a bulk neither
+can be promised; ``thorough=True`` searches until it can, or the budget ends.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import eigenvalue_half_widths
 from curvatlas.spectra.dense import dense_eigenpairs
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
-from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
-from curvatlas.spectra.missed import closing_in, missed_probability
+from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
+from curvatlas.spectra.missed import (
+    APART,
+    MISSED,
+    complete_outside,
+    missed_probability,
+    separate_probability,
+    worthwhile,
+)
 from curvatlas.spectra.requirements import check_budget, require_symmetric
 from curvatlas.spectra.selection import WHICH, Positions, Which, by_interest, select
 
-_MISSED = 0.025  # accepted probability, at each end, that an eigenvalue was overlooked
-_LONGEST_SEARCH = 14  # products, when the search approaches the wanted ends
+_SHORT_SEARCH = 4  # products, and one more for each 50: a search expected to end by then is made
+_LONGEST_SEARCH = 14  # products, while the search approaches the wanted ends
 _SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
 _EXACT_UP_TO = 48  # below this size a dense decomposition needs no more products than Lanczos
 
@@ -45,6 +54,7 @@ def eigenpairs(
     start: Tensor | None = None,
     max_products: int | None = None,
     memory: int | float | str | None = None,
+    thorough: bool = False,
     data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Eigenpairs:
@@ -54,6 +64,7 @@ def eigenpairs(
     max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis, beyond it
     the run restarts thickly;  data_error: where the operator knows its batches, measure their
     scatter too (one more product for each pair);  checkpoint: a file to resume from.
+    thorough: search for overlooked copies until they are improbable in crowded spectra too.
     """
     n = require_symmetric(op, "eigenpairs")
     wanted = _check(n, k, which, tol)
@@ -65,9 +76,10 @@ def eigenpairs(
         return _with_data_error(op, found) if data_error else found
     mark = fingerprint(
         op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
-        memory=memory, warm=None if start is None else list(start.shape),
+        memory=memory, warm=None if start is None else list(start.shape), thorough=thorough,
     )  # fmt: skip
-    run = _Run(op, k, which, wanted, tol, max_products, Checkpoint(checkpoint, mark), memory)
+    file = Checkpoint(checkpoint, mark)
+    run = _Run(op, k, which, wanted, tol, max_products, file, memory, thorough)
     found = run.result(seed, start)
     return _with_data_error(op, found) if data_error else found
 
@@ -87,7 +99,9 @@ class _Run:
     def __init__(
         self, op: LinearOperator, k: int, which: Which, wanted: int, tol: float,
         max_products: int, checkpoint: Checkpoint, memory: int | float | str | None,
+        thorough: bool,
     ) -> None:  # fmt: skip
+        self.thorough = thorough
         self.op, self.k, self.which, self.wanted, self.tol = op, k, which, wanted, tol
         self.max_products, self.checkpoint = max_products, checkpoint
         self.basis = KrylovBasis(op, *_capacity(op, wanted, max_products, memory))
@@ -98,6 +112,10 @@ class _Run:
         self.searched = 0
         self.known: list[float] = []  # the wanted values when the search was last looked at
         self.missed = 1.0
+        self.complete = (-np.inf, np.inf)
+        self.plain = True  # one random start, never restarted: its recurrence is evidence too
+        self.invariant = False  # a Krylov space ended early: there are few different eigenvalues
+        self.own: list[list[float]] = []  # that recurrence, [alphas, betas]
         self.done = False
         self.next_look = min(wanted + 2, max_products)
 
@@ -132,6 +150,7 @@ class _Run:
                 )
             for column in columns.T:
                 self.basis.add(column)
+            self.plain = False
         if self.basis.count == 0:
             self.basis.add_random(self.random)
 
@@ -140,8 +159,10 @@ class _Run:
         basis = self.basis
         if basis.products >= self.max_products or basis.multiplied >= basis.size:
             return True
-        if basis.pending == 0 and not basis.add_random(self.random):
-            return True  # the basis is the whole space
+        if basis.pending == 0:
+            self.plain, self.invariant = False, True
+            if not basis.add_random(self.random):
+                return True  # the basis is the whole space
         if self.searching:
             beta = basis.expand(basis.count - 1)
             self.searched += 1
@@ -192,25 +213,49 @@ class _Run:
             self._stop_search()  # the search brought a new one: begin it again
             self.searched, self.missed = 0, 1.0
         self.known = current
-        if self.alphas:
-            alphas, betas = np.array(self.alphas), np.array(self.betas)
-            around = basis.size - basis.multiplied + len(alphas)
-            self.missed = missed_probability(
-                alphas, betas, ritz.values[chosen], self.which, around, slack
-            )
-        limit = 3 + basis.products // 50
-        if self.alphas and closing_in(alphas, betas, ritz.values[chosen], self.which):
-            limit = _LONGEST_SEARCH
-        if self.missed <= _MISSED or self.searched >= limit:
+        if self.alphas and self._settled(ritz.values[chosen], slack):
             return True
         if basis.count >= basis.capacity - 1:
             self._restart(ritz)
+        if not self.own and self.plain:
+            m = basis.multiplied
+            self.own = [np.diag(basis.coefficients, -below)[:m].tolist() for below in (0, 1)]
         if not self.alphas or self.betas[-1] == 0.0:
             self._stop_search()
             self.searching = basis.add_random(self.random)
             if not self.searching:
                 self.missed = 0.0
         return not self.searching
+
+    def _settled(self, found: Array, slack: float) -> bool:
+        """Whether the search has excluded an overlooked eigenvalue, or will not by going on."""
+        alphas, betas = np.array(self.alphas), np.array(self.betas)
+        around = self.basis.size - self.basis.multiplied + len(alphas)
+        self.missed = missed_probability(alphas, betas, found, self.which, around, slack)
+        self.complete = complete_outside(alphas, betas, around)
+        if self.missed <= MISSED:
+            return True
+        if self.thorough:
+            return False
+        limit = _SHORT_SEARCH + self.basis.products // 50
+        if self.invariant or np.diff(np.sort(found)).min(initial=np.inf) <= 1e-3 * slack:
+            limit = _LONGEST_SEARCH  # copies have been seen: there may be more
+            if self.searched < limit // 2:
+                return False
+        return self.searched >= _LONGEST_SEARCH or not worthwhile(
+            alphas, betas, found, self.which, around, slack, limit
+        )
+
+    def _separate(self, found: Array, norm: float) -> float:
+        """Bound on a separate eigenvalue overlooked, from the run's own start and the search."""
+        if not self.alphas:
+            return self.missed
+        runs = [(np.array(self.alphas), np.array(self.betas))]
+        if self.own:
+            runs.append((np.array(self.own[0]), np.array(self.own[1])))
+        return separate_probability(
+            runs, found, self.which, self.basis.size, APART * self.tol * norm
+        )
 
     def _stop_search(self) -> None:
         self.searching, self.alphas, self.betas = False, [], []
@@ -220,6 +265,7 @@ class _Run:
         room = max(self.wanted + 2, min(self.basis.capacity // 2, self.basis.multiplied - 1))
         order = by_interest(ritz.values, self.which)
         self.basis.restart(np.sort(order[:room]), ritz)
+        self.plain = False
         self._stop_search()
 
     def _finish(self) -> Eigenpairs:
@@ -245,7 +291,8 @@ class _Run:
             k=self.k,
             tol=self.tol,
             norm=norm,
-            missed_probability=0.0 if full else self.missed,
+            missed_probability=0.0 if full else self._separate(values, norm),
+            complete_outside=(0.0, 0.0) if full else self.complete,
             products=basis.products,
             converged=converged,
             exact=full,
@@ -262,6 +309,10 @@ class _Run:
             "alphas": self.alphas,
             "betas": self.betas,
             "missed": self.missed,
+            "complete": list(self.complete),
+            "plain": self.plain,
+            "invariant": self.invariant,
+            "own": self.own,
             "done": self.done,
             "next_look": self.next_look,
         }
@@ -273,6 +324,9 @@ class _Run:
         self.searched, self.known = int(numbers["searched"]), list(numbers["known"])
         self.alphas, self.betas = list(numbers["alphas"]), list(numbers["betas"])
         self.missed, self.done = float(numbers["missed"]), bool(numbers["done"])
+        self.complete = (float(numbers["complete"][0]), float(numbers["complete"][1]))
+        self.plain, self.own = bool(numbers["plain"]), list(numbers["own"])
+        self.invariant = bool(numbers["invariant"])
         self.next_look = int(numbers["next_look"])
 
 
