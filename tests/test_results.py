@@ -165,6 +165,21 @@ def test_fields_of_the_wrong_type_are_refused(tmp_path: Path, field: str, value:
         results.load(path)
 
 
+def test_a_file_from_before_a_field_was_added_is_read_with_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "old.safetensors"
+    fields = {"value": 1.0, "interval": {"@tuple": [0.0, 2.0]}, "values": {"@tensor": "x"},
+              "notes": {"@dict": {}}}  # fmt: skip
+    old = _metadata({"@result": "SampleEstimate", "fields": fields})  # "inner" came later
+    save_file({"x": torch.ones(1)}, path, metadata=old)
+    loaded = results.load(path)
+    assert isinstance(loaded, SampleEstimate)
+    assert (loaded.value, loaded.inner) == (1.0, None)
+    newer = _metadata({"@result": "SampleEstimate", "fields": {**fields, "invented": 1.0}})
+    save_file({"x": torch.ones(1)}, path, metadata=newer)
+    with pytest.raises(ValueError, match="invented"):
+        results.load(path)
+
+
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.safetensors"
     save_file({}, path, metadata={"curvatlas": json.dumps({"schema": 99, "result": None})})

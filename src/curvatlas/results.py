@@ -172,9 +172,15 @@ def _class_of(kind: Any) -> type[Result]:
 
 
 def _check_fields(cls: type[Result], fields: dict[str, Any]) -> None:
-    declared = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    if set(fields) != declared:
-        different = ", ".join(sorted(set(fields) ^ declared))
+    declared = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    # A file of an earlier version lacks what was added since: that has a default then.
+    absent = {
+        name
+        for name, field in declared.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    } - set(fields)
+    different = ", ".join(sorted((set(fields) - set(declared)) | absent))
+    if different:
         raise ValueError(f"the fields of its {cls.kind} are not ours: {different}")
     wrong = archive.wrongly_typed(cls, fields)
     if wrong is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import torch
 
 from curvatlas import runs, zoo
 from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
+from curvatlas.analysis.taylor_result import (
+    CriticalLearningRate,
+    PredictedTrajectory,
+    TrustRadius,
+)
 from curvatlas.report import write_report
 from curvatlas.results import Result
 
@@ -86,3 +92,29 @@ def test_propagation_shows_both_terms_of_every_sublayer(tmp_path: Path) -> None:
             norm = entry.measures[words.replace(" ", "_")].norm
             assert norm == 0 or f"{entry.name}, {words}: " in page
     assert torch.isfinite(torch.tensor(flow.amplification))
+
+
+def test_the_landscape_says_where_descent_fails_and_draws_prediction_and_truth(
+    tmp_path: Path,
+) -> None:
+    rate = CriticalLearningRate(
+        value=0.25, interval=(0.24, 0.26), sharpness=8.0, momentum=0.0, ratios=(0.95, 1.05),
+        growth=(0.9, 1.1), expected=(0.9, 1.1), losses=(torch.ones(2), torch.ones(2)),
+        products=9, converged=True,
+    )  # fmt: skip
+    radius = TrustRadius(
+        radius=0.5, accuracy=0.01, order=2, limited=True, worst_inside=0.008, measured_radius=0.75
+    )
+    path = PredictedTrajectory(
+        losses=torch.tensor([2.0, 1.0, 0.5]), actual=torch.tensor([2.0, 1.1, 0.7]),
+        learning_rate=0.125, momentum=0.0, eigenvalues=torch.ones(1), weights=torch.ones(1),
+        exact_steps=2, critical_learning_rate=0.25, converges=True, top_share=1.0, products=3,
+    )  # fmt: skip
+    page = _page(tmp_path, rate=rate, radius=radius, path=path)
+    assert "0.25 [0.24, 0.26]</strong>. Training at 0.95, 1.05 times this rate confirms it." in page
+    assert "within 1.0% for steps up to <strong>0.5</strong>; it was seen to fail at 0.75" in page
+    assert 'aria-label="Gradient descent, predicted and real"' in page
+    assert "Other results" not in page  # everything has a place of its own
+    unconfirmed = dataclasses.replace(rate, growth=(1.2, 1.1))
+    (tmp_path / "second").mkdir()
+    assert "does NOT confirm it" in _page(tmp_path / "second", rate=unconfirmed)

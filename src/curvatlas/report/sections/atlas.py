@@ -76,6 +76,7 @@ def _view(
                 "details",
                 tag("summary", "The numbers"),
                 cell_table(matrices[part], rows=names, columns=names, caption=caption),
+                class_="matrix",
             )
         panels[PARTS[part]] = join(picture, numbers)
     return switch(identifier, panels, label="Matrix that is mapped")
