@@ -55,6 +55,7 @@ _PUBLIC: dict[str, str] = {
     "trace_function": "curvatlas.spectra.functions",
     "solve": "curvatlas.spectra.solve",
     "spectral_density": "curvatlas.spectra.density",
+    "CurvatureAwareOptimizer": "curvatlas.training.optimizer",
     "Monitor": "curvatlas.training.monitor",
     "prune": "curvatlas.training.pruning",
     "quantization_sensitivity": "curvatlas.training.quantization",
