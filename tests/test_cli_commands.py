@@ -125,6 +125,7 @@ def _landscape(folder: Path, count: int, *more: str) -> tuple[str, ...]:
             "--output", "run", *more)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_landscape_tells_the_local_shape_of_the_loss(curvatlas: Call, tmp_path: Path) -> None:
     code, out, err = curvatlas(*_landscape(tmp_path, 24, "--json"))
     assert code == 0, err
@@ -140,7 +141,7 @@ def test_landscape_tells_the_local_shape_of_the_loss(curvatlas: Call, tmp_path: 
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
     step = -gradient / largest  # half the critical rate
     taylor = results["landscape.taylor"]
-    assert taylor["constant"] == pytest.approx(float(loss), rel=1e-9)
+    assert taylor["constant"] == pytest.approx(loss.item(), rel=1e-9)
     assert taylor["linear"] == pytest.approx(float(gradient @ step), rel=1e-5)
     assert taylor["quadratic"] == pytest.approx(float(step @ hessian @ step) / 2, rel=1e-5)
     assert results["landscape.convergence"]["kind"] == "LandscapeConvergence"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from curvatlas import runs, zoo
@@ -18,6 +20,7 @@ from curvatlas.analysis.taylor_result import (
 )
 from curvatlas.report import write_report
 from curvatlas.results import Result
+from report_samples import eigenpairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +121,20 @@ def test_the_landscape_says_where_descent_fails_and_draws_prediction_and_truth(
     unconfirmed = dataclasses.replace(rate, growth=(1.2, 1.1))
     (tmp_path / "second").mkdir()
     assert "does NOT confirm it" in _page(tmp_path / "second", rate=unconfirmed)
+
+
+@pytest.mark.parametrize(
+    ("which", "outside", "words"),
+    [
+        ("both", (-1.25, 18.5), "none missing above 18.5 and below −1.25 (97.5 %)"),
+        ("largest", (-math.inf, 18.5), "none missing above 18.5 (97.5 %)"),
+        ("both", (-math.inf, math.inf), "one overlooked: at most 1.0%"),
+    ],
+)
+def test_the_table_says_where_no_eigenvalue_is_missing(
+    tmp_path: Path, which: str, outside: tuple[float, float], words: str
+) -> None:
+    found = dataclasses.replace(
+        eigenpairs(0, both=which == "both"), which=which, complete_outside=outside
+    )
+    assert words in _page(tmp_path, **{"model.total.eigenpairs": found})

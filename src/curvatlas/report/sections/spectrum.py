@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from curvatlas.report.charts import Series, chart
@@ -10,13 +11,14 @@ from curvatlas.report.contents import (
     PARTS,
     Contents,
     Section,
+    as_interval,
     eigenvalues,
     numbers,
     quantity,
     stage_words,
     with_interval,
 )  # fmt: skip
-from curvatlas.report.markup import Markup, join, table, tag
+from curvatlas.report.markup import Markup, join, number, table, tag
 from curvatlas.report.scales import linear_scale, log_scale, symlog_scale
 from curvatlas.report.switches import switch
 
@@ -145,8 +147,20 @@ def _certainty(content: dict[str, Any]) -> str:
         return "exact"
     if not content.get("converged"):
         return "not converged"
+    searched = _complete(content)
+    if searched:
+        return f"none missing {searched} (97.5 %)"
     missed = quantity(content, "missed_probability")[0]
     return f"one overlooked: at most {missed:.1%}" if missed is not None else "converged"
+
+
+def _complete(content: dict[str, Any]) -> str:
+    """Where the list is complete, in words; empty when nothing was searched."""
+    low, high = as_interval(content.get("complete_outside")) or (-math.inf, math.inf)
+    words = {"smallest": [f"below {number(low)}"] if math.isfinite(low) else []}
+    words["largest"] = [f"above {number(high)}"] if math.isfinite(high) else []
+    which = str(content.get("which"))
+    return " and ".join(words.get(which, [*words["largest"], *words["smallest"]]))
 
 
 def _trace_table(contents: Contents) -> Markup | None:
