@@ -2,8 +2,9 @@
 
     python benchmarks/atlas.py [--quick] [--columns 10] [--reference 48]
 
-The cost is the wall time of ``ca.atlas`` divided by that of one H·v measured in the same process.
-The errors compare a sample of columns with a reference from many independent probes.
+The cost is the processor time of ``ca.atlas`` divided by that of one H·v in the same process. The
+errors compare a sample of columns with a reference from many independent probes: over all entries
+that are not zero, and over those that matter, above 1 % of the largest of their part.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ def product_seconds(problem: ca.Problem, rounds: int) -> float:
     operator @ vector
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         operator @ vector
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return statistics.median(times)
 
 
-def measure(case: Any, *, columns: int, reference: int) -> dict[str, Any]:
+def measure(case: Any, *, products: int, columns: int, reference: int) -> dict[str, Any]:
     problem = ca.Problem(case.model, "cross_entropy", (case.inputs, case.targets))
     before = product_seconds(problem, 5)
-    start = time.perf_counter()
-    result = atlas(problem, method="sketch", rtol=0.05)
-    seconds = time.perf_counter() - start
+    start = time.process_time()
+    result = atlas(problem, method="sketch", rtol=0.05, worst=0.05, products=products)
+    seconds = time.process_time() - start
     after = product_seconds(problem, 5)
     one = (before + after) / 2
     return {
@@ -63,10 +64,13 @@ def measure(case: Any, *, columns: int, reference: int) -> dict[str, Any]:
 def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> dict[str, Any]:
     """Relative errors of the Frobenius norms in some columns, and how many intervals hold."""
     blocks = list(_blocks(problem))
-    chosen = np.random.default_rng(0).choice(len(blocks), size=columns, replace=False)
+    drawn = np.random.default_rng(0).choice(len(blocks), size=columns, replace=False)
+    # The embeddings are always among them: they share most of the entries that are hard to know.
+    hard = [j for j, block in enumerate(blocks) if block.sublayer == "embedding"]
+    chosen = sorted({*hard, *drawn.tolist()})
     sketch = Sketch(CurvatureParts(problem), blocks, seed=12345)
     sketch.probe([int(j) for j in chosen], reference)
-    relative, inside, own = [], [], []
+    relative, inside, own, large = [], [], [], []
     for j in map(int, chosen):
         energy = sketch._column(j, np.eye(len(blocks)))
         for p, part in enumerate(PARTS):
@@ -75,15 +79,20 @@ def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> di
             known = want > 1e-5 * float(found.values.max())  # zeros have no relative error
             got = found.values[:, j].numpy()
             relative.append((got[known] - want[known]) / want[known])
+            large.append(want[known] > 0.01 * float(found.values.max()))
             own.append(energy.relative_error()[p][known])
             low, high = found.low[:, j].numpy(), found.high[:, j].numpy()
             inside.append(((low <= want) & (want <= high))[known])
     all_errors, reference_error = np.concatenate(relative), np.concatenate(own)
+    matter = all_errors[np.concatenate(large)]
     return {
         "compared_entries": int(all_errors.size),
         "rms_error": round(float(np.sqrt((all_errors**2).mean())), 4),
         "median_error": round(float(np.median(np.abs(all_errors))), 4),
         "worst_error": round(float(np.abs(all_errors).max()), 4),
+        "entries_that_matter": int(matter.size),
+        "rms_error_of_those": round(float(np.sqrt((matter**2).mean())), 4),
+        "worst_error_of_those": round(float(np.abs(matter).max()), 4),
         "reference_rms_error": round(float(np.sqrt((reference_error**2).mean())), 4),
         "inside_interval": round(float(np.concatenate(inside).mean()), 4),
     }
@@ -98,16 +107,22 @@ def _blocks(problem: ca.Problem) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the 100 k GPT; nothing is kept")
+    parser.add_argument("--products", type=int, default=640, help="of H, H_o and H_f together")
     parser.add_argument("--columns", type=int, default=10)
     parser.add_argument("--reference", type=int, default=48)
     options = parser.parse_args()
     case = gpt_100k() if options.quick else gpt_1m()
-    row = measure(case, columns=options.columns, reference=options.reference)
+    row = measure(
+        case, products=options.products, columns=options.columns, reference=options.reference
+    )
     print(row)
     if not options.quick:
         requirements = [
             requirement("full map in products of H", row["in_products_of_h"], 400),
             requirement("rms relative error of its entries", row["rms_error"], 0.05),
+            requirement(
+                "the same over entries above 1 % of the largest", row["rms_error_of_those"], 0.05
+            ),
         ]
         print(keep("atlas", {"rows": [row], "requirements": requirements}))
 

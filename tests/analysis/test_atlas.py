@@ -129,6 +129,20 @@ def test_estimates_of_an_indefinite_matrix_lie_in_their_intervals() -> None:
     assert float(torch.stack(errors).mean().sqrt()) < 0.08
 
 
+def test_more_probes_go_where_the_entries_that_matter_are_least_known() -> None:
+    sizes = [40, 90, 25, 60, 70]
+    problem, matrix = quadratic_problem(sizes, 3)
+    truth, _ = true_norms(matrix, list(torch.arange(sum(sizes)).split(sizes)))
+    coarse = ca.atlas(problem, method="sketch", rtol=0.12)
+    fine = ca.atlas(problem, method="sketch", rtol=0.12, worst=0.02, products=4 * sum(sizes))
+    assert fine.converged
+    assert fine.products > coarse.products
+    errors = ((fine.frobenius["total"].values - truth) / truth).abs()
+    assert float(errors.max()) < 4 * 0.02
+    with pytest.raises(ValueError, match="rtol and worst must be positive"):
+        ca.atlas(problem, worst=0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zoo gpt pre-norm", "zoo vit post-norm", "hf gpt2"])
 def test_estimates_of_real_models_lie_in_their_intervals(name: str) -> None:

@@ -237,8 +237,8 @@ def test_memory_decides_between_matrices_and_products() -> None:
     model, batch, loss = families.make("zoo gpt pre-norm")
     small = ca.CurvaturePropagationAnalyzer(model, loss, budget="100kB", probes=3)
     assert small.analyze_curvature_flow(*batch).method == "matrix-free"
-    # 12 matrices of 3 × 48 × 48 float64 fit, 6 for every activation do not
-    middle = ca.CurvaturePropagationAnalyzer(model, loss, budget="1MB")
+    # 36 matrices of 3 × 48 × 48 float64 fit, 6 for every activation do not
+    middle = ca.CurvaturePropagationAnalyzer(model, loss, budget="3MB")
     flow = middle.analyze_curvature_flow(*batch)
     assert flow.method == "dense"
     assert flow[0].total is None

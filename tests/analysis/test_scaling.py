@@ -36,10 +36,11 @@ def fake_cell(n: int, d: int, loss: float, curvature: float) -> ScalingCell:
     both = (curvature, curvature)
     return ScalingCell(
         size=str(n), parameters=n, samples=d, seed=0, steps=1, best_step=1, training_loss=loss,
-        validation_loss=loss, validation_accuracy=None, hessian_norm=curvature,
+        validation_loss=loss, validation_interval=(0.9 * loss, 1.1 * loss),
+        validation_accuracy=None, hessian_norm=curvature,
         hessian_norm_interval=both, smallest=-1.0, trace=curvature, trace_interval=both,
         effective_rank=5.0, effective_rank_interval=(5.0, 5.0), condition_number=10.0,
-        negative_mass=0.1, noise_scale=5.0, critical_batch_size=5.0,
+        condition_interval=(9.0, 11.0), negative_mass=0.1, noise_scale=5.0, critical_batch_size=5.0,
         critical_batch_interval=(4.0, 6.0), curvature_samples=10, products=1, seconds=0.0,
     )  # fmt: skip
 

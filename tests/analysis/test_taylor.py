@@ -74,7 +74,7 @@ def test_terms_agree_with_high_order_differences_along_the_line(
     )
     want = terms_by_differences(model, batch(), d)
     got = np.array([found.constant, found.linear, found.quadratic, found.cubic])
-    assert np.abs(got - want).max() <= 1e-8 * np.abs(want).max(), (got, want)
+    assert (np.abs(got - want) <= 1e-8 * np.abs(want)).all(), (got, want)  # term by term
     assert found.cubic_error == 0.0
     assert abs(found.cubic) > 1e-6  # a zero would pass for small terms otherwise
 

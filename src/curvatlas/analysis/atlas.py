@@ -23,6 +23,7 @@ from curvatlas.problem import Problem
 # Up to this size the three dense matrices are cheaper than their estimates are good.
 DENSE_UP_TO = 4096
 _FIRST, _MORE, _MOST = 4, 2, 16  # probes a column: at the start, in each later round, at most
+_MATTERS = 0.01  # of the largest entry: what ``worst`` looks at
 _NORMAL = 1.96
 _TAIL = 2.2  # for traces: a quadratic form in few probes has heavier tails than a normal number
 
@@ -34,6 +35,7 @@ def atlas(
     heads: bool = False,
     biases: bool = True,
     rtol: float = 0.05,
+    worst: float | None = None,
     products: int | None = None,
     method: str = "auto",
     spectral: str | Sequence[tuple[str, str]] = "bracket",
@@ -47,6 +49,7 @@ def atlas(
     heads: one block a head for query, key, value and output.
     biases: False counts a bias with its weight.
     rtol: stop when the root mean square of the entries' relative standard errors reaches it.
+    worst: go on until every entry above 1 % of the largest has this relative standard error too.
     products: at most this many products (each gives H, H_o and H_f; four a block at least).
     method: "dense" (exact), "closed form" (exact, one layer that ``curvatlas.blocks`` knows, of any
         size), "sketch" (estimates with intervals); "auto": dense up to P = 4096, beyond it the
@@ -58,8 +61,8 @@ def atlas(
     """
     if method not in ("auto", "dense", "closed form", "sketch"):
         raise ValueError(f"method is 'auto', 'dense', 'closed form' or 'sketch', got {method!r}.")
-    if not rtol > 0:
-        raise ValueError(f"rtol must be positive, got {rtol!r}.")
+    if not rtol > 0 or not (worst is None or worst > 0):
+        raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
     blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
     room = default_budget() if budget is None else parse_bytes(budget)
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
@@ -77,15 +80,13 @@ def atlas(
             return _finish(maps, shares, blocks, "closed form", operator.products, rtol, 0.0, True)
 
     sketch = Sketch(operator, blocks, seed=seed)
-    error = _probe_until(sketch, rtol, products)
+    error, reached = _probe_until(sketch, rtol, worst, products)
     maps, shares = _sketch_maps(sketch, blocks)
     if spectral != "bracket":
         refined_spectral(maps, problem, blocks, spectral, seed=seed, budget=budget)
     if negative_mass:
         maps.update(negative_masses(problem, blocks, seed=seed, budget=budget))
-    return _finish(
-        maps, shares, blocks, "sketch", sketch.products, rtol, error, bool(error <= rtol)
-    )
+    return _finish(maps, shares, blocks, "sketch", sketch.products, rtol, error, reached)
 
 
 def _finish(
@@ -114,8 +115,13 @@ def _finish(
     )
 
 
-def _probe_until(sketch: Sketch, rtol: float, products: int | None) -> float:
-    """Probe every column, then the columns whose entries are least known; the final error."""
+def _probe_until(
+    sketch: Sketch, rtol: float, worst: float | None, products: int | None
+) -> tuple[float, bool]:
+    """Probe every column, then the columns whose entries are least known.
+
+    Returns the root mean square relative error, and whether what was asked for is reached.
+    """
     count = len(sketch.blocks)
     first = _FIRST
     if products is not None:
@@ -131,14 +137,26 @@ def _probe_until(sketch: Sketch, rtol: float, products: int | None) -> float:
     while True:
         energy = sketch.energies(singles)
         errors = np.where(energy.value > noise_floor(energy, sketch), energy.relative_error(), 0.0)
-        square = (errors**2).mean(0)  # over the parts: (rows, columns)
-        error = float(np.sqrt(square.mean()))
+        error = float(np.sqrt((errors**2).mean()))
+        large = np.where(energy.value >= _MATTERS**2 * _largest(energy.value), errors, 0.0)
         left = limit - sketch.products
-        if error <= rtol or left < _MORE:
-            return error
-        # A third of the columns at a time, those with the largest mean square error.
-        worst = np.argsort(-(square.mean(0) + np.diagonal(square)))[: max(1, count // 3)]
-        sketch.probe([int(j) for j in worst][: max(1, left // _MORE)], _MORE)
+        reached = error <= rtol and (worst is None or float(large.max()) <= worst)
+        if reached or left < _MORE:
+            return error, reached
+        if error > rtol:
+            # A third of the columns at a time, those with the largest mean square error.
+            square = (errors**2).mean(0)  # over the parts: (rows, columns)
+            score, some = square.mean(0) + np.diagonal(square), max(1, count // 3)
+        else:
+            # A few blocks (embeddings, first biases) share most of the badly known entries.
+            score, some = (large**4).sum((0, 1)), max(1, count // 12)
+        chosen = np.argsort(-score)[: min(some, max(1, left // _MORE))]
+        sketch.probe([int(j) for j in chosen], _MORE)
+
+
+def _largest(square: Array) -> Array:
+    """The largest entry of every part, (parts, 1, 1)."""
+    return np.asarray(square.max(axis=(-2, -1), keepdims=True))
 
 
 def noise_floor(energy: Energy, sketch: Sketch) -> Array:

@@ -117,7 +117,7 @@ def _scale_name(chosen: AtlasMap) -> str:
     if chosen.quantity == "coupling":
         return "‖H$_{ij}$‖ / √(‖H$_{ii}$‖ ‖H$_{jj}$‖)"
     symbol = {"frobenius": "‖·‖$_F$", "spectral": "‖·‖$_2$"}[chosen.quantity]
-    return f"log$_{{10}}$ {symbol}"
+    return f"log$_{{10}}$ {symbol} (loss / parameter²; grey: zero up to rounding)"
 
 
 def _draw(axes: Any, chosen: AtlasMap, limits: tuple[float, float], *, first: bool) -> Any:

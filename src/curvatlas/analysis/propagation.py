@@ -20,8 +20,9 @@ from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.losses import Loss, main_tensor
 
 # Matrices alive at once while one sublayer is eliminated: the joint Hessian of a block's branch and
-# skip (4), Jacobian and second derivative, their products, and the copies handed out.
-_ALIVE = 12
+# skip (4), Jacobian and second derivative, their products, the copies handed out, and those that
+# norms and spectra make (benchmarks/costs.py sees 36 at the peak).
+ALIVE = 36
 _DENSE_UP_TO = 2048  # tokens · width beyond which products are cheaper than 2·n² entries
 
 
@@ -132,7 +133,7 @@ class CurvaturePropagationAnalyzer:
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
         room = default_budget() if self.budget is None else parse_bytes(self.budget)
         one = view.count * largest**2 * problem.dtype.itemsize
-        fits = _ALIVE * one <= room and largest <= _DENSE_UP_TO
+        fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
         if self.method == "dense" or (self.method == "auto" and fits):
             everything = 6 * len(captured.nodes) * one
             keep = everything <= room

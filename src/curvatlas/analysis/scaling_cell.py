@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.analysis.convergence_samples import sample_losses
 from curvatlas.analysis.scaling_noise import gradient_noise
 from curvatlas.operators.hessian import Hessian
 from curvatlas.problem import Problem
@@ -37,6 +39,7 @@ class ScalingCell(Result):
     best_step: int
     training_loss: float
     validation_loss: float  # on the half of the validation data that did not choose the weights
+    validation_interval: Interval  # 95 %, over those samples
     validation_accuracy: float | None
     hessian_norm: float  # largest |λ| of the training loss
     hessian_norm_interval: Interval
@@ -46,6 +49,7 @@ class ScalingCell(Result):
     effective_rank: float
     effective_rank_interval: Interval
     condition_number: float  # λmax over the mean |λ|
+    condition_interval: Interval  # 95 %
     negative_mass: float
     noise_scale: float
     critical_batch_size: float
@@ -96,6 +100,7 @@ def run_cell(
     train_loss, _ = evaluate(model, training, loss=loss)
     value, accuracy = evaluate(model, judge, loss=loss)
     model.double().eval()
+    reach = _reach(model, judge.to(torch.float64), loss)
     some = training.take(curvature_samples).to(torch.float64)
     problem = Problem(model, loss, [tuple(batch) for batch in some.batches(64)])
     operator = Hessian(problem)
@@ -108,6 +113,12 @@ def run_cell(
     radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
     norm = abs(float(ends.values[largest]))
     mean = float((density.weights * density.nodes.abs()).sum())
+    condition = top / max(mean, 1e-300)
+    # λmax is certified; the mean |λ| is as uncertain as √(effective rank), with (Σ|λ|)² in it.
+    conditions = [
+        condition * math.sqrt(density.effective_rank / max(end, 1e-300))
+        for end in density.effective_rank_interval
+    ]
     return ScalingCell(
         size=size,
         parameters=problem.size,
@@ -117,6 +128,7 @@ def run_cell(
         best_step=best_step,
         training_loss=train_loss,
         validation_loss=value,
+        validation_interval=(value - reach, value + reach),
         validation_accuracy=accuracy,
         hessian_norm=norm,
         hessian_norm_interval=(norm - radius, norm + radius),
@@ -125,7 +137,8 @@ def run_cell(
         trace_interval=whole.interval,
         effective_rank=density.effective_rank,
         effective_rank_interval=density.effective_rank_interval,
-        condition_number=top / max(mean, 1e-300),
+        condition_number=condition,
+        condition_interval=(min(conditions), max(conditions)),
         negative_mass=density.negative_mass,
         noise_scale=noise.simple,
         critical_batch_size=noise.value,
@@ -134,6 +147,13 @@ def run_cell(
         products=operator.products + noise.products,
         seconds=time.perf_counter() - started,
     )
+
+
+def _reach(model: nn.Module, judge: Samples, loss: Any) -> float:
+    """Half the 95 % interval of a mean loss over samples (normal)."""
+    problem = Problem(model, loss, [tuple(batch) for batch in judge.batches(256)])
+    losses = sample_losses(problem, limit=judge.size)
+    return 1.96 * float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
 
 
 def train_best(

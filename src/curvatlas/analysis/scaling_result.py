@@ -26,6 +26,8 @@ _UNITS = {
     "critical_batch_size": "critical batch size (samples)",
 }
 _INTERVALS = {
+    "validation_loss": "validation_interval",
+    "condition_number": "condition_interval",
     "hessian_norm": "hessian_norm_interval",
     "trace": "trace_interval",
     "effective_rank": "effective_rank_interval",
@@ -88,7 +90,7 @@ class ScalingGrid(Result):
                 ends = [getattr(c, field) for c in cells]
                 error = [
                     [max(v - e[0], 0) for v, e in zip(y, ends, strict=True)],
-                    [min(max(e[1] - v, 0), 9 * v) for v, e in zip(y, ends, strict=True)],
+                    [min(max(e[1] - v, 0), 9 * abs(v)) for v, e in zip(y, ends, strict=True)],
                 ]
             axes.errorbar(x, y, yerr=error, fmt="o", color=colour, markersize=4, capsize=2,
                           label=f"N = {size:,}")  # fmt: skip

@@ -234,14 +234,25 @@ class CriticalLearningRate(Result):
         )
 
     def plot(self) -> Any:
-        """Loss of the runs just below and above."""
-        figure, axes = _figure()
+        """Growth of a deviation against the rate, and the loss of the runs below and above."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10.0, 3.8), layout="constrained")
+        growth, runs = figure.subplots(1, 2)
+        growth.plot(self.ratios, self.expected, "--", color="#777777", label="quadratic model")
+        growth.plot(self.ratios, self.growth, "o", color="#0072b2", label="measured in training")
+        growth.axhline(1.0, color="0.5", linewidth=0.7)
+        growth.axvline(1.0, color="#d55e00", linewidth=0.9, label="critical")
+        growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation",
+                   title=f"critical η = {self.value:.4g}")  # fmt: skip
         for ratio, losses in zip(self.ratios, self.losses, strict=True):
-            axes.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
-        axes.set(xlabel="step", ylabel="loss", title=f"critical η = {self.value:.4g}")
-        if all(float(losses.min()) > 0 for losses in self.losses):
-            axes.set_yscale("log")
-        axes.legend(fontsize=8)
+            runs.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
+        runs.set(xlabel="step", ylabel="loss", title="gradient descent at those rates")
+        least = min(float(losses.min()) for losses in self.losses)
+        if least > 0 and max(float(losses.max()) for losses in self.losses) > 10 * least:
+            runs.set_yscale("log")
+        for axes in (growth, runs):
+            axes.legend(fontsize=8)
         return figure
 
 
@@ -268,7 +279,8 @@ class ObservedCurvature(Result):
         """Curvature along the trajectory."""
         figure, axes = _figure()
         series = self.directional if self.source == "weights" else self.values
-        axes.plot(np.arange(len(series)), series.tolist(), "o-", markersize=3)
+        axes.plot(np.arange(len(series)), series.tolist(), "o-", markersize=3, label="at each step")
+        axes.ticklabel_format(axis="y", useOffset=False)
         axes.axhspan(*self.interval, alpha=0.2, label="95 % of the estimate")
         axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
         axes.legend(fontsize=8)

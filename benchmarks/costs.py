@@ -1,0 +1,161 @@
+"""What propagation costs against what docs/costs.md predicts: memory and time, by size.
+
+python benchmarks/costs.py [--repeats 3]
+
+Each row varies one size of a GPT and fits the exponent of the cost in it. Times are of the
+processor, the least of the repeats; memory is the peak above what stood there before (Linux), in a
+process of its own for every size.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import curvatlas as ca
+from curvatlas.analysis.propagation import ALIVE
+from curvatlas.analysis.propagation_capture import capture
+from curvatlas.analysis.propagation_free import FreeProducts
+from curvatlas.zoo import GPT, GPTConfig
+from harness.results import keep
+
+
+def case(tokens: int, width: int, layers: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = GPTConfig(vocabulary=64, context=tokens, d_model=width, n_heads=4, n_layers=layers)
+    drawn = torch.randint(0, 64, (1, tokens + 1))
+    return GPT(config).eval(), (drawn[:, :-1], drawn[:, 1:])
+
+
+def dense(tokens: int, width: int, layers: int) -> Callable[[], Any]:
+    """The whole account, with matrices that are not kept once they are measured."""
+    model, batch = case(tokens, width, layers)
+    room = (ALIVE + 1) * (tokens * width) ** 2 * 4
+    analyzer = ca.CurvaturePropagationAnalyzer(model, "cross_entropy", budget=room, method="dense")
+    return lambda: analyzer.analyze_curvature_flow(*batch)
+
+
+def product(tokens: int, width: int, layers: int) -> Callable[[], Any]:
+    """One product with the Hessian at the first activation: the whole model lies behind it."""
+    model, batch = case(tokens, width, layers)
+    problem = ca.Problem(model, "cross_entropy", batch)
+    given = next(problem.batches())
+    with problem.evaluating():
+        captured = capture(problem, given)
+        free = FreeProducts(problem, given, captured)
+    node = captured.nodes[0]
+    vector = torch.randn(1, *node.tensor.shape)
+
+    def run() -> Any:
+        with problem.evaluating():
+            return free.total(node)(vector)
+
+    return run
+
+
+def account(tokens: int, width: int, layers: int) -> Callable[[], Any]:
+    """The whole matrix-free account: products with what lies behind every activation."""
+    model, batch = case(tokens, width, layers)
+    analyzer = ca.CurvaturePropagationAnalyzer(
+        model, "cross_entropy", method="matrix-free", probes=3
+    )
+    return lambda: analyzer.analyze_curvature_flow(*batch)
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def memory(tokens: int, width: int, layers: int) -> float:
+    """Peak of the dense account in a fresh process, MB."""
+    command = [sys.executable, __file__, "--one", str(tokens), str(width), str(layers)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def peak_mb(run: Callable[[], Any]) -> float:
+    gc.collect()
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    before = _high_water()
+    run()
+    return _high_water() - before
+
+
+def _high_water() -> float:
+    with open("/proc/self/status", encoding="ascii") as file:
+        (line,) = (line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def row(what: str, against: str, sizes: Sequence[float], costs: Sequence[float], unit: str,
+        predicted: str) -> dict[str, Any]:  # fmt: skip
+    exponent = float(np.polyfit(np.log(sizes), np.log(np.maximum(costs, 1e-9)), 1)[0])
+    found = {
+        "what": what,
+        "against": against,
+        "sizes": ", ".join(f"{s:g}" for s in sizes),
+        "measured": ", ".join(f"{c:.3g}" for c in costs) + f" {unit}",
+        "exponent": round(exponent, 2),
+        "predicted": predicted,
+    }
+    print(found, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", type=int, nargs=3, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        dense(8, 16, 1)()  # libraries and kernels are loaded before memory is counted
+        print(peak_mb(dense(*options.one)))
+        return
+    repeats = options.repeats
+    rows = []
+    sides = [(32, 16), (48, 16), (64, 16)]
+    found = [memory(t, w, 1) for t, w in sides]
+    numbers = max(2**20 * mb / 4 / (t * w) ** 2 for mb, (t, w) in zip(found, sides, strict=True))
+    rows.append(row("dense, memory", "tokens · width", [t * w for t, w in sides], found, "MB",
+                    f"2 (at most {ALIVE} n² numbers; {numbers:.0f} seen)"))  # fmt: skip
+    layers = [2, 4, 8]
+    found = [seconds(dense(16, 16, n), repeats) for n in layers]
+    rows.append(row("dense, time", "layers", layers, found, "s", "1"))
+    found = [memory(48, 16, n) for n in layers]
+    rows.append(row("dense, memory", "layers", layers, found, "MB", "0 (matrices not kept)"))
+    tokens = [64, 128, 256]
+    found = [1e3 * seconds(product(t, 256, 4), repeats) for t in tokens]
+    rows.append(row("one product", "tokens", tokens, found, "ms", "1 (attention's own share: 2)"))
+    found = [1e3 * seconds(product(128, 256, n), repeats) for n in layers]
+    rows.append(row("one product", "layers behind", layers, found, "ms", "1"))
+    widths = [256, 384, 512]
+    sizes = [sum(p.numel() for p in case(128, w, 4)[0].parameters()) for w in widths]
+    found = [1e3 * seconds(product(128, w, 4), repeats) for w in widths]
+    rows.append(row("one product", "parameters", sizes, found, "ms", "1"))
+    found = [seconds(account(32, 64, n), 1) for n in layers]
+    rows.append(row("matrix-free account", "layers", layers, found, "s",
+                    "2 (entries × layers behind each)"))  # fmt: skip
+    print(keep("costs", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
