@@ -18,6 +18,7 @@ from curvatlas.analysis.atlas_result import Atlas
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 from curvatlas.zoo import MLP, MLPConfig, ViT, ViTConfig, digits, reference_vit, train
 
 Samples = tuple[Tensor, Tensor]
@@ -100,7 +101,7 @@ class Comparison(Result):
 
         figure = compare_atlases(self.atlases, view=view, part=part)
         figure.suptitle(self.title)
-        return figure
+        return tidy_log_axes(figure)
 
     def __str__(self) -> str:
         return self.table()

@@ -166,9 +166,6 @@ class LandscapeConvergence(Result):
             axes.plot([s.k for s in self.spectra], [s.largest for s in self.spectra], "s--",
                       color=_ORANGE, label="λmax of H(k)")  # fmt: skip
             axes.set(xscale="log", yscale="log")
-            # The few k themselves: the log axis would write 2 × 10¹, 3 × 10¹, … into one another.
-            axes.set_xticks([s.k for s in self.spectra], [str(s.k) for s in self.spectra])
-            axes.set_xticks([], minor=True)
         else:
             axes.plot([], [], label="no spectra were asked for")
         axes.set(title="spectrum against k", xlabel="samples k",

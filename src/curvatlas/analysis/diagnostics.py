@@ -28,6 +28,7 @@ from curvatlas.analysis.scaling_noise import GradientNoise, gradient_noise
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 
 Interval = tuple[float, float]
 Loss = str | Callable[[Any, Any], Tensor]
@@ -118,7 +119,7 @@ class ConvergenceTrajectory(Result):
         c.set(xlabel="step", ylabel="condition number λmax / mean |λ|", yscale="log")
         for axes in (a, b, c):
             axes.legend(fontsize=8)
-        return figure
+        return tidy_log_axes(figure)
 
 
 class ConvergenceDiagnostics:

@@ -20,6 +20,7 @@ from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.ticks import tidy_log_axes
 
 Interval = tuple[float, float]
 
@@ -103,7 +104,7 @@ class EffectiveConditioning(Result):
         axes.set_xticks(range(len(values)), [layer.name for layer in self.layers], rotation=30)
         axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
         axes.legend(fontsize=8)
-        return figure
+        return tidy_log_axes(figure)
 
 
 def effective_conditioning(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
+from curvatlas.ticks import tidy_log_axes
 
 _COLOURS = {
     "attention": "#0072b2",
@@ -29,7 +30,7 @@ def plot_flow(flows: Sequence[CurvatureFlow]) -> Any:
     _slopes(panels[0, 1], flows)
     _stream(panels[1, 0], flows)
     _map(figure, panels[1, 1], flows)
-    return figure
+    return tidy_log_axes(figure)
 
 
 def _shade(k: int, count: int) -> float:

@@ -11,6 +11,7 @@ from curvatlas.analysis.fits import ScalingLaw
 from curvatlas.analysis.fits_plane import PlanePowerLaw
 from curvatlas.analysis.scaling_cell import ScalingCell
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 
 Interval = tuple[float, float]
 QUANTITIES = (
@@ -70,7 +71,7 @@ class ScalingGrid(Result):
         figure = Figure(figsize=(12.5, 7.2), layout="constrained")
         for axes, quantity in zip(figure.subplots(2, 3).flat, QUANTITIES, strict=True):
             self._plot_quantity(axes, quantity)
-        return figure
+        return tidy_log_axes(figure)
 
     def _plot_quantity(self, axes: Any, quantity: str) -> None:
         sizes = sorted({cell.parameters for cell in self.cells})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.results import Result
+from curvatlas.ticks import tidy_log_axes
 
 Interval = tuple[float, float]
 
@@ -112,7 +113,7 @@ class TaylorExpansion(Result):
             ylabel=f"|term| (units of the {what})", yscale="log",
             title="Taylor terms (blue positive, orange negative)",
         )  # fmt: skip
-        return figure
+        return tidy_log_axes(figure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,7 @@ class PredictedTrajectory(Result):
             f"{self.learning_rate / self.critical_learning_rate:.2f} × critical",
         )  # fmt: skip
         axes.legend(fontsize=8)
-        return figure
+        return tidy_log_axes(figure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +254,7 @@ class CriticalLearningRate(Result):
             runs.set_yscale("log")
         for axes in (growth, runs):
             axes.legend(fontsize=8)
-        return figure
+        return tidy_log_axes(figure)
 
 
 @dataclass(frozen=True, kw_only=True)
