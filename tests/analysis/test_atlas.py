@@ -252,6 +252,8 @@ def test_wrong_options_are_refused_in_one_line() -> None:
         ca.atlas(problem, method="sketch", products=3)
     with pytest.raises(KeyError, match="this atlas has no"):
         ca.atlas(problem).view("galaxy")
+    with pytest.raises(TypeError, match="atlas takes a Problem, got a Linear"):
+        ca.atlas(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_coarser_blocks_add_up_the_finer_ones(gpt_atlas: ca.Atlas) -> None:

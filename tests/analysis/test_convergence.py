@@ -242,3 +242,8 @@ def test_hessian_difference_level_is_that_of_dense_hessians() -> None:
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 20 samples"):
         landscape_convergence(vit_problem(8), spectra=0)
+
+
+def test_a_model_instead_of_a_problem_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes a Problem, got a Linear"):
+        landscape_convergence(nn.Linear(2, 2))  # type: ignore[arg-type]

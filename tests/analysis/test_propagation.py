@@ -20,6 +20,7 @@ import oracles
 from curvatlas.analysis.propagation_capture import block_paths
 from curvatlas.analysis.propagation_result import CurvatureFlow
 from curvatlas.anatomy import anatomy_of
+from curvatlas.errors import ProblemError
 from curvatlas.problem.evaluation import evaluation
 
 PARTS = ("total", "passed_on", "created_here")
@@ -296,3 +297,13 @@ def test_a_flow_survives_saving(tmp_path: Any) -> None:
     loaded = ca.load(flow.save(tmp_path / "flow"))
     assert torch.equal(loaded.activations[0].total, flow.activations[0].total)
     assert str(loaded) == str(flow)
+
+
+def test_active_dropout_is_refused() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).train()
+    analyzer = ca.CurvaturePropagationAnalyzer(layer, "mse")
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(ProblemError, match="dropout"):
+        analyzer.analyze_curvature_flow(x, torch.zeros_like(x))
+    with pytest.raises(ProblemError, match="dropout"):
+        analyzer.compute_layer_curvature(x, 0, torch.zeros_like(x))

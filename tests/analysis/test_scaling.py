@@ -250,3 +250,8 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
         main(["scaling", "--widths", "wide"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_factory_that_makes_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="gave a NoneType, expected"):
+        ScalingLawAnalyzer(lambda _: None).analyze_scaling_with_size([4], [20], steps=1)  # type: ignore[arg-type,return-value]

@@ -360,3 +360,11 @@ def test_methods_without_data_say_what_is_missing() -> None:
         TaylorExpansionAnalyzer(small_vit()).compute_taylor_coefficients(
             *batch(), displacement=wrong
         )
+
+
+def test_a_broken_trajectory_is_refused() -> None:
+    analyzer = TaylorExpansionAnalyzer(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        analyzer.estimate_hessian_from_trajectory([3.0, 2.0, float("nan"), 1.0], 0.1)
+    with pytest.raises(ValueError, match="learning rate must be positive"):
+        analyzer.estimate_hessian_from_trajectory([3.0, 2.0, 1.5, 1.2], -0.1)

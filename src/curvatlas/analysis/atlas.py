@@ -59,6 +59,10 @@ def atlas(
     negative_mass: the share of negative eigenvalues of every diagonal block (60 products a block
         and part); None: where it is free (dense).
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"atlas takes a Problem, got a {type(problem).__name__}: ca.Problem(model, loss, data)."
+        )
     if method not in ("auto", "dense", "closed form", "sketch"):
         raise ValueError(f"method is 'auto', 'dense', 'closed form' or 'sketch', got {method!r}.")
     if not rtol > 0 or not (worst is None or worst > 0):

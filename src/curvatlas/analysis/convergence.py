@@ -76,6 +76,11 @@ def landscape_convergence(
     tolerance, curvature_tolerance: relative to L_n and ‖H_n‖_F, for the smallest stable k.
     spectra: sizes k (up to ``spectrum_samples``) whose spectra are compared with the last one.
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"landscape_convergence takes a Problem, got a {type(problem).__name__}: "
+            "ca.Problem(model, loss, data)."
+        )
     if orders < 5 or outliers < 0 or probes < 2:
         raise ValueError("need orders ≥ 5, outliers ≥ 0 and probes ≥ 2.")
     move = _displacement(problem, displacement, seed)

@@ -71,6 +71,7 @@ class CurvaturePropagationAnalyzer:
         """
         name = f"blocks.{layer}" if isinstance(layer, int) else layer
         problem, _ = self._problem(x, target)
+        problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)
@@ -91,6 +92,7 @@ class CurvaturePropagationAnalyzer:
         x: the model's input, or a mapping of keyword arguments (``labels`` are its targets).
         """
         problem, origin = self._problem(x, target)
+        problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)

@@ -84,6 +84,7 @@ class ScalingLawAnalyzer:
         chosen = self.loss if loss is None else loss
         found = _as_dataset(data)
         sizes = _check_sizes(model_sizes, dataset_sizes, found.train.size)
+        self._check_factory(model_sizes[0], seed)
         options = {
             "model_sizes": [_label(s) for s in model_sizes], "dataset_sizes": list(sizes),
             "steps": steps, "lr": lr, "batch_size": batch_size, "seed": seed,
@@ -111,6 +112,15 @@ class ScalingLawAnalyzer:
             with self._run(output, options, model_sizes, found, seed) as run:
                 self.grid = _stored(run, pairs, cell)
         return self.grid
+
+    def _check_factory(self, size: Any, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = self.model_factory(size)
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"model_factory({size!r}) gave a {type(made).__name__}, expected an nn.Module."
+            )
 
     def _run(
         self, output: str | os.PathLike[str], options: dict[str, Any], sizes: Sequence[Any],

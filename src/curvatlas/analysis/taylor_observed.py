@@ -32,6 +32,10 @@ def observed_curvature(
 ) -> ObservedCurvature:
     """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate."""
     stacked = _stacked(trajectory)
+    if not bool(torch.isfinite(stacked).all()):
+        raise ValueError("the trajectory holds NaN or infinite values: cut it before them.")
+    if learning_rate is not None and not learning_rate > 0:
+        raise ValueError(f"the learning rate must be positive, got {learning_rate!r}.")
     if stacked.ndim == 1:
         if learning_rate is None:
             raise ValueError(
