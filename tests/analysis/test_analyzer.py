@@ -88,6 +88,13 @@ def test_layer_wise_curvature_is_that_of_the_diagonal_blocks(
         assert entry.spectral_norm.value == pytest.approx(norm, rel=2e-3)
         assert entry.frobenius.value == pytest.approx(float(block.norm()), rel=0.25)
     assert found.plot().axes
+    # the curvature of outputs too: that of the logits is the loss's own, known in closed form
+    logits = model(x).detach()
+    p = logits.softmax(-1)
+    curvature = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / len(x)
+    low, high = found.activations[""].norm_interval
+    assert low <= float(curvature.norm()) <= high
+    assert set(found.activations) > {"", "head"}
 
 
 def test_a_folder_makes_the_same_calls_resume(model: nn.Module, tmp_path: Path) -> None:

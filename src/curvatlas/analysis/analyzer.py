@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.analysis.layerwise import activation_curvature
+from curvatlas.analysis.propagation_result import Measure
 from curvatlas.operators.base import LinearOperator
 from curvatlas.operators.hessian import Hessian
 from curvatlas.problem import Problem
@@ -78,18 +80,25 @@ class LayerCurvature(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWiseCurvature(Result):
-    """Curvature of every layer's sublayers."""
+    """Curvature of every layer's sublayers, and of what every module puts out."""
 
     layers: tuple[LayerCurvature, ...]
+    activations: dict[str, Measure]  # module path → ∂²L/∂a² of its output a: norm and trace
     products: int
 
     def __str__(self) -> str:
-        return "\n".join(
+        lines = [
             f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax {c.top_eigenvalue:.4g}"
             f"  ‖·‖_F {c.frobenius.value:.4g} ± {c.frobenius.error:.1g}"
             f"  trace {c.trace.value:.4g} ± {c.trace.error:.1g}"
             for c in self.layers
-        )
+        ]
+        lines += [
+            f"output of {path or 'the model'}: ‖·‖_F {found.norm:.4g} "
+            f"[{found.norm_interval[0]:.3g}, {found.norm_interval[1]:.3g}]  trace {found.trace:.4g}"
+            for path, found in self.activations.items()
+        ]
+        return "\n".join(lines)
 
     def plot(self) -> Any:
         """Largest eigenvalue of every sublayer as bars."""
@@ -182,7 +191,9 @@ class TransformerHessianAnalyzer:
     def analyze_layer_wise_curvature(
         self, x: Any, y: Any, *, rtol: float = 0.1
     ) -> LayerWiseCurvature:
-        """Top eigenvalue, norms and trace of every (layer, sublayer) diagonal block."""
+        """Top eigenvalue, norms and trace of every (layer, sublayer) diagonal block, and norm and
+        trace of the Hessian with respect to every module's output (``module_wise_curvature`` has
+        both module by module)."""
         op = self._hessian((x, y))
         groups: dict[tuple[int | None, str], list[Any]] = {}
         for piece in op.problem.anatomy:
@@ -206,7 +217,12 @@ class TransformerHessianAnalyzer:
                     trace=total,
                 )
             )
-        result = LayerWiseCurvature(layers=tuple(entries), products=products)
+        outputs, more = activation_curvature(op.problem, probes=8, seed=self.seed)
+        result = LayerWiseCurvature(
+            layers=tuple(entries),
+            activations={path: measure for path, (measure, _) in outputs.items()},
+            products=products + more,
+        )
         self.history.append(result)
         return result
 

@@ -103,7 +103,7 @@ def module_wise_curvature(
         )  # fmt: skip
         slope = float(torch.linalg.norm(gradient[block.indices]))
         of_parameters[block.name] = (measure, (ends[0], ends[1]), slope, block.size)
-    of_outputs, products = _activations(problem, probes, seed)
+    of_outputs, products = activation_curvature(problem, probes=probes, seed=seed)
     entries = []
     for path, module in problem.model.named_modules():
         known, output = of_parameters.get(path), of_outputs.get(path)
@@ -134,10 +134,13 @@ def _module_blocks(problem: Problem) -> tuple[Block, ...]:
     )
 
 
-def _activations(
-    problem: Problem, probes: int, seed: int
+def activation_curvature(
+    problem: Problem, *, probes: int, seed: int
 ) -> tuple[dict[str, tuple[Measure, tuple[int, ...]]], int]:
-    """Hessian of the loss with respect to every module's (last) output."""
+    """Hessian of the first batch's loss with respect to every module's (last) output.
+
+    Returns path → (norm and trace with intervals, shape), and the products used.
+    """
     caught: dict[str, Tensor] = {}
     handles = []
     for path, module in problem.model.named_modules():
