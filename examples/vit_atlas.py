@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="width 16, 64 samples, five seeds")
     parser.add_argument("--claims", action="store_true", help="also the papers' claims (minutes)")
     options = parser.parse_args()
-    width, samples, steps, seeds = (16, 64, 800, range(5)) if options.full else (8, 12, 120, (0, 1))
+    width, samples, steps, seeds = (16, 64, 800, range(5)) if options.full else (8, 8, 100, (0, 1))
     options.output.mkdir(parents=True, exist_ok=True)
 
     data = digits()
