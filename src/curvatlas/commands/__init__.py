@@ -13,6 +13,7 @@ from curvatlas.commands.doctor import doctor
 from curvatlas.commands.landscape import landscape
 from curvatlas.commands.report import report
 from curvatlas.commands.scaling import scaling
+from curvatlas.commands.train import train
 from curvatlas.commands.verify import verify
 
 # in the order a newcomer meets them
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "atlas": atlas,
     "landscape": landscape,
     "scaling": scaling,
+    "train": train,
     "verify": verify,
     "report": report,
     "bench": bench,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from scipy.stats import t as student
 from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice
-from curvatlas.operators import Hessian
+from curvatlas.operators import Hessian, LinearOperator
 from curvatlas.problem import Problem
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -58,6 +58,7 @@ class Measuring:
         self._role_vectors: dict[str, Tensor] = {}
         self._role_sharpness: dict[str, float] = {}
         self._turn = 0
+        self._scale = 0.0  # |λ|max of the last measurement
 
     def measure(self, step: int, learning_rate: float | None) -> Snapshot:
         """All quantities at the present weights."""
@@ -86,6 +87,7 @@ class Measuring:
         density = spectral_density(
             operator, max_products=self._density_products, seed=self._seed + step
         )
+        self._scale = float(ends.values.abs().max())
         self._next_role(operator)
         snapshot = Snapshot(
             step=step,
@@ -113,6 +115,23 @@ class Measuring:
         self._ends, self._top = ends.vectors, top
         return snapshot
 
+    def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
+        """Eigenvectors and the state of the rounds over roles."""
+        vectors = {f"role/{role}": v for role, v in self._role_vectors.items()}
+        if self._ends is not None and self._top is not None:
+            vectors.update(ends=self._ends, top=self._top)
+        return vectors, dict(self._role_sharpness), self._turn
+
+    def resume(
+        self, vectors: Mapping[str, Tensor], sharpness: Mapping[str, float], turn: int
+    ) -> None:
+        """Start the next measurement from ``warm_start()``."""
+        self._ends, self._top = vectors.get("ends"), vectors.get("top")
+        self._role_vectors = {
+            name.removeprefix("role/"): v for name, v in vectors.items() if name.startswith("role/")
+        }
+        self._role_sharpness, self._turn = dict(sharpness), turn
+
     def _traces(
         self, operator: Hessian, step: int
     ) -> tuple[float, tuple[float, float], dict[str, float]]:
@@ -136,6 +155,9 @@ class Measuring:
         role = list(self._roles)[self._turn % len(self._roles)]
         self._turn += 1
         view = operator[list(self._roles[role])]
+        if self._vanishes(view):
+            self._role_sharpness[role] = 0.0
+            return
         found = eigenpairs(
             view,
             k=1,
@@ -148,6 +170,14 @@ class Measuring:
         )
         self._role_sharpness[role] = float(found.values.max())
         self._role_vectors[role] = found.vectors[:, :1]
+
+    def _vanishes(self, view: LinearOperator) -> bool:
+        """Whether H[role, role] is rounding alone: a key's bias moves no attention weight."""
+        generator = torch.Generator().manual_seed(self._seed)
+        probe = torch.randn(view.shape[0], generator=generator, dtype=torch.float64)
+        probe = (probe / probe.norm()).to(dtype=view.dtype, device=view.device)
+        size = float((view @ probe).norm())
+        return size <= 100 * torch.finfo(view.dtype).eps * self._scale
 
 
 def _by_role(slices: Sequence[Slice]) -> dict[str, list[Slice]]:

@@ -7,11 +7,11 @@ seeds the weights are the same bit for bit with and without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import nan
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvatlas.errors import NonFiniteError
@@ -97,8 +97,10 @@ class Monitor:
         if now % self.every:
             return None
         elapsed = time.perf_counter() - self._began
-        # The first measurement is free to happen; later ones wait until it is paid for.
-        if self.spent > self.budget * elapsed:
+        # The first measurement is taken at once; later ones wait until all are paid for, their own
+        # expected cost included: from the second on the overhead never exceeds the budget.
+        expected = self.snapshots[-1].seconds if self.snapshots else 0.0
+        if self.snapshots and self.budget < 1 and self.spent + expected > self.budget * elapsed:
             self.skipped += 1
             return None
         try:
@@ -154,6 +156,24 @@ class Monitor:
         """Close the trackers; the history stays."""
         for tracker in self.trackers:
             tracker.close()
+
+    # --- stopping and going on --------------------------------------------------------------------
+
+    def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
+        """What the next measurement starts from: vectors, role sharpness, whose turn it is."""
+        return self._measuring.warm_start()
+
+    def resume(
+        self,
+        warm: Mapping[str, Tensor],
+        role_sharpness: Mapping[str, float],
+        turn: int,
+        snapshots: Iterable[Snapshot],
+        events: Iterable[Event],
+    ) -> None:
+        """Go on from ``warm_start()`` with what was seen before."""
+        self._measuring.resume(warm, role_sharpness, turn)
+        self.snapshots, self.events = list(snapshots), list(events)
 
     # --- in other people's loops ----------------------------------------------------------------
 

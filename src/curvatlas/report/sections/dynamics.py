@@ -15,6 +15,7 @@ from curvatlas.report.scales import linear_scale, log_scale, symlog_scale
 
 _MOST_FIGURES = 12
 _MOST_EVENTS = 30
+_MOST_LINES = 6
 
 
 def dynamics(contents: Contents) -> Section | None:
@@ -48,7 +49,52 @@ def _figures(records: list[dict[str, Any]]) -> Markup:
         if key != "step" and sum(quantity(r, key)[0] is not None for r in records) > 1
     ]
     pictures = [_figure(records, name) for name in names[:_MOST_FIGURES]]
+    pictures += [_by_part(records, name) for name in _parted(records)]
     return tag("div", pictures, class_="pair")
+
+
+def _parted(records: list[dict[str, Any]]) -> list[str]:
+    """Fields that hold a number for each role (or other part) in at least two records."""
+
+    def holds_parts(value: Any) -> bool:
+        return isinstance(value, dict) and any(as_number(v) is not None for v in value.values())
+
+    names = dict.fromkeys(key for record in records for key in record)
+    return [n for n in names if sum(holds_parts(r.get(n)) for r in records) > 1]
+
+
+def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
+    """One line a part; the parts with the largest numbers when there are too many to tell apart."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        for part, given in (record.get(name) or {}).items():
+            value = as_number(given)
+            if value is not None:
+                lines.setdefault(part, []).append((as_number(record["step"]) or 0.0, value))
+    largest = sorted(lines, key=lambda part: -max(abs(v) for _, v in lines[part]))[:_MOST_LINES]
+    series = [
+        Series(
+            name=part.replace("_", " "),
+            x=[x for x, _ in lines[part]],
+            y=[y for _, y in lines[part]],
+            style="line",
+            colour=index,
+        )
+        for index, part in enumerate(largest)
+    ]
+    values = [y for part in largest for _, y in lines[part]]
+    positive = min(values) > 0 and max(values) > 20 * min(values)
+    words = name.replace("_", " ")
+    shown = f"the {len(largest)} largest of {len(lines)}" if len(lines) > len(largest) else "all"
+    return chart(
+        series,
+        x_scale=linear_scale([x for part in largest for x, _ in lines[part]]),
+        y_scale=log_scale(values) if positive else linear_scale(values),
+        x_label="step",
+        y_label=words,
+        title=words[0].upper() + words[1:],
+        description=f"Over training steps, {shown}.",
+    )
 
 
 def _figure(records: list[dict[str, Any]], name: str) -> Markup:

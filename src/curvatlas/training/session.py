@@ -1,0 +1,189 @@
+"""A training run that can be stopped anywhere: the same weights as if it had never stopped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from curvatlas.progress import bar
+from curvatlas.results import Result
+from curvatlas.training.monitor import Monitor
+from curvatlas.training.optimizer import CurvatureAwareOptimizer
+from curvatlas.training.snapshot import Event, Snapshot
+from curvatlas.zoo.datasets import Dataset
+from curvatlas.zoo.training import TrainingHistory, evaluate, loss_of
+
+# What worked best on the zoo's models in benchmarks/optimizers.py.
+RATES: dict[str, float] = {"curvature": 1.6e-2, "adamw": 1.6e-2, "sgd": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCheckpoint(Result):
+    """Everything a session needs to go on."""
+
+    step: int
+    losses: tuple[float, ...]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]  # "parameter/entry" → tensor
+    groups: list[dict[str, Any]]
+    warm_start: dict[str, Tensor]  # of the monitor
+    role_sharpness: dict[str, float]
+    turn: int
+    snapshots: tuple[Snapshot, ...]
+    events: tuple[Event, ...]
+
+
+def make_optimizer(
+    name: str, model: nn.Module, *, lr: float, weight_decay: float = 0.01
+) -> Optimizer:
+    """``curvature``, ``adamw`` or ``sgd`` (with momentum 0.9)."""
+    if name == "curvature":
+        return CurvatureAwareOptimizer(model, lr, weight_decay=weight_decay)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=weight_decay)
+    raise ValueError(f"optimizer is 'curvature', 'adamw' or 'sgd', got {name!r}.")
+
+
+class Session:
+    """Trains with warm-up and cosine decay, the monitor beside it, a checkpoint now and then.
+
+    The batch of step k depends on ``seed`` and k alone, so that a resumed session draws the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        optimizer: Optimizer,
+        monitor: Monitor,
+        *,
+        steps: int,
+        batch_size: int,
+        seed: int = 0,
+        checkpoint: Path | None = None,
+        checkpoint_every: int = 50,
+    ) -> None:
+        self.model, self.data, self.optimizer, self.monitor = model, data, optimizer, monitor
+        self.steps, self.seed = steps, seed
+        self.batch_size = min(batch_size, data.train.size)
+        self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        self.step, self.losses = 0, []  # type: int, list[float]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._epoch: tuple[int, Tensor] | None = None
+
+    def run(self, watch: Callable[[int, float], None] | None = None) -> TrainingHistory:
+        """Train to the end; ``watch(step, loss)`` is called before each update."""
+        if self.checkpoint is not None and self.checkpoint.exists():
+            self.restore(TrainingCheckpoint.load(self.checkpoint))
+        self.model.train()
+        with bar("training", total=self.steps) as progress:
+            progress.update(self.step)
+            while self.step < self.steps:
+                loss = self._advance()
+                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                progress.update(1)
+                if watch is not None:
+                    watch(self.step, loss)
+                if self.checkpoint is not None and self.step % self.checkpoint_every == 0:
+                    self.state().save(self.checkpoint)
+        self.model.zero_grad()
+        self.model.eval()
+        loss, accuracy = evaluate(self.model, self.data.validation)
+        return TrainingHistory(
+            steps=self.steps,
+            losses=tuple(self.losses),
+            validation_loss=loss,
+            validation_accuracy=accuracy,
+        )
+
+    def _advance(self) -> float:
+        factor = min(1.0, (self.step + 1) / max(1, self.steps // 20))
+        factor *= 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        x, y = self._batch()
+        self.optimizer.zero_grad()
+        value = loss_of("cross_entropy", self.model(x), y)
+        loss = value.item()
+        if not math.isfinite(loss):
+            rate = max(self._rates)
+            raise FloatingPointError(
+                f"the loss is {loss} at step {self.step}: lower --lr (now {rate:g})."
+            )
+        value.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.losses.append(loss)
+        self.monitor.step(step=self.step)
+        self.step += 1
+        return loss
+
+    def _batch(self) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.data.train
+        each = len(inputs) // self.batch_size
+        epoch, place = divmod(self.step, each)
+        if self._epoch is None or self._epoch[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch = epoch, torch.randperm(len(inputs), generator=generator)
+        chosen = self._epoch[1][place * self.batch_size : (place + 1) * self.batch_size]
+        return inputs[chosen], targets[chosen]
+
+    # --- stopping and going on --------------------------------------------------------------------
+
+    def state(self) -> TrainingCheckpoint:
+        """A copy of everything that moves."""
+        whole = self.optimizer.state_dict()
+        warm, sharpness, turn = self.monitor.warm_start()
+        return TrainingCheckpoint(
+            step=self.step,
+            losses=tuple(self.losses),
+            weights={k: v.detach().clone() for k, v in self.model.state_dict().items()},
+            optimizer={
+                f"{index}/{name}": torch.as_tensor(value).clone()
+                for index, entries in whole["state"].items()
+                for name, value in entries.items()
+                if value is not None
+            },
+            groups=[{k: v for k, v in g.items() if _storable(v)} for g in whole["param_groups"]],
+            warm_start=warm,
+            role_sharpness=sharpness,
+            turn=turn,
+            snapshots=tuple(self.monitor.snapshots),
+            events=tuple(self.monitor.events),
+        )
+
+    def restore(self, kept: TrainingCheckpoint) -> None:
+        """Go on from ``state()``."""
+        self.step, self.losses = kept.step, list(kept.losses)
+        self.model.load_state_dict(kept.weights)
+        states: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in kept.optimizer.items():
+            index, name = key.split("/", 1)
+            states.setdefault(int(index), {})[name] = tensor
+        groups = [
+            {**now, **then}
+            for now, then in zip(
+                self.optimizer.state_dict()["param_groups"], kept.groups, strict=True
+            )
+        ]
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        self.monitor.resume(
+            kept.warm_start, kept.role_sharpness, kept.turn, kept.snapshots, kept.events
+        )
+
+
+def _storable(value: Any) -> bool:
+    """Plain numbers and what is made of them; ``None`` and flags keep their defaults."""
+    if isinstance(value, Mapping):
+        return all(_storable(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_storable(v) for v in value)
+    return isinstance(value, (bool, int, float, str)) or value is None
