@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from curvatlas import results
+from curvatlas import archive, results
 from run_samples import SampleEstimate, estimate
 
 
@@ -217,3 +217,17 @@ def test_a_result_reads_like_a_mapping_too() -> None:
     assert "value" in result
     with pytest.raises(KeyError, match="has no 'nothing'"):
         result["nothing"]
+
+
+def test_no_two_results_share_a_name() -> None:
+    """A file names its class: with two of one name it would be read as the one imported last."""
+    archive.import_result_modules()
+    found: dict[str, set[str]] = {}
+    waiting = [results.Result]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            waiting.append(cls)
+            if cls.__module__.startswith("curvatlas."):
+                found.setdefault(cls.kind, set()).add(cls.__module__)
+    assert {kind: modules for kind, modules in found.items() if len(modules) > 1} == {}
+    assert len(found) > 50

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from curvatlas import zoo
 from curvatlas.analysis.advice import is_post_norm, recommend
 from curvatlas.analysis.diagnostics import ConvergenceDiagnostics
-from curvatlas.analysis.diagnostics_conditioning import EffectiveConditioning, LayerCurvature
+from curvatlas.analysis.diagnostics_conditioning import EffectiveConditioning, LayerSharpness
 from curvatlas.analysis.scaling_noise import GradientNoise
 from curvatlas.operators.hessian import Hessian
 from curvatlas.problem import Problem
@@ -28,8 +28,8 @@ def batch(count: int) -> tuple[Tensor, Tensor]:
     return SAMPLES.inputs[:count], SAMPLES.targets[:count]
 
 
-def layer(name: str, index: int | None, sharpness: float) -> LayerCurvature:
-    return LayerCurvature(
+def layer(name: str, index: int | None, sharpness: float) -> LayerSharpness:
+    return LayerSharpness(
         name=name, layer=index, parameters=10, sharpness=sharpness,
         interval=(0.99 * sharpness, 1.01 * sharpness), gradient_norm=1.0,
     )  # fmt: skip

@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCurvature(Result):
+class LayerSharpness(Result):
     """The diagonal block of one layer (or of embedding, head, …)."""
 
     name: str
@@ -59,7 +59,7 @@ class EffectiveConditioning(Result):
     alignment: float  # gᵀHg / (‖g‖² λmax): 1 when the gradient lies in the sharpest direction
     learning_rate: float | None
     stability: float | None  # η λmax / 2: above one, plain gradient descent is unstable here
-    layers: tuple[LayerCurvature, ...]
+    layers: tuple[LayerSharpness, ...]
     heterogeneity: float  # largest over smallest layer sharpness
     heterogeneity_interval: Interval
     products: int
@@ -175,7 +175,7 @@ def layer_curvatures(
     gradient: torch.Tensor,
     seed: int,
     max_products: int | None = None,
-) -> tuple[LayerCurvature, ...]:
+) -> tuple[LayerSharpness, ...]:
     """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer."""
     groups: dict[tuple[int | None, str], list[Slice]] = {}
     for piece in problem.anatomy.slices:
@@ -189,7 +189,7 @@ def layer_curvatures(
         )
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
         rows.append(
-            LayerCurvature(
+            LayerSharpness(
                 name=name,
                 layer=layer,
                 parameters=sum(piece.size for piece in slices),
@@ -201,7 +201,7 @@ def layer_curvatures(
     return tuple(rows)
 
 
-def _heterogeneity(layers: tuple[LayerCurvature, ...]) -> tuple[float, Interval]:
+def _heterogeneity(layers: tuple[LayerSharpness, ...]) -> tuple[float, Interval]:
     positive = [layer for layer in layers if layer.sharpness > 0]
     if len(positive) < 2:
         return 1.0, (1.0, 1.0)
