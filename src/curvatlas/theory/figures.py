@@ -70,10 +70,10 @@ def looseness_figure(outcome: Outcome) -> Any:
     ratios: dict[str, list[float]] = outcome.series["ratios"]
     axis.boxplot(list(ratios.values()), whis=(0, 100), widths=0.5)
     axis.set_xticks(range(1, len(ratios) + 1), list(ratios))
-    axis.set_xlim(0.5, len(ratios) + 0.5)
+    axis.set_xlim(0.5, len(ratios) + 1.0)  # room for the words beside the boxes
     for level, text in ((1.0, "violated below"), (3.0, "median allowed"), (6.0, "worst allowed")):
         axis.axhline(level, color="#bbbbbb", linewidth=0.8, linestyle="--")
-        axis.text(0.52, level, text, fontsize=7, va="bottom", ha="left")
+        axis.text(len(ratios) + 0.98, level, text, fontsize=7, va="bottom", ha="right")
     axis.set_yscale("log")
     axis.set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
     axis.set_ylabel("token-structured bound / true ‖H‖")
@@ -114,7 +114,10 @@ def spectrum_figure(outcome: Outcome) -> Any:
     axis.axhline(0.0, color="#bbbbbb", linewidth=0.8)
     axis.set_xlabel("rank")
     axis.set_ylabel("eigenvalue")
-    axis.set_yscale("symlog", linthresh=max(abs(v) for v in computed) * 1e-3)
+    # A linear part as high as two decades keeps the ticks around zero apart.
+    smallest = max(abs(v) for v in computed) * 1e-3
+    axis.set_yscale("symlog", linthresh=smallest, linscale=2.0)
+    axis.yaxis.labelpad = 10
     axis.set_title(outcome.series.get("title", ""), fontsize=9)
     axis.legend(fontsize=8, frameon=False)
     return figure
