@@ -67,6 +67,47 @@ def test_one_run_serves_both_ends_within_55_products() -> None:
         assert bool(((found.values - truth).abs() <= found.residuals).all())
 
 
+def test_the_list_is_complete_where_it_says_so() -> None:
+    # Copies of outliers are what a single start vector cannot see.
+    values = 0.1 * torch.randn(600, generator=torch.Generator().manual_seed(1)).double()
+    values[:7] = torch.tensor([9.0, 9, 7, 5, 5, 5, 3]).double()
+    values[7:11] = torch.tensor([-4.0, -4, -2.5, -2]).double()
+    whole = 0
+    for seed in range(10):
+        found = ca.eigenpairs(SpectrumOperator(values), k=4, which="both", seed=seed)
+        low, high = found.complete_outside
+        assert low < 0 < high
+        high = max(high, float(found.largest.min()) + 0.01)
+        low = min(low, float(found.smallest.max()) - 0.01)
+        truth = values[(values > high) | (values < low)].sort().values
+        reported = found.values[(found.values > high) | (found.values < low)].sort().values
+        whole += len(truth) == len(reported) and torch.allclose(truth, reported, atol=1e-2)
+        assert len(truth) >= 3
+    assert whole >= 9, whole
+
+
+def test_a_thorough_search_excludes_what_a_short_one_cannot() -> None:
+    values = torch.cat([torch.tensor([2.0, 1.8, 1.8]), torch.linspace(-1, 1, 300)]).double()
+    short = ca.eigenpairs(SpectrumOperator(values), k=3)
+    thorough = ca.eigenpairs(SpectrumOperator(values), k=3, thorough=True)
+    assert thorough.products >= short.products
+    assert thorough.complete_outside[1] < 1.8
+    assert torch.allclose(thorough.values, values[:3], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["hessian_like", "heavy_tailed", "power_law"])
+def test_the_spectrum_lies_within_its_bounds_in_90_to_100_percent_of_trials(name: str) -> None:
+    values = spectra()[name]
+    inside = 0
+    for seed in range(60):
+        found = ca.eigenpairs(SpectrumOperator(values), k=1, tol=0.3, seed=seed)
+        low, high = found.spectrum_within
+        inside += low <= float(values.min()) and float(values.max()) <= high
+    assert inside >= 54, inside
+    near = ca.eigenpairs(SpectrumOperator(values), k=1, tol=0.3, bounded=1e-3)
+    assert near.spectrum_within[1] <= (1 + 1.01e-3) * float(values.max())
+
+
 def test_a_warm_start_needs_fewer_products() -> None:
     values = spectra()["hessian_like"]
     matrix = rotated(values)

@@ -34,6 +34,20 @@ def test_rectangular_norms_agree_with_singular_values() -> None:
         assert frobenius.value == pytest.approx(float(block.norm()), rel=0.1)
 
 
+@pytest.mark.parametrize("rtol", [0.001, 0.1])
+def test_the_spectral_norm_lies_in_its_interval_even_when_little_is_asked(rtol: float) -> None:
+    random = torch.Generator().manual_seed(11)
+    values = torch.randn(700, generator=random, dtype=torch.float64) ** 3  # a crowded edge
+    truth = float(values.abs().max())
+    covered = 0
+    for seed in range(60):
+        found = ca.spectral_norm(SpectrumOperator(values), rtol=rtol, seed=seed)
+        assert found.converged
+        assert found.error <= rtol * found.value
+        covered += found.interval[0] <= truth <= found.interval[1]
+    assert covered >= 54, covered
+
+
 def test_the_spectral_norm_takes_the_larger_end() -> None:
     values = spectra()["heavy_tailed"].clone()
     values[1] = -500.0

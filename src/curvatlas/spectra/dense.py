@@ -30,6 +30,7 @@ def dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
         raise ValueError(f"the operator is not symmetric (relative {asymmetry:.1e}).")
     matrix = (matrix + matrix.T) / 2
     values, vectors = torch.linalg.eigh(matrix)
+    ends = (float(values[0]), float(values[-1]))
     chosen = torch.from_numpy(select(values.cpu().numpy(), k, which)).to(values.device)
     values, vectors = values[chosen], vectors[:, chosen]
     norm = float(torch.linalg.matrix_norm(matrix, 2)) if scale else 0.0
@@ -47,6 +48,7 @@ def dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
         norm=norm,
         missed_probability=0.0,
         complete_outside=(0.0, 0.0),
+        spectrum_within=ends,
         products=products,
         converged=True,
         exact=True,

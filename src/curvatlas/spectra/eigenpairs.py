@@ -55,6 +55,7 @@ def eigenpairs(
     max_products: int | None = None,
     memory: int | float | str | None = None,
     thorough: bool = False,
+    bounded: float | None = None,
     data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Eigenpairs:
@@ -65,6 +66,7 @@ def eigenpairs(
     the run restarts thickly;  data_error: where the operator knows its batches, measure their
     scatter too (one more product for each pair);  checkpoint: a file to resume from.
     thorough: search for overlooked copies until they are improbable in crowded spectra too.
+    bounded: go on until ``spectrum_within`` reaches at most ``bounded``·‖A‖ beyond the values.
     """
     n = require_symmetric(op, "eigenpairs")
     wanted = _check(n, k, which, tol)
@@ -77,9 +79,10 @@ def eigenpairs(
     mark = fingerprint(
         op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
         memory=memory, warm=None if start is None else list(start.shape), thorough=thorough,
+        bounded=bounded,
     )  # fmt: skip
     file = Checkpoint(checkpoint, mark)
-    run = _Run(op, k, which, wanted, tol, max_products, file, memory, thorough)
+    run = _Run(op, k, which, wanted, tol, max_products, file, memory, thorough, bounded)
     found = run.result(seed, start)
     return _with_data_error(op, found) if data_error else found
 
@@ -99,9 +102,9 @@ class _Run:
     def __init__(
         self, op: LinearOperator, k: int, which: Which, wanted: int, tol: float,
         max_products: int, checkpoint: Checkpoint, memory: int | float | str | None,
-        thorough: bool,
+        thorough: bool, bounded: float | None,
     ) -> None:  # fmt: skip
-        self.thorough = thorough
+        self.thorough, self.bounded = thorough, bounded
         self.op, self.k, self.which, self.wanted, self.tol = op, k, which, wanted, tol
         self.max_products, self.checkpoint = max_products, checkpoint
         self.basis = KrylovBasis(op, *_capacity(op, wanted, max_products, memory))
@@ -179,7 +182,8 @@ class _Run:
     def _look(self) -> bool:
         basis = self.basis
         ritz = basis.ritz()
-        if basis.asymmetry() > min(1e-2, 1e3 * basis.eps**0.5):
+        allowed = 0.05 if basis.store.packed else min(1e-2, 1e3 * basis.eps**0.5)
+        if basis.asymmetry() > allowed:
             raise ValueError(
                 f"the operator is not symmetric (relative {basis.asymmetry():.1e}): eigenpairs "
                 "needs a symmetric one; use spectral_norm for rectangular or skew operators."
@@ -191,8 +195,10 @@ class _Run:
         accepted = self.tol * max(np.abs(ritz.values).max(), np.finfo(np.float64).tiny)
         accepted = max(accepted, 8 * basis.eps * basis.scale)
         worst = ritz.residuals[chosen].max()
-        if worst <= accepted:
-            return self._search(ritz, chosen, accepted)
+        if worst <= accepted and self._bounds_hold(ritz.values):
+            # With a bound from above a second copy of a single value would change nothing.
+            alone = self.k == 1 and self.bounded is not None
+            return alone or self._search(ritz, chosen, accepted)
         self._stop_search()
         self.searched = 0
         far = worst / accepted
@@ -205,6 +211,18 @@ class _Run:
             self._restart(ritz)
         return False
 
+    def _bounds_hold(self, nodes: Array) -> bool:
+        """Whether the random start excludes eigenvalues further out than was asked."""
+        if self.bounded is None or not self.plain or self.own:
+            return True
+        self._keep_own()
+        low, high = self._range(nodes, 0.0, self.basis.multiplied >= self.basis.size)
+        self.own = []
+        norm = float(np.abs(nodes).max())
+        up, down = high - float(nodes[-1]), float(nodes[0]) - low
+        reach = {"largest": up, "smallest": down, "both": max(up, down)}
+        return reach.get(self.which, max(high, -low) - norm) <= self.bounded * norm
+
     def _search(self, ritz: RitzPairs, chosen: Positions, slack: float) -> bool:
         """Follow a fresh random direction until an overlooked eigenvalue is improbable."""
         basis = self.basis
@@ -215,11 +233,12 @@ class _Run:
         self.known = current
         if self.alphas and self._settled(ritz.values[chosen], slack):
             return True
-        if basis.count >= basis.capacity - 1:
+        if basis.count >= basis.capacity - 2:
+            if self.searched and basis.pending > 1:
+                return True  # the pairs are found, and a longer search does not fit
             self._restart(ritz)
         if not self.own and self.plain:
-            m = basis.multiplied
-            self.own = [np.diag(basis.coefficients, -below)[:m].tolist() for below in (0, 1)]
+            self._keep_own()
         if not self.alphas or self.betas[-1] == 0.0:
             self._stop_search()
             self.searching = basis.add_random(self.random)
@@ -246,13 +265,30 @@ class _Run:
             alphas, betas, found, self.which, around, slack, limit
         )
 
+    def _range(self, nodes: Array, floor: float, full: bool) -> tuple[float, float]:
+        """Between which values the spectrum lies: further out the random start would show it."""
+        if full:
+            return float(nodes[0]) - floor, float(nodes[-1]) + floor
+        if self.plain and not self.own:
+            self._keep_own()
+        if not self.own:
+            return -np.inf, np.inf
+        low, high = complete_outside(np.array(self.own[0]), np.array(self.own[1]), self.basis.size)
+        return min(low, float(nodes[0]) - floor), max(high, float(nodes[-1]) + floor)
+
+    def _keep_own(self) -> None:
+        """The recurrence of the start vector, before a search puts other rows between."""
+        m = self.basis.multiplied
+        self.own = [np.diag(self.basis.coefficients, -below)[:m].tolist() for below in (0, 1)]
+
     def _separate(self, found: Array, norm: float) -> float:
         """Bound on a separate eigenvalue overlooked, from the run's own start and the search."""
-        if not self.alphas:
-            return self.missed
-        runs = [(np.array(self.alphas), np.array(self.betas))]
-        if self.own:
-            runs.append((np.array(self.own[0]), np.array(self.own[1])))
+        if self.plain and not self.own:
+            self._keep_own()
+        recurrences = (self.own or [[], []], (self.alphas, self.betas))
+        runs = [(np.array(a), np.array(b)) for a, b in recurrences if a]
+        if not runs:
+            return 1.0
         return separate_probability(
             runs, found, self.which, self.basis.size, APART * self.tol * norm
         )
@@ -263,6 +299,7 @@ class _Run:
     def _restart(self, ritz: RitzPairs) -> None:
         """Keep the wanted Ritz vectors and half of the room around them."""
         room = max(self.wanted + 2, min(self.basis.capacity // 2, self.basis.multiplied - 1))
+        room = max(self.wanted, min(room, self.basis.capacity - 3 - self.basis.pending))
         order = by_interest(ritz.values, self.which)
         self.basis.restart(np.sort(order[:room]), ritz)
         self.plain = False
@@ -293,6 +330,7 @@ class _Run:
             norm=norm,
             missed_probability=0.0 if full else self._separate(values, norm),
             complete_outside=(0.0, 0.0) if full else self.complete,
+            spectrum_within=self._range(ritz.values, floor, full),
             products=basis.products,
             converged=converged,
             exact=full,
