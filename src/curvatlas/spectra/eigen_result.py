@@ -32,8 +32,8 @@ class Eigenpairs(Result):
     # Bound on overlooking a separate one: further out than the reported ones by 10 tol·‖A‖, and
     # as far from each of them. A copy of a reported one is what ``complete_outside`` speaks of.
     missed_probability: float
-    # Below the first and above the second value, as far as the list reaches, nothing is missing from
-    # it, copies included, at 97.5 %; infinite when nothing was searched.
+    # Below the first and above the second value, as far as the list reaches, nothing is missing
+    # from it, copies included, at 97.5 %; infinite when nothing was searched.
     complete_outside: tuple[float, float] = (-math.inf, math.inf)
     # The whole spectrum lies between these at 95 %: further out, the random start would have shown
     # it. Infinite after a warm start or a restart, which leave no such start.
