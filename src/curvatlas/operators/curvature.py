@@ -19,6 +19,7 @@ from curvatlas.operators.linearisation import Columns, Linearisation
 from curvatlas.operators.probes import probe_by_differences, probe_symmetry
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.guards import listed
+from curvatlas.problem.head import logit_room
 
 Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, or slice(None)
 
@@ -49,13 +50,14 @@ class CurvatureOperator(LinearOperator):
         )
         self.problem = problem
         self.budget = default_budget() if budget is None else parse_bytes(budget)
+        self._logit_room = logit_room(None if budget is None else self.budget)
         self._checks = checks
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
 
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
-        return self.linearisation(self.problem, batch, names)
+        return self.linearisation(self.problem, batch, names, logit_room=self._logit_room)
 
     # --- products -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from curvatlas.errors import ProblemError
 from curvatlas.operators.base import Tags
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Linearisation, OuterLinearisation
-from curvatlas.problem import Batch, CallableLoss, Problem
+from curvatlas.problem import Batch, CallableLoss, CrossEntropy, Problem
+from curvatlas.problem.chunked import HiddenLogits
+from curvatlas.problem.losses import Rebuild, factored_product
 
 Kind = Literal["empirical", "mc", "exact"]
 
@@ -55,7 +57,7 @@ class Fisher(CurvatureOperator):
 
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
         if self.kind == "exact":
-            return OuterLinearisation(self.problem, batch, names)
+            return OuterLinearisation(self.problem, batch, names, logit_room=self._logit_room)
         return _ResidualLinearisation(self.problem, batch, names, fisher=self)
 
     def _on(self, problem: Problem) -> Fisher:
@@ -76,11 +78,12 @@ class _ResidualLinearisation(OuterLinearisation):
         self, problem: Problem, batch: Batch, names: Sequence[str], *, fisher: Fisher
     ) -> None:
         self._fisher = fisher
-        super().__init__(problem, batch, names)
+        super().__init__(problem, batch, names, logit_room=fisher._logit_room)
 
-    def _output_product(
-        self, rebuild: Callable[[list[Tensor]], Any]
-    ) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _output_product(self, rebuild: Rebuild) -> Callable[[list[Tensor]], list[Tensor]]:
+        whole = rebuild(self._z)
+        if isinstance(whole, HiddenLogits):
+            return self._chunked_product(whole)
         if len(self._z) != 1:
             raise ProblemError("a sampled or empirical Fisher needs one output tensor.")
         loss, targets, z = self._problem.loss, self.batch.targets, self._z[0]
@@ -103,6 +106,19 @@ class _ResidualLinearisation(OuterLinearisation):
             return [total.mul_(scale)]
 
         return product
+
+    def _chunked_product(self, logits: HiddenLogits) -> Callable[[list[Tensor]], list[Tensor]]:
+        loss, targets = self._problem.loss, self.batch.targets
+        assert isinstance(loss, CrossEntropy)
+        levels = None
+        if self._fisher.kind == "mc":
+            levels = [self._uniform(s)(targets.shape) for s in range(self._fisher.samples)]
+        chunked, drawn = loss.residual_classes(logits, targets, levels)
+        return factored_product(
+            logits,
+            self._z,
+            lambda factors, directions: chunked.rank_one(factors, directions, drawn),
+        )
 
     def _uniform(self, draw: int) -> Callable[[torch.Size], Tensor]:
         """Numbers in (0, 1) that do not depend on how batches are cut to fit the memory."""

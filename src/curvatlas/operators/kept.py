@@ -63,13 +63,25 @@ class KeptLinearisations:
         self._room = PLANNED * self._budget - (2 * columns + 2) * self._vector_bytes
         before = getattr(self, "_most_samples", None)
         self._most_samples = self._samples_that_fit()
+        self._keep_all = self._problem.held and self._all_fit()
+        if self._problem.held and self._problem.loss.additive and not self._keep_all:
+            # Smaller pieces need less room beside what is kept: keeping all of them saves a
+            # forward and a backward pass in every product.
+            widest = self._most_samples
+            while self._most_samples > 1 and not self._keep_all:
+                self._most_samples = (self._most_samples + 1) // 2
+                self._keep_all = self._all_fit()
+            if not self._keep_all:
+                self._most_samples = widest
         self._largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
-        needed = self._total() + TRANSIENT * self._largest
-        self._keep_all = self._problem.held and needed <= self._room
         overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
         if before != self._most_samples or (overfull and not self._keep_all):
             self._kept.clear()
             self._kept_bytes = 0.0
+
+    def _all_fit(self) -> bool:
+        largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
+        return self._total() + TRANSIENT * largest <= self._room
 
     def _samples_that_fit(self) -> int:
         if not self._problem.loss.additive:
@@ -82,7 +94,8 @@ class KeptLinearisations:
             least = (1 + TRANSIENT) * self._estimate(1) + vectors
             warnings.warn(
                 f"the budget of {readable(self._budget)} is too small for one sample, which needs "
-                f"about {readable(least / PLANNED)}: working sample by sample beyond it.",
+                f"about {readable(least / PLANNED)}: working sample by sample beyond it "
+                "(checkpoint_activations=True makes a Problem's samples smaller).",
                 stacklevel=6,
             )
         return min(max(1, fitting), self._problem.largest_samples)

@@ -15,8 +15,9 @@ from torch import Tensor
 from curvatlas.errors import ProblemError
 from curvatlas.operators.graph import GraphSize, graph_size
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.guards import check_finite_loss, listed
-from curvatlas.problem.losses import differentiable_leaves, output_curvature
+from curvatlas.problem.losses import Rebuild, differentiable_leaves, output_curvature
 
 # Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
 # running several columns through one vmapped pass wins, up to about a megabyte in flight per
@@ -31,10 +32,12 @@ Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
 class Linearisation:
     """Leaves, outputs and loss slope of one batch; subclasses add the graph of their product."""
 
-    def __init__(self, problem: Problem, batch: Batch, names: Sequence[str]) -> None:
+    def __init__(
+        self, problem: Problem, batch: Batch, names: Sequence[str], *, logit_room: int | None = None
+    ) -> None:
         self.batch = batch
         self.leaves = problem.leaves(names)
-        self.outputs = problem.outputs(batch, self.leaves)
+        self.outputs = problem.predictions(batch, self.leaves, logit_room=logit_room)
         self._problem = problem
         self._names = tuple(names)
         self.unused: frozenset[str] = frozenset()
@@ -44,7 +47,9 @@ class Linearisation:
             excluding=[*problem.model.parameters(), *problem.model.buffers()],
         )
         self.columns_at_once = 1
-        if self.size.mean_bytes < BATCHED_BELOW_BYTES:
+        # Logits in chunks and checkpointed blocks are worked through a column at a time.
+        single = isinstance(self.outputs, HiddenLogits) or problem.checkpoint_activations
+        if self.size.mean_bytes < BATCHED_BELOW_BYTES and not single:
             self.columns_at_once = max(
                 8, min(256, int(IN_FLIGHT_BYTES / max(self.size.mean_bytes, 1)))
             )
@@ -81,6 +86,12 @@ class Linearisation:
         self.unused = frozenset(n for n, g in zip(self._names, grads, strict=True) if g is None)
         self._require_path(len(self.unused) < len(self._names))
         return dict(zip(self._names, grads, strict=True))
+
+    def _fixed_slopes(self, outputs: list[Tensor], rebuild: Rebuild) -> list[Tensor]:
+        """δ = ∂ℓ/∂Z, once the loss is known to be a number."""
+        value, slopes = self._problem.loss.fixed_slopes(outputs, rebuild, self.batch.targets)
+        check_finite_loss(value, self.batch.index)
+        return slopes
 
     def _require_path(self, found: bool) -> None:
         if not found:
@@ -141,11 +152,8 @@ class FunctionalLinearisation(HessianLinearisation):
     def _build(self) -> None:
         outputs, rebuild = differentiable_leaves(self.outputs)
         self._require_path(any(z.requires_grad for z in outputs))
-        fixed = [z.detach().requires_grad_(True) for z in outputs]
-        loss = self._problem.loss.value(rebuild(fixed), self.batch.targets)
-        check_finite_loss(float(loss.detach()), self.batch.index)
-        deltas = torch.autograd.grad(loss, fixed, materialize_grads=True)
-        self._slopes = self._gradients(outputs, list(deltas))
+        deltas = self._fixed_slopes(outputs, rebuild)
+        self._slopes = self._gradients(outputs, deltas)
 
 
 class OuterLinearisation(Linearisation):
@@ -162,9 +170,7 @@ class OuterLinearisation(Linearisation):
         self._transposed = self._gradients(outputs, self._u)
         self._lambda = self._output_product(rebuild)
 
-    def _output_product(
-        self, rebuild: Callable[[list[Tensor]], Any]
-    ) -> Callable[[list[Tensor]], list[Tensor]]:
+    def _output_product(self, rebuild: Rebuild) -> Callable[[list[Tensor]], list[Tensor]]:
         return output_curvature(self._problem.loss, self._z, rebuild, self.batch.targets)
 
     def _roots(self) -> list[Tensor | None]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Columns, Linearisation
-from curvatlas.problem.guards import check_finite_loss
 from curvatlas.problem.losses import differentiable_leaves, output_curvature
 
 PARTS = ("total", "outer", "functional")
@@ -26,15 +25,12 @@ class AllPartsLinearisation(Linearisation):
     def _build(self) -> None:
         outputs, rebuild = differentiable_leaves(self.outputs)
         self._require_path(any(z.requires_grad for z in outputs))
-        fixed = [z.detach().requires_grad_(True) for z in outputs]
-        targets = self.batch.targets
-        loss = self._problem.loss.value(rebuild(fixed), targets)
-        check_finite_loss(float(loss.detach()), self.batch.index)
-        slopes = torch.autograd.grad(loss, fixed, materialize_grads=True)
+        slopes = self._fixed_slopes(outputs, rebuild)
         self._z = outputs
-        self._u = [slope.detach().requires_grad_(True) for slope in slopes]
+        # Where the slopes themselves depend on parameters (a chunked head), they stay in the graph.
+        self._u = [s if s.requires_grad else s.detach().requires_grad_(True) for s in slopes]
         self._transposed = self._gradients(outputs, self._u)
-        self._lambda = output_curvature(self._problem.loss, outputs, rebuild, targets)
+        self._lambda = output_curvature(self._problem.loss, outputs, rebuild, self.batch.targets)
 
     def _roots(self) -> list[Tensor | None]:
         return [*self._transposed.values(), *self._z]

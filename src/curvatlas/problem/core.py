@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
-from curvatlas.problem import guards
+from curvatlas.problem import guards, head
 from curvatlas.problem.batches import (
     HOLD_BYTES,
     Batch,
@@ -23,9 +23,14 @@ from curvatlas.problem.batches import (
     size_in_bytes,
     split_batch,
 )
+from curvatlas.problem.checkpointing import checkpointed
+from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.evaluation import call, evaluation, explained, refuse_sharded, unwrap
 from curvatlas.problem.layout import Layout
-from curvatlas.problem.losses import Loss, as_loss
+from curvatlas.problem.losses import Loss, as_loss, main_tensor
+
+_UNKNOWN = object()
+_nothing = contextlib.nullcontext
 
 Parameters = str | nn.Parameter | Sequence["str | nn.Parameter"]
 
@@ -45,6 +50,8 @@ class Problem:
     shift: whether ``labels`` are next-token labels (default: told from the model and the data).
     keep_float64: keep float64 models in float64 where libraries round to float32 inside
         (Llama's norms, eager softmax); False follows the model as it is.
+    checkpoint_activations: keep only the inputs of the model's repeated blocks and compute what is
+        inside again when a product needs it: slower, with the memory of one block at a time.
     distributed: sum over the process group's ranks (default: when one is initialised).
     shard: every rank passes the same data and works on its own share of the batches.
     """
@@ -59,12 +66,14 @@ class Problem:
         count: Callable[[Any], float] | None = None,
         shift: bool | None = None,
         keep_float64: bool = True,
+        checkpoint_activations: bool = False,
         distributed: bool | None = None,
         shard: bool = False,
     ) -> None:
         self.model = unwrap(model)
         self.loss = as_loss(loss, count=count)
         self.keep_float64 = keep_float64
+        self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
         self._everything = dict(self.model.named_parameters())
         refuse_sharded(self._everything)
@@ -78,6 +87,7 @@ class Problem:
         self.data = batches_of(data)
         self._held: list[Batch] | None = None
         self._total: float | None = None
+        self._head: Any = _UNKNOWN  # looked for when logits are large
         self._steady: object = None  # the weights whose loss was seen to be the same twice
         self.largest_samples = 1  # of any batch
         self._read_data()
@@ -244,6 +254,7 @@ class Problem:
             parameters=list(self.parameter_names),
             shift=self._shift,
             keep_float64=self.keep_float64,
+            checkpoint_activations=self.checkpoint_activations,
             distributed=self.distributed,
             shard=self._shard,
         )
@@ -275,9 +286,15 @@ class Problem:
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
+        outputs = self.loss.outputs_of(self._called(batch, leaves))
+        self.loss.check(outputs, batch.targets)
+        return outputs
+
+    def _called(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         values = {n: leaves[n] if n in leaves else p.detach() for n, p in self._everything.items()}
         try:
-            raw = call(self.model, values, batch.inputs)
+            with checkpointed(self.model) if self.checkpoint_activations else _nothing():
+                return call(self.model, values, batch.inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if isinstance(error, RuntimeError) and "not enough memory" in str(error):
                 raise
@@ -285,9 +302,52 @@ class Problem:
                 f"the model fails on batch {batch.index} with inputs {_described(batch.inputs)} "
                 f"(parameters are {self.dtype}): {error}"
             ) from error
-        outputs = self.loss.outputs_of(raw)
-        self.loss.check(outputs, batch.targets)
-        return outputs
+
+    def predictions(
+        self, batch: Batch, leaves: Mapping[str, Tensor], *, logit_room: int | None = None
+    ) -> Any:
+        """``outputs``, or hidden states and the head's weights where the logits are too large.
+
+        logit_room: bytes for parts of the logits (default 64 MiB; logits within half of it are
+        made whole).
+        """
+        room = head.logit_room(None) if logit_room is None else logit_room
+        last = self._head_beyond(batch, room // 2)
+        if last is None:
+            return self.outputs(batch, leaves)
+        with head.without(last):
+            hidden = self._called(batch, leaves)
+        values = {**self._everything, **leaves}
+        weight = values[last.weight]
+        bias = None if last.bias is None else values[last.bias]
+        if last.weight not in leaves:
+            weight = weight.detach()
+        if last.bias is not None and last.bias not in leaves and bias is not None:
+            bias = bias.detach()
+        logits = HiddenLogits(main_tensor(hidden, self.loss.name), weight, bias, room)
+        self.loss.check(logits, batch.targets)
+        return logits
+
+    def _head_beyond(self, batch: Batch, size: int) -> head.Head | None:
+        """The model's last linear layer if its result for this batch takes more than ``size``."""
+        if not self.loss.factored:
+            return None
+        if head.largest_logits(self.model, batch.targets, self.dtype.itemsize) <= size:
+            return None
+        if self._head is _UNKNOWN:
+            one = batch.part(0, 1, self.loss.count)
+
+            def run() -> Tensor:
+                return main_tensor(self._called(one, {}), self.loss.name)
+
+            with torch.no_grad():
+                self._head = head.find_head(self.model, self._everything, run)
+        found = self._head
+        if isinstance(found, head.Head):
+            width = found.module.out_features
+            if batch.targets.numel() * width * self.dtype.itemsize > size:
+                return found
+        return None
 
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
@@ -297,7 +357,9 @@ class Problem:
         if batch is None or self._steady == (version := self.weights_version()):
             return
         with self.evaluating(), torch.no_grad():
-            values = [float(self.loss.value(self.outputs(batch, {}), batch.targets)) for _ in "ab"]
+            values = [
+                float(self.loss.value(self.predictions(batch, {}), batch.targets)) for _ in "ab"
+            ]
         guards.check_finite_loss(values[0], batch.index)
         guards.check_same_loss(values[0], values[1], eps=torch.finfo(self.dtype).eps)
         self._steady = version
@@ -309,7 +371,7 @@ class Problem:
             self.check()
             with self.evaluating(), torch.no_grad():
                 for batch in self.batches():
-                    value = float(self.loss.value(self.outputs(batch, {}), batch.targets))
+                    value = float(self.loss.value(self.predictions(batch, {}), batch.targets))
                     guards.check_finite_loss(value, batch.index)
                     total += batch.count * value
 
@@ -323,7 +385,7 @@ class Problem:
             with self.evaluating():
                 for batch in self.batches():
                     leaves = self.leaves()
-                    loss = self.loss.value(self.outputs(batch, leaves), batch.targets)
+                    loss = self.loss.value(self.predictions(batch, leaves), batch.targets)
                     guards.check_finite_loss(float(loss.detach()), batch.index)
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
                     total.add_(self.layout.join(grads, like=total), alpha=batch.count)

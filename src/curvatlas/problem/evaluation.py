@@ -103,11 +103,21 @@ class _StayDouble(TorchFunctionMode):
                 handles.append(module.register_forward_pre_hook(pause))
                 handles.append(module.register_forward_hook(resume, always_call=True))
         try:
+            _staying.append(self)
             with self:
                 yield
         finally:
+            _staying.pop()
             for handle in handles:
                 handle.remove()
+
+
+_staying: list[_StayDouble] = []  # the modes of the scopes that are open, innermost last
+
+
+def same_precision() -> contextlib.AbstractContextManager[Any]:
+    """The open scope's precision inside a backward pass, where autograd suspends its mode."""
+    return _staying[-1] if _staying else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

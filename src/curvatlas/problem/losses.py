@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
+from curvatlas.problem.chunked import ChunkedSoftmax, HiddenLogits, chunked_product
 
 IGNORE_INDEX = -100
 
 Uniform = Callable[[torch.Size], Tensor]  # shape → numbers in (0, 1), the same at every call
+Rebuild = Callable[[list[Tensor]], Any]  # the differentiable tensors of an output → the output
 
 
 class Loss:
@@ -29,6 +31,8 @@ class Loss:
     convex = False
     # Whether a batch may be split into samples: true for sums over independent targets.
     additive = False
+    # Whether ``value`` and the curvature also take logits in factors (``HiddenLogits``).
+    factored = False
 
     def outputs_of(self, raw: Any) -> Any:
         """What the loss reads from the model's return value."""
@@ -51,6 +55,15 @@ class Loss:
         w has the outputs' shape, possibly behind a leading axis of columns.
         """
         return None
+
+    def fixed_slopes(
+        self, outputs: list[Tensor], rebuild: Rebuild, targets: Any
+    ) -> tuple[float, list[Tensor]]:
+        """ℓ, and δ = ∂ℓ/∂Z of the output tensors held fixed: differentiating Jᵀδ gives H_f."""
+        fixed = [z.detach().requires_grad_(True) for z in outputs]
+        loss = self.value(rebuild(fixed), targets)
+        slopes = torch.autograd.grad(loss, fixed, materialize_grads=True)
+        return float(loss.detach()), list(slopes)
 
     def residual(self, outputs: Tensor, targets: Any) -> tuple[Tensor, int]:
         """Gradient of every target's own loss by the outputs, and how many trailing axes one has.
@@ -83,6 +96,7 @@ class CrossEntropy(Loss):
     name = "cross_entropy"
     convex = True
     additive = True
+    factored = True
 
     def __init__(
         self,
@@ -132,7 +146,9 @@ class CrossEntropy(Loss):
         weights = self.class_weights.to(device=targets.device, dtype=dtype)
         return weights[targets.clamp_min(0)] * valid
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def value(self, outputs: Tensor | HiddenLogits, targets: Tensor) -> Tensor:
+        if isinstance(outputs, HiddenLogits):
+            return self.chunked(outputs, targets).value(outputs)
         weights = None if self.class_weights is None else self.class_weights.to(outputs)
         return F.cross_entropy(
             outputs.reshape(-1, outputs.shape[-1]),
@@ -153,6 +169,43 @@ class CrossEntropy(Loss):
             return weighted.mul_(scale)
 
         return product
+
+    def chunked(self, outputs: HiddenLogits, targets: Tensor) -> ChunkedSoftmax:
+        """The same loss of logits in factors."""
+        rows = self._row_weights(targets, outputs.dtype)
+        return ChunkedSoftmax(
+            targets,
+            rows / rows.sum(),
+            smoothing=self.label_smoothing,
+            rows_at_once=ChunkedSoftmax.rows_that_fit(outputs),
+        )
+
+    def fixed_slopes(
+        self, outputs: list[Tensor], rebuild: Rebuild, targets: Tensor
+    ) -> tuple[float, list[Tensor]]:
+        whole = rebuild(outputs)
+        if not isinstance(whole, HiddenLogits):
+            return super().fixed_slopes(outputs, rebuild, targets)
+        chunked = self.chunked(whole, targets)
+        with torch.no_grad():
+            value = float(chunked.value(whole))
+        # The slopes at h and W depend on W and h: that is the head's own part of H_f.
+        slopes = chunked.fixed_slopes(whole)
+        found = [slopes[i] for i in _present(whole, outputs)]
+        return value, [slope for slope in found if slope is not None]
+
+    def residual_classes(
+        self, outputs: HiddenLogits, targets: Tensor, levels: list[Tensor] | None = None
+    ) -> tuple[ChunkedSoftmax, list[Tensor]]:
+        """The weights and classes of ``residual`` (or, with uniform ``levels``, of samples)."""
+        rows = self._row_weights(targets, outputs.dtype)
+        chunked = self.chunked(outputs, targets)
+        if levels is None:
+            chunked.scale = (rows.square() / rows.sum()).reshape(-1)
+            return chunked, [chunked.targets]
+        chunked.scale = (rows / (rows.sum() * len(levels))).reshape(-1)
+        chunked.smoothing = 0.0
+        return chunked, [chunked.drawn_classes(outputs, level) for level in levels]
 
     def residual(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         rows = self._row_weights(targets, outputs.dtype).unsqueeze(-1)
@@ -271,7 +324,12 @@ def main_tensor(raw: Any, purpose: str) -> Tensor:
     )
 
 
-def differentiable_leaves(outputs: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+def _present(logits: HiddenLogits, leaves: list[Tensor]) -> list[int]:
+    """Which of hidden, weight and bias are among ``leaves``, in that order."""
+    return [i for i in range(3) if any(logits[i] is leaf for leaf in leaves)]
+
+
+def differentiable_leaves(outputs: Any) -> tuple[list[Tensor], Rebuild]:
     """The tensors of an output tree that carry gradients, and the way back to the tree."""
     if isinstance(outputs, Tensor):
         return [outputs], lambda leaves: leaves[0]
@@ -288,12 +346,21 @@ def differentiable_leaves(outputs: Any) -> tuple[list[Tensor], Callable[[list[Te
 
 
 def output_curvature(
-    loss: Loss, leaves: list[Tensor], rebuild: Callable[[list[Tensor]], Any], targets: Any
+    loss: Loss, leaves: list[Tensor], rebuild: Rebuild, targets: Any
 ) -> Callable[[list[Tensor]], list[Tensor]]:
     """Λ as a product on lists of output tensors: closed form if known, else double backward.
 
     Every tensor carries one leading axis of columns: (K, *outputs).
     """
+    whole = rebuild(leaves)
+    if isinstance(whole, HiddenLogits) and isinstance(loss, CrossEntropy):
+        return factored_product(
+            whole,
+            leaves,
+            lambda factors, directions: loss.chunked(whole, targets).product(
+                factors, directions, outer=True, functional=False
+            ),
+        )
     if len(leaves) == 1:
         closed = loss.curvature(leaves[0].detach(), targets)
         if closed is not None:
@@ -320,6 +387,22 @@ def output_curvature(
         return [torch.stack(parts) for parts in zip(*results, strict=True)]
 
     return product
+
+
+def factored_product(
+    logits: HiddenLogits, leaves: list[Tensor], one: Callable[[Any, Any], Any]
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A product at the logits, as one on those of hidden, weight and bias that vary.
+
+    one: ((hidden, weight, bias), directions) → the three results, all tokens in one axis.
+    """
+    present = _present(logits, leaves)
+    hidden = logits.hidden.detach().reshape(-1, logits.hidden.shape[-1])
+    bias = None if logits.bias is None else logits.bias.detach()
+    factors = (hidden, logits.weight.detach(), bias)
+    return chunked_product(
+        logits, [i in present for i in range(3)], lambda directions: one(factors, directions)
+    )
 
 
 def as_loss(

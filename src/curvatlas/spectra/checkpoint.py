@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from curvatlas import parallel
 from curvatlas.operators.base import LinearOperator
 
 _SCHEMA = 1
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _MOST_OF_THE_TIME = 0.1  # writing may take at most this share of the time since the last write
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -72,27 +77,34 @@ class Checkpoint:
             raise ValueError(f"{self.path} belongs to another estimate (other {what}): {again}")
         return tensors, numbers
 
-    def save(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Replace the file by this state."""
-        if self.path is None:
+    def save(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, everywhere: bool = False
+    ) -> None:
+        """Replace the file by this state; of several processes with the same state, one writes."""
+        if self.path is None or (parallel.rank() > 0 and not everywhere):
             return
         start = time.monotonic()
         header = {"schema": _SCHEMA, "fingerprint": self._mark, "numbers": dict(numbers)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".partial")
-        os.close(handle)
         try:
-            save_file(
-                {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()},
-                temporary,
-                metadata={"curvatlas_checkpoint": json.dumps(header)},
-            )
-            os.replace(temporary, self.path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(self.path, tensors, {"curvatlas_checkpoint": json.dumps(header)})
+        except OSError as error:
+            self._report(error)
         self._written = time.monotonic()
         self._cost = self._written - start
+
+    def _report(self, error: OSError) -> None:
+        """A state that cannot be written costs the run nothing: it goes on without."""
+        kept = (
+            "the last one written stays valid"
+            if self.path and self.path.exists()
+            else ("none was written yet")
+        )
+        warnings.warn(
+            f"cannot write the checkpoint {self.path} ({error.strerror or error}): free some space "
+            f"or make the folder writable; the run goes on, and {kept}.",
+            stacklevel=3,
+        )
 
     def due(self) -> bool:
         """Whether enough time has passed for a write to cost little."""
@@ -107,8 +119,42 @@ class Checkpoint:
         except BaseException:
             # A NaN in a product is an error of the operator: what was reached before stays valid.
             if self.path is not None:
-                self.save(*state())
+                # Any process may be the only one left.
+                self.save(*state(), everywhere=True)
             raise
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Replace ``path`` by a safetensors file, straight from the tensors' memory.
+
+    The library's own writer copies every tensor first: a basis that fills the memory has no room
+    for a second one.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        kind = _DTYPES[tensor.dtype]
+        entries[name] = {
+            "dtype": kind, "shape": list(tensor.shape), "data_offsets": [place, place + size],
+        }  # fmt: skip
+        place += size
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for tensor in tensors.values():
+                raw = tensor.detach().cpu().contiguous().reshape(-1)
+                if raw.numel():
+                    file.write(raw.view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

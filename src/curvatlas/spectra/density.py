@@ -27,6 +27,7 @@ from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, und
 from curvatlas.spectra.dense import dense_matrix
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.lean_density import LeanDensity
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.requirements import check_budget, require_symmetric
 
@@ -42,6 +43,7 @@ def spectral_density(
     deflate: int | None = None,
     probes: int | None = None,
     steps: int | None = None,
+    reorthogonalise: bool = True,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> SpectralDensity:
@@ -49,6 +51,8 @@ def spectral_density(
 
     max_products: the effort; it is divided into ``deflate`` Lanczos steps for the outliers and
     ``probes`` runs of ``steps`` for the bulk unless these are given.
+    reorthogonalise: False keeps three vectors instead of a basis and deflates nothing; for models
+    that leave no room for more (``spectra/lean_density.py`` says what changes).
     """
     n = require_symmetric(op, "spectral_density")
     check_budget(max_products)
@@ -56,6 +60,12 @@ def spectral_density(
         matrix, products = dense_matrix(op)
         values = torch.linalg.eigvalsh((matrix + matrix.T) / 2).cpu()
         return exact_density(values, products, psd=op.tags.psd)
+    if not reorthogonalise:
+        if deflate:
+            raise ValueError("deflation needs a basis: leave deflate out, or reorthogonalise.")
+        _, m, s = split(max_products, 0, probes, steps)
+        mark = fingerprint(op, estimate="lean density", probes=m, steps=s, seed=seed)
+        return LeanDensity(op, m, s, seed, Checkpoint(checkpoint, mark)).result()
     j, m, s = split(max_products, deflate, probes, steps)
     mark = fingerprint(op, estimate="density", deflate=j, probes=m, steps=s, seed=seed)
     return _Run(op, j, m, s, seed, Checkpoint(checkpoint, mark)).result()

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvatlas import parallel
 from curvatlas.budget import available_bytes, default_budget, parse_bytes
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
+from curvatlas.spectra.checkpoint_shards import ShardedCheckpoint
 from curvatlas.spectra.data_error import eigenvalue_half_widths
 from curvatlas.spectra.dense import dense_eigenpairs
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
@@ -54,6 +56,8 @@ def eigenpairs(
     start: Tensor | None = None,
     max_products: int | None = None,
     memory: int | float | str | None = None,
+    storage: torch.dtype | None = None,
+    shard: bool = False,
     thorough: bool = False,
     bounded: float | None = None,
     data_error: bool = True,
@@ -67,6 +71,10 @@ def eigenpairs(
     scatter too (one more product for each pair);  checkpoint: a file to resume from.
     thorough: search for overlooked copies until they are improbable in crowded spectra too.
     bounded: go on until ``spectrum_within`` reaches at most ``bounded``·‖A‖ beyond the values.
+    storage: precision of the stored basis, torch.bfloat16 for half of float32's memory: sums stay
+    in the operator's precision, and what rounding does is part of the residuals.
+    shard: every process of the group holds its own part of the basis and of ``result.vectors``,
+    n/world entries of each vector (``parallel.Shards`` says which).
     """
     n = require_symmetric(op, "eigenpairs")
     wanted = _check(n, k, which, tol)
@@ -78,13 +86,19 @@ def eigenpairs(
         return _with_data_error(op, found) if data_error else found
     mark = fingerprint(
         op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
-        memory=memory, warm=None if start is None else list(start.shape), thorough=thorough,
-        bounded=bounded,
+        memory=memory, storage=str(storage), warm=None if start is None else list(start.shape),
+        thorough=thorough, bounded=bounded,
     )  # fmt: skip
-    file = Checkpoint(checkpoint, mark)
-    run = _Run(op, k, which, wanted, tol, max_products, file, memory, thorough, bounded)
-    found = run.result(seed, start)
-    return _with_data_error(op, found) if data_error else found
+    shards = parallel.Shards.of(n) if shard else None
+    file: Checkpoint = Checkpoint(checkpoint, mark)
+    if shards is not None:
+        file = ShardedCheckpoint(checkpoint, mark, shards)
+    capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
+    basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
+    found = _Run(basis, k, which, wanted, tol, max_products, file, thorough, bounded).result(
+        seed, start
+    )
+    return _with_data_error(op, found) if data_error and shards is None else found
 
 
 def _with_data_error(op: LinearOperator, found: Eigenpairs) -> Eigenpairs:
@@ -100,14 +114,13 @@ class _Run:
     """The state of one computation; all of it goes to the checkpoint."""
 
     def __init__(
-        self, op: LinearOperator, k: int, which: Which, wanted: int, tol: float,
-        max_products: int, checkpoint: Checkpoint, memory: int | float | str | None,
-        thorough: bool, bounded: float | None,
+        self, basis: KrylovBasis, k: int, which: Which, wanted: int, tol: float,
+        max_products: int, checkpoint: Checkpoint, thorough: bool, bounded: float | None,
     ) -> None:  # fmt: skip
         self.thorough, self.bounded = thorough, bounded
-        self.op, self.k, self.which, self.wanted, self.tol = op, k, which, wanted, tol
+        self.op, self.k, self.which, self.wanted, self.tol = basis.op, k, which, wanted, tol
         self.max_products, self.checkpoint = max_products, checkpoint
-        self.basis = KrylovBasis(op, *_capacity(op, wanted, max_products, memory))
+        self.basis = basis
         self.random = generator(0)
         self.searching = False  # following a random direction; its recurrence is kept here
         self.alphas: list[float] = []
@@ -317,8 +330,9 @@ class _Run:
         accepted = max(self.tol * norm, 8 * basis.eps * basis.scale)
         converged = bool(enough and (ritz.residuals[chosen] <= accepted).all())
         radii = cluster_radii(values, residuals)
-        vectors = basis.vectors(ritz.coordinates[:, chosen])
-        vectors /= torch.linalg.vector_norm(vectors, dim=0)
+        vectors = basis.final_vectors(ritz.coordinates[:, chosen])
+        for column in vectors.T:
+            column /= basis.store.norm(column.to(basis.store.dtype)).to(column.dtype)
         return Eigenpairs(
             values=torch.from_numpy(values.copy()),
             vectors=vectors,
@@ -379,12 +393,18 @@ def _check(n: int, k: int, which: str, tol: float) -> int:
 
 
 def _capacity(
-    op: LinearOperator, wanted: int, max_products: int, memory: int | float | str | None
+    op: LinearOperator,
+    wanted: int,
+    max_products: int,
+    memory: int | float | str | None,
+    storage: torch.dtype | None,
+    shards: parallel.Shards | None,
 ) -> tuple[int, torch.device]:
     """How many rows fit, and where: beside the operator, or in main memory when it is short."""
     most = min(max_products + 4 + wanted, op.shape[1] + 2)
-    least = min(2 * wanted + 12, most)
-    row = op.shape[1] * op.dtype.itemsize
+    least = min(2 * wanted + 12 if memory is None else wanted + max(6, wanted // 4), most)
+    length = op.shape[1] if shards is None else shards.length
+    row = length * (storage or op.dtype).itemsize
     device = op.device
     if memory is not None:
         budget = parse_bytes(memory)

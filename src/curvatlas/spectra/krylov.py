@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.parallel import Shards
+from curvatlas.spectra.rows import Rows
 
 Array = NDArray[np.float64]
-_COLUMNS_AT_ONCE = 65_536  # of the basis, when its rows are rotated in place
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,37 @@ class KrylovBasis:
     """Rows (R, n) and coefficients C of (1)."""
 
     def __init__(
-        self, op: LinearOperator, capacity: int, device: torch.device | None = None
+        self,
+        op: LinearOperator,
+        capacity: int,
+        device: torch.device | None = None,
+        *,
+        storage: torch.dtype | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.op = op
         self.size = op.shape[1]
-        # Untouched pages are not committed: the whole capacity costs nothing until it is used.
-        self.rows = torch.empty(capacity, self.size, dtype=op.dtype, device=device or op.device)
+        self.store = Rows(
+            capacity, self.size, dtype=op.dtype, device=device or op.device,
+            storage=storage, shards=shards,
+        )  # fmt: skip
         self.coefficients: Array = np.zeros((capacity, capacity))
         self.count = 0
         self.multiplied = 0
         self.products = 0
         self.scale = 0.0  # largest ‖A b‖ seen, a lower bound of ‖A‖
         self.eps = torch.finfo(op.dtype).eps
+        # How far (1) is off in column j: rows are rounded when they are stored in fewer bits.
+        self.drift: Array = np.zeros(capacity)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows as they are stored, (capacity, n)."""
+        return self.store.tensor
 
     @property
     def capacity(self) -> int:
-        return self.rows.shape[0]
+        return self.store.tensor.shape[0]
 
     @property
     def pending(self) -> int:
@@ -66,23 +82,23 @@ class KrylovBasis:
 
     def add(self, vector: Tensor) -> bool:
         """Append a new direction; False if it lies in the span already."""
-        row = vector.to(device=self.rows.device, dtype=self.rows.dtype).clone()
-        norm = before = float(torch.linalg.vector_norm(row))
+        row = self.store.take(vector)
+        norm = before = float(self.store.norm(row))
         if not np.isfinite(before):
             raise ValueError("a start vector contains NaN or infinity.")
         if before == 0.0 or self.count >= min(self.size, self.capacity):
             return False
         row /= before
         for _ in range(3):
-            self._project_out(row)
-            after = float(torch.linalg.vector_norm(row))
+            self.store.project_out(row, self.count)
+            after = float(self.store.norm(row))
             if after < 100 * self.eps * self.size**0.5:
                 return False
             row /= after
             norm = after
             if norm > 0.7:
                 break
-        self.rows[self.count] = row
+        self.store.put(self.count, row)
         self.count += 1
         return True
 
@@ -93,28 +109,27 @@ class KrylovBasis:
     def expand(self, index: int | None = None) -> float:
         """Multiply one pending row (the first, or ``index``); returns the norm of what is new."""
         j = self.multiplied
-        image = self.op @ self.rows[j if index is None else index].to(self.op.device)
+        image = self.store.image(self.op, j if index is None else index)
         # Nothing is changed before the product has succeeded: an interrupted state stays valid.
         self.products += 1
         if index is not None and index != j:
             self._swap(index, j)
-        row = self.rows[j]
-        image = image.to(self.rows.device)
-        before = torch.linalg.vector_norm(image)
+        row = self.store.row(j)
+        before = self.store.norm(image)
         # By symmetry A b_j has the coefficient C[j, i] on every earlier b_i: remove those first,
         # then one pass over the whole basis finds only rounding and is as good as two.
         earlier = np.flatnonzero(self.coefficients[j, :j])
         known = self.coefficients[j, earlier]
-        alpha = torch.dot(row, image)
+        alpha = self.store.dot(row, image)
         image = image - alpha * row
         if len(earlier) == 1:
-            image.sub_(self.rows[earlier[0]], alpha=float(known[0]))
+            image.sub_(self.store.row(earlier[0]), alpha=float(known[0]))
         elif len(earlier):
             weights = torch.as_tensor(known, dtype=image.dtype, device=image.device)
-            image.addmv_(self.rows[torch.as_tensor(earlier)].T, weights, alpha=-1)
-        local = torch.linalg.vector_norm(image)
-        found = self._project_out(image)
-        after = torch.linalg.vector_norm(image)
+            self.store.subtract(image, weights, torch.as_tensor(earlier))
+        local = self.store.norm(image)
+        found = self.store.project_out(image, self.count)
+        after = self.store.norm(image)
         measured = torch.cat([found, torch.stack([alpha, before, local, after])])
         numbers: list[float] = measured.tolist()  # the one synchronisation of a step
         removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
@@ -125,14 +140,15 @@ class KrylovBasis:
         column[earlier] += known
         column[j] += alpha_
         if after_ < 0.7 * local_:
-            column[: self.count] += self._project_out(image).cpu().numpy()
-            after_ = float(torch.linalg.vector_norm(image))
+            column[: self.count] += self.store.project_out(image, self.count).cpu().numpy()
+            after_ = float(self.store.norm(image))
         self.scale = max(self.scale, before_)
         self.multiplied += 1
         # Below this the remainder is rounding of the product itself: the space is invariant.
         if after_ <= 8 * self.eps * self.scale or self.count >= self.size:
             return 0.0
-        self.rows[self.count] = image / after_
+        lost = self.store.put(self.count, image / after_)
+        self.drift[j] += after_ * lost
         self.coefficients[self.count, j] = after_
         self.count += 1
         return after_
@@ -145,6 +161,8 @@ class KrylovBasis:
         inside = action @ coordinates - coordinates * values
         outside = self.coefficients[m:r, :m] @ coordinates
         residuals = np.sqrt((inside**2).sum(0) + (outside**2).sum(0))
+        # Roundings of different rows are unrelated: their squares add.
+        residuals += np.sqrt((self.drift[:m, None] ** 2 * coordinates**2).sum(0))
         return RitzPairs(values, coordinates, residuals, outside)
 
     def asymmetry(self) -> float:
@@ -156,9 +174,17 @@ class KrylovBasis:
     def vectors(self, coordinates: Array) -> Tensor:
         """Combinations of the multiplied rows as columns (n, k) on the operator's device."""
         weights = torch.as_tensor(
-            np.ascontiguousarray(coordinates), dtype=self.rows.dtype, device=self.rows.device
+            np.ascontiguousarray(coordinates), dtype=self.store.dtype, device=self.rows.device
         )
-        return (self.rows[: weights.shape[0]].T @ weights).to(self.op.device)
+        return self.store.combined(weights).to(self.op.device)
+
+    def final_vectors(self, coordinates: Array) -> Tensor:
+        """``vectors``; a basis stored in fewer bits is turned into them and is one no more."""
+        if not self.store.packed:
+            return self.vectors(coordinates)
+        # Two bases would not fit: the vectors stay in the stored precision, in the same memory.
+        self.store.rotate(slice(0, self.multiplied), np.ascontiguousarray(coordinates))
+        return self.rows[: coordinates.shape[1]].T
 
     def turn_pending(self, residuals: Array) -> None:
         """Rotate the pending rows so that the first carries most of ``residuals`` (R − M, k)."""
@@ -166,13 +192,21 @@ class KrylovBasis:
             return
         rotation = np.linalg.svd(residuals, full_matrices=True)[0]
         m, r = self.multiplied, self.count
-        self._rotate(slice(m, r), rotation)
+        lost = self.store.rotate(slice(m, r), rotation)
         self.coefficients[m:r, :m] = rotation.T @ self.coefficients[m:r, :m]
+        if lost.any():
+            self.drift[:m] += lost.max() * np.linalg.norm(self.coefficients[m:r, :m], axis=0)
 
     def restart(self, keep: NDArray[np.int64], ritz: RitzPairs) -> None:
         """Thick restart: keep the Ritz vectors ``keep`` (positions) and the pending rows."""
         m, p, k = self.multiplied, self.pending, len(keep)
-        self._rotate(slice(0, m), np.ascontiguousarray(ritz.coordinates[:, keep]))
+        chosen = np.ascontiguousarray(ritz.coordinates[:, keep])
+        lost = self.store.rotate(slice(0, m), chosen)
+        # A row off by δ makes (1) off by A δ − θ δ.
+        drift = np.sqrt((self.drift[:m, None] ** 2 * chosen**2).sum(0))
+        drift += lost * (self.scale + np.abs(ritz.values[keep]))
+        self.drift[:] = 0.0
+        self.drift[:k] = drift
         self.rows[k : k + p] = self.rows[m : m + p].clone()
         self.coefficients[:] = 0.0
         self.coefficients[np.arange(k), np.arange(k)] = ritz.values[keep]
@@ -184,6 +218,7 @@ class KrylovBasis:
         tensors = {
             "rows": self.rows[: self.count],
             "coefficients": torch.from_numpy(self.coefficients[: self.count, : self.count].copy()),
+            "drift": torch.from_numpy(self.drift[: self.count].copy()),
         }
         numbers = {"multiplied": self.multiplied, "products": self.products, "scale": self.scale}
         return tensors, numbers
@@ -195,24 +230,10 @@ class KrylovBasis:
         self.rows[: self.count] = rows.to(self.rows.device)
         self.coefficients[:] = 0.0
         self.coefficients[: self.count, : self.count] = tensors["coefficients"].numpy()
+        self.drift[: self.count] = tensors["drift"].numpy()
         self.multiplied = int(numbers["multiplied"])
         self.products = int(numbers["products"])
         self.scale = float(numbers["scale"])
-
-    def _project_out(self, vector: Tensor) -> Tensor:
-        """vector ← (I − BᵀB) vector in place; returns the coefficients B·vector."""
-        basis = self.rows[: self.count]
-        found = basis @ vector
-        vector.addmv_(basis.T, found, alpha=-1)
-        return found
-
-    def _rotate(self, which: slice, rotation: Array) -> None:
-        """rows ← rotationᵀ rows, a band of columns at a time so that no second basis is needed."""
-        turn = torch.as_tensor(rotation.T.copy(), dtype=self.rows.dtype, device=self.rows.device)
-        start = which.start
-        for left in range(0, self.size, _COLUMNS_AT_ONCE):
-            band = self.rows[:, left : left + _COLUMNS_AT_ONCE]
-            band[start : start + turn.shape[0]] = turn @ band[which]
 
     def _swap(self, i: int, j: int) -> None:
         if not (self.multiplied <= i < self.count):
