@@ -1,0 +1,165 @@
+"""Training races: settings, contestants, what one step costs, and runs of equal processor time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvatlas as ca
+from curvatlas import zoo
+
+_PERIOD = 10  # steps between two Hessian diagonals of the peers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its data, and how long AdamW trains."""
+
+    name: str
+    model: Callable[[int], nn.Module]
+    data: zoo.Dataset
+    batch_size: int
+    steps: int
+
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        inputs, targets = self.data.train
+        while True:
+            order = torch.randperm(len(inputs), generator=generator)
+            for start in range(0, len(inputs) - self.batch_size + 1, self.batch_size):
+                chosen = order[start : start + self.batch_size]
+                yield inputs[chosen], targets[chosen]
+
+    def validate(self, model: nn.Module) -> float:
+        return zoo.evaluate(model, self.data.validation.take(2000))[0]
+
+
+@dataclass(frozen=True)
+class Racer:
+    """An optimizer, the rates that are tried, and how often it needs a graph of its gradient."""
+
+    name: str
+    make: Callable[[nn.Module, float], Any]
+    rates: tuple[float, ...]
+    graph_every: int = 0
+
+    def step(self, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, step: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward(create_graph=bool(self.graph_every) and step % self.graph_every == 0)
+        optimizer.step()
+
+
+def settings() -> dict[str, Callable[[], Setting]]:
+    """Name → how to make it; Fashion-MNIST only where it is installed (FileNotFoundError)."""
+
+    def gpt() -> Setting:
+        data = zoo.text(level="character", context=64)
+        return Setting("GPT, characters", lambda seed: zoo.reference_gpt(
+            seed=seed, vocabulary=data.classes), data, 16, 400)  # fmt: skip
+
+    def digits() -> Setting:
+        return Setting("ViT, digits", lambda seed: zoo.reference_vit(seed=seed), zoo.digits(), 64,
+                       800)  # fmt: skip
+
+    def fashion() -> Setting:
+        sizes = {"image_size": 28, "patch_size": 7, "d_model": 32, "n_heads": 4, "n_layers": 2}
+        return Setting("ViT, Fashion-MNIST", lambda seed: zoo.reference_vit(
+            seed=seed, norm_first=True, **sizes), zoo.fashion_mnist(), 64, 300)  # fmt: skip
+
+    return {"digits": digits, "gpt": gpt, "fashion": fashion}
+
+
+def racers() -> list[Racer]:
+    """AdamW first (the fastest form there is); the peers where they are installed."""
+    found = [
+        Racer("AdamW", lambda m, lr: torch.optim.AdamW(m.parameters(), lr, fused=True),
+              (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
+        Racer("CurvatureAwareOptimizer", lambda m, lr: ca.CurvatureAwareOptimizer(m, lr),
+              (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
+    ]  # fmt: skip
+    if importlib.util.find_spec("pytorch_optimizer") is not None:
+        import pytorch_optimizer as peers
+
+        period = {"update_period": _PERIOD}
+        found += [
+            Racer("SophiaH", lambda m, lr: peers.SophiaH(m.parameters(), lr, **period),
+                  (0.2, 0.4, 0.8, 1.6), _PERIOD),
+            Racer("AdaHessian", lambda m, lr: peers.AdaHessian(m.parameters(), lr, **period),
+                  (0.02, 0.04, 0.08, 0.16), _PERIOD),
+        ]  # fmt: skip
+    return found
+
+
+def step_costs(setting: Setting, contestants: list[Racer], *, rounds: int) -> dict[str, float]:
+    """Processor time of a step over that of AdamW's: ten steps each in turn, medians."""
+    running = []
+    for racer in contestants:
+        model = setting.model(0)
+        running.append((racer, model, racer.make(model, racer.rates[0]), setting.batches(0)))
+    taken: dict[str, list[float]] = {racer.name: [] for racer in contestants}
+    for turn in range(rounds + 1):
+        for racer, model, optimizer, draw in running:
+            began = time.process_time()
+            for step in range(_PERIOD):
+                racer.step(model, optimizer, *next(draw), step)
+            if turn:  # the first round warms up
+                taken[racer.name].append((time.process_time() - began) / _PERIOD)
+    base = taken[contestants[0].name]
+    return {
+        name: statistics.median(t / b for t, b in zip(times, base, strict=True))
+        for name, times in taken.items()
+    }
+
+
+class Notebook:
+    """Finished runs by name, written down after each: a stopped benchmark goes on where it was."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.known: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self.known = json.loads(path.read_text(encoding="utf-8"))
+
+    def once(self, key: str, function: Callable[[], Any]) -> Any:
+        """What ``function`` gave, now or in an earlier process."""
+        if key not in self.known:
+            self.known[key] = function()
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.known, indent=1), encoding="utf-8")
+        return self.known[key]
+
+
+def race(
+    setting: Setting, racer: Racer, rate: float, *, steps: int, seed: int, schedule: bool
+) -> float:
+    """Validation loss after ``steps``; ∞ when it diverged.
+
+    schedule: warm-up and cosine decay; without, a constant rate from the first step on.
+    """
+    model = setting.model(seed).train()
+    optimizer = racer.make(model, rate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peers need backward(create_graph=True), which warns
+        for step, (x, y) in zip(range(steps), setting.batches(seed), strict=False):
+            factor = 1.0
+            if schedule:
+                factor = min(1.0, (step + 1) / max(1, steps // 20))
+                factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            racer.step(model, optimizer, x, y, step)
+    loss = setting.validate(model)
+    return loss if math.isfinite(loss) else math.inf

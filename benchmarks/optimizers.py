@@ -1,0 +1,191 @@
+"""Training against AdamW and second-order peers: loss at equal processor time, and wrong rates.
+
+    python benchmarks/optimizers.py [digits gpt fashion] [--quick]
+
+Every contestant tries four rates (factors of two) with one seed on the same processor time, then
+runs three seeds at its best one. A step's cost is measured with the contestants in turn on one
+thread, and each gets as many steps as AdamW's time allows. CurvatureAwareOptimizer also trains with
+a part of that time: the smallest part with which it still reaches AdamW's loss is what counts.
+Settings that are not named keep their last numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.racing import Notebook, Racer, Setting, race, racers, settings, step_costs
+from harness.results import RESULTS, keep, requirement
+
+SEEDS = (0, 1, 2)
+PARTS = (0.5, 0.65, 0.8)  # of AdamW's time
+OURS = "CurvatureAwareOptimizer"
+SGD = Racer("SGD", lambda m, lr: torch.optim.SGD(m.parameters(), lr, momentum=0.9), (0.1,))
+
+
+def measure(setting: Setting, notes: Notebook, *, quick: bool) -> dict[str, Any]:
+    """One setting: costs, tuning, three seeds, parts of the time, wrong rates."""
+    contestants = racers()
+    scale = 0.02 if quick else 1.0
+    rounds = 1 if quick else 7
+    costs = notes.once(
+        f"{setting.name}: costs", lambda: step_costs(setting, contestants, rounds=rounds)
+    )
+
+    def run(setting: Setting, racer: Racer, rate: float, *, steps: int, seed: int) -> float:
+        return _noted(notes, setting, racer, rate, steps=steps, seed=seed, schedule=True)
+
+    horizon = max(2, int(setting.steps * scale))
+    rows, losses, best = [], {}, {}
+    for racer in contestants:
+        steps = max(2, int(horizon / costs[racer.name]))
+        tried = {r: run(setting, racer, r, steps=steps, seed=SEEDS[0]) for r in racer.rates}
+        rate = min(tried, key=lambda r: tried[r])
+        best[racer.name] = rate
+        others = [run(setting, racer, rate, steps=steps, seed=s) for s in SEEDS[1:]]
+        losses[racer.name] = [tried[rate], *others]
+        rows.append(
+            {
+                "setting": setting.name,
+                "optimizer": racer.name,
+                "rate": rate,
+                "step_cost": round(costs[racer.name], 3),
+                "steps": steps,
+                **_summary(losses[racer.name]),
+            }
+        )
+        _tell(rows[-1])
+    ours = next(racer for racer in contestants if racer.name == OURS)
+    target, parts, reached = statistics.mean(losses["AdamW"]), [], None
+    for part in PARTS:
+        steps = max(2, int(part * horizon / costs[OURS]))
+        found = [run(setting, ours, best[OURS], steps=steps, seed=s) for s in SEEDS]
+        parts.append(
+            {
+                "setting": setting.name,
+                "part_of_adamw_time": part,
+                "steps": steps,
+                "adamw_loss": round(target, 4),
+                **_summary(found),
+            }
+        )
+        _tell(parts[-1])
+        if reached is None and statistics.mean(found) <= target:
+            reached = part
+    if reached is None and statistics.mean(losses[OURS]) <= target:
+        reached = 1.0
+    wrong = _wrong_rates(setting, notes, ours, contestants[0], steps=max(2, int(150 * scale)))
+    return {"rows": rows, "parts": parts, "wrong_rates": wrong, "reached": reached}
+
+
+def _noted(notes: Notebook, setting: Setting, racer: Racer, rate: float, **how: Any) -> float:
+    key = f"{setting.name}: {racer.name} at {rate:g}, {how}"
+    loss: float = notes.once(key, lambda: race(setting, racer, rate, **how))
+    return loss
+
+
+def _wrong_rates(
+    setting: Setting, notes: Notebook, ours: Racer, adamw: Racer, *, steps: int
+) -> list[dict[str, Any]]:
+    """Five times the largest constant rate with which AdamW and SGD still learn."""
+    untrained = setting.validate(setting.model(SEEDS[0]))
+    rows = []
+    for racer, start in ((adamw, 8e-3), (SGD, 0.05)):
+        rate, largest = start, None
+        while largest is None or rate == 2 * largest:
+            loss = _noted(notes, setting, racer, rate, steps=steps, seed=SEEDS[0], schedule=False)
+            if not loss < 0.8 * untrained:
+                break
+            largest, rate = rate, 2 * rate
+        if largest is None:
+            continue
+        for other in (racer, ours):
+            found = [
+                _noted(notes, setting, other, 5 * largest, steps=steps, seed=s, schedule=False)
+                for s in SEEDS
+            ]
+            rows.append(
+                {
+                    "setting": setting.name,
+                    "rate": f"5 × {racer.name}'s largest, {5 * largest:g}",
+                    "optimizer": other.name,
+                    "untrained": round(untrained, 4),
+                    **_summary(found),
+                    "learns": bool(max(found) < 0.8 * untrained),
+                }
+            )
+            _tell(rows[-1])
+    return rows
+
+
+def _summary(losses: list[float]) -> dict[str, Any]:
+    told = [round(x, 4) if math.isfinite(x) else "diverged" for x in losses]
+    mean = statistics.mean(losses)
+    return {
+        "validation_loss": round(mean, 4) if math.isfinite(mean) else "diverged",
+        "seeds": ", ".join(str(x) for x in told),
+    }
+
+
+def _tell(row: dict[str, Any]) -> None:
+    print("  " + ", ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr)
+
+
+def _requirements(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    lines = []
+    for result in found.values():
+        name = result["rows"][0]["setting"]
+        lines.append(
+            requirement(f"part of AdamW's time to its loss, {name}", result["reached"], 0.8)
+        )
+        loss = {row["optimizer"]: row["validation_loss"] for row in result["rows"]}
+        peers = [v for k, v in loss.items() if k not in ("AdamW", OURS) and v != "diverged"]
+        if peers:
+            ratio = round(loss[OURS] / min(peers), 4)
+            lines.append(requirement(f"loss over the best second-order peer's, {name}", ratio, 1.0))
+        lost = [r for r in result["wrong_rates"] if r["optimizer"] == OURS and not r["learns"]]
+        lines.append(requirement(f"wrong rates not survived, {name}", len(lost), 0))
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    known = settings()
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help=", ".join(known))
+    parser.add_argument("--quick", action="store_true", help="a few steps, nothing is kept")
+    parser.add_argument("--notes", type=Path, help="file of finished runs, to go on where it was")
+    options = parser.parse_args(argv)
+    notes = Notebook(options.notes)
+    torch.set_num_threads(1)
+    path = RESULTS / "optimizers.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
+    found: dict[str, dict[str, Any]] = {} if options.quick else dict(kept)
+    for name in options.settings or known:
+        try:
+            setting = known[name]()
+        except FileNotFoundError as error:
+            print(f"  {name} is left out: {error}", file=sys.stderr)
+            continue
+        found[name] = measure(setting, notes, quick=options.quick)
+        if not options.quick:
+            _keep(found)
+    return 0
+
+
+def _keep(found: dict[str, dict[str, Any]]) -> None:
+    tables = {
+        key: [row for result in found.values() for row in result[key]]
+        for key in ("rows", "parts", "wrong_rates")
+    }
+    keep("optimizers", {"requirements": _requirements(found), **tables, "settings": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
