@@ -122,6 +122,22 @@ def test_nan_and_too_small_budgets_are_refused() -> None:
         ca.spectral_density(SpectrumOperator(values), max_products=60)
 
 
+def test_a_tiny_budget_is_marked_and_claims_little() -> None:
+    values = torch.linspace(-1, 2, 900, dtype=torch.float64)
+    for products in (1, 3, 9):
+        found = ca.spectral_density(SpectrumOperator(values), max_products=products)
+        assert not found.converged
+        assert "NOT converged" in str(found)
+        assert found.effective_rank_interval[0] <= 675 <= found.effective_rank_interval[1]
+        assert distance(found, values) <= found.wasserstein_error
+
+
+def test_a_non_symmetric_operator_is_refused_by_measurement() -> None:
+    matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.raises(ValueError, match="not symmetric"):
+        ca.spectral_density(DenseOperator(matrix, symmetric=True), max_products=60)
+
+
 def test_radau_brackets_the_true_mass_below_zero() -> None:
     random = np.random.default_rng(0)
     for _ in range(20):

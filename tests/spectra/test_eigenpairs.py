@@ -178,7 +178,8 @@ def test_all_eigenvalues_come_from_the_dense_matrix() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"k": 0}, "k must"), ({"k": 201}, "k must"), ({"which": "top"}, "which must"),
-     ({"tol": 0.0}, "tol must"), ({"max_products": 0}, "max_products")],
+     ({"tol": 0.0}, "tol must"), ({"max_products": 0}, "max_products"),
+     ({"k": 2.5}, "k must"), ({"bounded": 0.0}, "bounded must")],
 )  # fmt: skip
 def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

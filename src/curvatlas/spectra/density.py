@@ -118,6 +118,12 @@ class _Run:
                     self.file.save(*self._state())
         self.file.save(*self._state())
         ritz = self.basis.ritz()
+        asymmetry = self.basis.asymmetry()
+        if asymmetry > min(1e-2, 1e3 * self.basis.eps**0.5):
+            raise ValueError(
+                f"the operator is not symmetric (relative {asymmetry:.1e}): spectral_density needs "
+                "a symmetric one."
+            )
         coupling = float(np.linalg.norm(self.basis.coefficients[self.basis.multiplied :]))
         return summarise(
             size=self.op.shape[0], outliers=ritz.values, coupling=coupling,

@@ -16,6 +16,8 @@ from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import gauss, length, mass_below, wasserstein
 from curvatlas.spectra.smoothing import smooth
 
+_FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralDensity(Result):
@@ -58,7 +60,7 @@ class SpectralDensity(Result):
             f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; "
             f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}]; "
             f"effective rank {self.effective_rank:.3g} [{first:.3g}, {last:.3g}]; "
-            f"{kind}, {self.products} products"
+            f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
 
     def plot(self) -> Any:
@@ -116,11 +118,16 @@ def summarise(
     grid, density = smooth(outliers, rules, size)
     coarse = _coarser(alphas, betas, scale, eps)
     resolution = share * wasserstein(*_mean_rule(rules), *_mean_rule(coarse))
+    few = alphas.shape[1] < _FEWEST_STEPS
+    if few:  # a rule of so few nodes says nothing of its own error: β is the spread it leaves open
+        resolution += share * float(np.abs(betas[:, -1]).mean())
     scatter = share * _scatter(rules)
     negative, negative_interval = _negative(
         size, outliers, alphas, betas, rules, scale, eps, psd=psd
     )
     rank, rank_interval = _effective_rank(size, outliers, rules, coarse)
+    if few:
+        rank_interval = (min(rank, 1.0), float(size))
     return SpectralDensity(
         nodes=torch.from_numpy(nodes), weights=torch.from_numpy(weights),
         grid=torch.from_numpy(grid), density=torch.from_numpy(density),
@@ -128,7 +135,7 @@ def summarise(
         effective_rank=rank, effective_rank_interval=rank_interval,
         mean=float(nodes @ weights),
         wasserstein_error=resolution + scatter + 2 * coupling / size + 64 * eps * scale,
-        size=size, products=products, converged=True, exact=False,
+        size=size, products=products, converged=m > 1 and not few, exact=False,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def eigenpairs(
     n/world entries of each vector (``parallel.Shards`` says which).
     """
     n = require_symmetric(op, "eigenpairs")
-    wanted = _check(n, k, which, tol)
+    wanted = _check(n, k, which, tol, bounded)
     if max_products is None:
         max_products = min(n, 1000 + 40 * k)
     check_budget(max_products)
@@ -382,13 +382,15 @@ class _Run:
         self.next_look = int(numbers["next_look"])
 
 
-def _check(n: int, k: int, which: str, tol: float) -> int:
+def _check(n: int, k: int, which: str, tol: float, bounded: float | None) -> int:
     if which not in WHICH:
         raise ValueError(f"which must be one of {', '.join(WHICH)}, got {which!r}.")
-    if k < 1 or k > n:
-        raise ValueError(f"k must lie between 1 and the operator's size {n}, got {k}.")
+    if not isinstance(k, int | np.integer) or k < 1 or k > n:
+        raise ValueError(f"k must be an integer between 1 and the operator's size {n}, got {k!r}.")
     if not tol > 0:
         raise ValueError(f"tol must be positive, got {tol!r}.")
+    if bounded is not None and not bounded > 0:
+        raise ValueError(f"bounded must be positive or None, got {bounded!r}.")
     return min(2 * k, n) if which == "both" else k
 
 

@@ -95,7 +95,7 @@ def complete_outside(alphas: Array, betas: Array, n: int) -> tuple[float, float]
                 inner = middle
             else:
                 width = middle
-        ends.append(float(node + sign * width))
+        ends.append(float(node + sign * width) if width > 1e-300 else float(node))
     return ends[0], ends[1]
 
 
