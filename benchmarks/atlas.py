@@ -107,7 +107,7 @@ def _blocks(problem: ca.Problem) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the 100 k GPT; nothing is kept")
-    parser.add_argument("--products", type=int, default=640, help="of H, H_o and H_f together")
+    parser.add_argument("--products", type=int, default=430, help="of H, H_o and H_f together")
     parser.add_argument("--columns", type=int, default=10)
     parser.add_argument("--reference", type=int, default=48)
     options = parser.parse_args()

@@ -22,7 +22,7 @@ from curvatlas.problem import Problem
 
 # Up to this size the three dense matrices are cheaper than their estimates are good.
 DENSE_UP_TO = 4096
-_FIRST, _MORE, _MOST = 4, 2, 16  # probes a column: at the start, in each later round, at most
+_FIRST, _MORE, _MOST = 4, 4, 16  # probes a column: at the start, in each later round, at most
 _MATTERS = 0.01  # of the largest entry: what ``worst`` looks at
 _NORMAL = 1.96
 _TAIL = 2.2  # for traces: a quadratic form in few probes has heavier tails than a normal number

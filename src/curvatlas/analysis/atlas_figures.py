@@ -195,11 +195,22 @@ def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None 
     axes.axvline(0, color="0.5", linewidth=0.6)
     reach = max(float(one.values.abs().max()) for one in maps)
     if maps[0].quantity == "trace" and reach > 0:
-        axes.set_xscale("symlog", linthresh=reach / 1e3)
-    axes.set_xlabel(maps[0].quantity)
+        _signed_log(axes, reach)
+    units = " (loss / parameter²)" if maps[0].quantity == "trace" else ""
+    axes.set_xlabel(maps[0].quantity + units)
     axes.set_title(title or f"{maps[0].quantity} of the diagonal blocks, by {maps[0].view}")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
+
+
+def _signed_log(axes: Any, reach: float) -> None:
+    """Both signs on a log axis of three decades; the default ticks crowd around zero."""
+    top = int(np.ceil(np.log10(reach)))
+    decades = [10.0**k for k in range(top - 3, top + 1)]
+    axes.set_xscale("symlog", linthresh=decades[0])
+    ticks = [*(-d for d in reversed(decades[1:])), 0.0, *decades[1:]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
+    axes.set_xticks([], minor=True)
 
 
 def entry_heat_map(

@@ -21,7 +21,7 @@ from curvatlas.problem.losses import Loss, main_tensor
 
 # Matrices alive at once while one sublayer is eliminated: the joint Hessian of a block's branch and
 # skip (4), Jacobian and second derivative, their products, the copies handed out, and those that
-# norms and spectra make (benchmarks/costs.py sees 36 at the peak).
+# norms and spectra make (benchmarks/costs.py: 25 in use, the rest held by the allocator).
 ALIVE = 36
 _DENSE_UP_TO = 2048  # tokens · width beyond which products are cheaper than 2·n² entries
 
