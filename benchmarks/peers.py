@@ -42,6 +42,7 @@ PEERS = (
     ),
     Peer("hessian-eigenthings", "hessian_eigenthings", ("hessian-eigenthings==1.0.0a5",)),
     Peer("pyhessian", "pyhessian", ("pyhessian==0.1",)),
+    Peer("pytorch-optimizer", "pytorch_optimizer", ("pytorch_optimizer==4.1.0",)),
 )  # fmt: skip
 OURS = ("numpy>=1.26", "scipy>=1.11", "safetensors>=0.4", "tqdm>=4.66", "typer>=0.12",
         "transformers>=4.45", "scikit-learn>=1.4", "psutil")  # fmt: skip
