@@ -60,7 +60,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(
 
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    options = ("train", "vit", "--steps", "30", *_SMALL, "--json")
+    options = ("train", "vit", "--steps", "60", *_SMALL, "--json")
     whole = _start(*options, "--output", "whole", cwd=tmp_path)
     stopped = _start(*options, "--output", "stopped", cwd=tmp_path)
     checkpoint = tmp_path / "stopped/checkpoints/training.safetensors"
