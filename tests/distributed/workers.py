@@ -65,3 +65,101 @@ def failing(rank: int, world: int, port: int, folder: str, mode: str) -> None:
         message = str(error)
     (Path(folder) / f"rank{rank}.txt").write_text(message)
     dist.destroy_process_group()
+
+
+def wrapped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """H v of a model wrapped by DDP, FSDP2 or Accelerate; a tensor-parallel one is refused."""
+    join_group(rank, world, port)
+    model, (tokens, targets) = model_and_data()
+    subject: torch.nn.Module = model
+    if mode == "ddp":
+        subject = torch.nn.parallel.DistributedDataParallel(model)
+    elif mode == "accelerate":
+        from accelerate import Accelerator
+
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        subject = Accelerator(cpu=True).prepare(model)
+        assert type(subject).__name__ == "DistributedDataParallel"
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (world,))
+        if mode == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+            parallelize_module(model, mesh, {"head": ColwiseParallel()})
+    try:
+        problem = ca.Problem(subject, "cross_entropy", (tokens, targets), shard=True)
+        generator = torch.Generator().manual_seed(1)
+        columns = torch.randn(problem.size, 2, dtype=torch.float64, generator=generator)
+        found = {
+            "gradient": problem.gradient(),
+            "H": ca.Hessian(problem) @ columns,
+            "H_o": ca.GaussNewton(problem) @ columns,
+        }
+        torch.save(found, Path(folder) / f"rank{rank}.pt")
+        if mode == "fsdp":  # the model still trains as before
+            loss = subject(tokens).square().mean()
+            loss.backward()
+            assert all(p.grad is not None for p in subject.parameters())
+    except ValueError as error:
+        (Path(folder) / f"rank{rank}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+def sharded_eigenpairs(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Eigenpairs with the basis sharded; mode 'stop' is interrupted, 'resume' goes on."""
+    join_group(rank, world, port)
+    model, data = model_and_data()
+    problem = ca.Problem(model, "cross_entropy", data, shard=True)
+    operator = ca.Hessian(problem)
+    if mode == "stop":
+        plain, count = operator._columns, 0
+
+        def failing_later(columns: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            if count > 17:
+                raise KeyboardInterrupt
+            return plain(columns)
+
+        operator._columns = failing_later  # type: ignore[method-assign]
+    try:
+        found = ca.eigenpairs(
+            operator, k=3, which="both", tol=1e-9, shard=True, checkpoint=Path(folder) / "state"
+        )
+    except KeyboardInterrupt:
+        dist.destroy_process_group()
+        return
+    part = {"values": found.values, "vectors": found.vectors.contiguous()}
+    part["products"] = torch.tensor(operator.products)
+    torch.save(part, Path(folder) / f"part{rank}.pt")
+    dist.destroy_process_group()
+
+
+def slow_eigenpairs(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Replicated eigenpairs with a checkpoint and slow products, to be killed from outside."""
+    import time
+
+    join_group(rank, world, port)
+    model, data = model_and_data()
+    operator = ca.Hessian(ca.Problem(model, "cross_entropy", data, shard=True))
+    plain = operator._columns
+
+    def slowly(columns: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+        return plain(columns)
+
+    operator._columns = slowly  # type: ignore[method-assign]
+    try:
+        ca.eigenpairs(operator, k=3, tol=1e-9, checkpoint=Path(folder) / "state")
+    except RuntimeError as error:
+        (Path(folder) / f"error{rank}.txt").write_text(str(error))
+        os._exit(3)

@@ -44,7 +44,7 @@ class Linearisation:
         self._build()
         self.size: GraphSize = graph_size(
             [*self._roots(), *differentiable_leaves(self.outputs)[0]],
-            excluding=[*problem.model.parameters(), *problem.model.buffers()],
+            excluding=problem.own_tensors(),
         )
         self.columns_at_once = 1
         # Logits in chunks and checkpointed blocks are worked through a column at a time.

@@ -25,7 +25,14 @@ from curvatlas.problem.batches import (
 )
 from curvatlas.problem.checkpointing import checkpointed
 from curvatlas.problem.chunked import HiddenLogits
-from curvatlas.problem.evaluation import call, evaluation, explained, refuse_sharded, unwrap
+from curvatlas.problem.evaluation import (
+    call,
+    evaluation,
+    explained,
+    refuse_sharded,
+    unwrap,
+    whole_parameters,
+)
 from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss, as_loss, main_tensor
 
@@ -75,7 +82,7 @@ class Problem:
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
-        self._everything = dict(self.model.named_parameters())
+        self._everything = whole_parameters(self.model)
         refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
@@ -150,6 +157,10 @@ class Problem:
     def parameters(self) -> Tensor:
         """θ as a flat vector (P,), a copy."""
         return torch.cat([self._everything[n].detach().reshape(-1) for n in self.parameter_names])
+
+    def own_tensors(self) -> list[Tensor]:
+        """Parameters and buffers: memory that is there without any graph."""
+        return [*self._everything.values(), *self.model.buffers()]
 
     def weights_version(self) -> tuple[tuple[int, int], ...]:
         """Changes whenever a weight is updated in place or replaced."""
