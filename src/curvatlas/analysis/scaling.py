@@ -84,7 +84,6 @@ class ScalingLawAnalyzer:
         chosen = self.loss if loss is None else loss
         found = _as_dataset(data)
         sizes = _check_sizes(model_sizes, dataset_sizes, found.train.size)
-        self._check_factory(model_sizes[0], seed)
         options = {
             "model_sizes": [_label(s) for s in model_sizes], "dataset_sizes": list(sizes),
             "steps": steps, "lr": lr, "batch_size": batch_size, "seed": seed,
@@ -95,7 +94,7 @@ class ScalingLawAnalyzer:
 
         def cell(i: int, j: int) -> ScalingCell:
             return run_cell(
-                lambda: self.model_factory(model_sizes[i]),
+                lambda: self._made(model_sizes[i]),
                 found.train.take(sizes[j]),
                 found.validation,
                 size=_label(model_sizes[i]), loss=chosen, steps=steps, lr=lr,
@@ -113,14 +112,13 @@ class ScalingLawAnalyzer:
                 self.grid = _stored(run, pairs, cell)
         return self.grid
 
-    def _check_factory(self, size: Any, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made = self.model_factory(size)
+    def _made(self, size: Any) -> nn.Module:
+        made = self.model_factory(size)
         if not isinstance(made, nn.Module):
             raise TypeError(
                 f"model_factory({size!r}) gave a {type(made).__name__}, expected an nn.Module."
             )
+        return made
 
     def _run(
         self, output: str | os.PathLike[str], options: dict[str, Any], sizes: Sequence[Any],
@@ -130,7 +128,7 @@ class ScalingLawAnalyzer:
         for size in sizes:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                prints.append(fingerprints.of_model(self.model_factory(size)))
+                prints.append(fingerprints.of_model(self._made(size)))
         return Run.create(
             output,
             options=options,
