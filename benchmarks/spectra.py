@@ -101,8 +101,10 @@ def requirements(content: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         for key, words in (("processor_seconds", "processor time"), ("seconds", "wall time")):
             name = f"{rows[0]['case']}: {words} for both ends, of the fastest peer's"
-            ratio = 1 / min(peer[f"{key}_of_ours"] for peer in peers)
-            lines.append(requirement(name, round(ratio, 3), 1.0))
+            ratio = round(1 / min(peer[f"{key}_of_ours"] for peer in peers), 3)
+            # With other work on the machine the wall clock measures that work.
+            quiet = all(row["processor_seconds"] >= 0.8 * row["seconds"] for row in rows)
+            lines.append(requirement(name, ratio if quiet or key != "seconds" else None, 1.0))
         if part == "vit-2.8k":
             name = "five largest and smallest of the trained ViT, products"
             lines.append(requirement(name, rows[0]["products"], 55))
@@ -131,16 +133,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round, few trials, not kept")
     parser.add_argument("--parts", nargs="*", default=[*EIGEN, "density", "trace"])
+    parser.add_argument("--rounds", type=int, default=3, help="of the eigenpairs of small models")
     options = parser.parse_args()
     torch.set_num_threads(1)
     content = {} if options.quick else kept()
     for name in (part for part in EIGEN if part in options.parts):
         case = trained_vit() if name == "vit-2.8k" else CASES[name]()
-        rounds = 1 if options.quick or name != "vit-2.8k" else 3
+        rounds = 1 if options.quick or name == "gpt-1m" else options.rounds
         others = [row for row in content.get("eigenpairs", []) if row["part"] != name]
         content["eigenpairs"] = others + compare_eigenpairs(case, name, rounds=rounds)
         if name == "vit-2.8k":
-            content["over_seeds"] = [products_over_seeds(2 if options.quick else 10)]
+            content["over_seeds"] = [products_over_seeds(2 if options.quick else 6)]
     if {"density", "trace"} & set(options.parts):
         exact = trained_vit().clone(torch.float64)
         spectra: dict[str, Tensor] = {}
@@ -148,9 +151,9 @@ def main() -> None:
             matrix = kind(problem_of(exact)).dense()
             spectra[name] = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
         if "density" in options.parts:
-            content["density"] = compare_density(spectra["H"], trials=2 if options.quick else 8)
+            content["density"] = compare_density(spectra["H"], trials=2 if options.quick else 4)
         if "trace" in options.parts:
-            trials = 5 if options.quick else 100
+            trials = 5 if options.quick else 40
             content["trace"] = [
                 {"matrix": name} | compare_trace(spectra[name], trials=trials, peer=peer)
                 for name, peer in (("H", 63), ("H_o", 36))

@@ -64,6 +64,7 @@ def compare_density(values: Tensor, *, trials: int) -> list[dict[str, Any]]:
         bounds = [f.wasserstein_error for f in found]
         row: dict[str, Any] = {
             "products": products,
+            "trials": trials,
             "curvatlas": float(np.mean(ours)) / nothing,
             "curvatlas_95_bound": float(np.mean(bounds)) / nothing,
             "bounds_covering": float(np.mean(np.array(ours) <= bounds)),
@@ -176,6 +177,7 @@ def compare_trace(values: Tensor, *, trials: int, peer: int) -> dict[str, Any]:
     stops = [_xtrace_until(operator, 0.01, seed) for seed in range(trials)]
     return {
         "products": peer,
+        "trials": trials,
         "rms_error_curvatlas": _rms(at_equal) / abs(truth),
         "rms_error_xtrace": _rms(theirs) / abs(truth),
         "products_for_1_percent_at_95": statistics.median(f.products for f in found),
