@@ -25,6 +25,7 @@ _PUBLIC: dict[str, str] = {
     "Anatomy": "curvatlas.anatomy",
     "anatomy_of": "curvatlas.anatomy",
     "Atlas": "curvatlas.analysis.atlas_result",
+    "analyze_attention_curvature": "curvatlas.analysis.attention_curvature",
     "CurvaturePropagationAnalyzer": "curvatlas.analysis.propagation",
     "atlas": "curvatlas.analysis.atlas",
     "module_wise_curvature": "curvatlas.analysis.layerwise",
