@@ -4,7 +4,7 @@ Validation loss after removing 50 to 90 % of the attention and feed-forward weig
 Optimal Brain Damage is run with the exact diagonal of the Gauss-Newton matrix and with an estimate
 from random probes, so that the price of estimating is seen.
 
-    python examples/pruning.py --output pruning     # about half a minute
+    python examples/pruning.py --output pruning     # some minutes (exact diagonals)
     python examples/pruning.py --quick              # fewer steps and samples, to see that it runs
 """
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="folder (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
-    parser.add_argument("--samples", type=int, default=512, help="samples of the curvature")
+    parser.add_argument("--samples", type=int, default=96, help="samples of the curvature")
     parser.add_argument("--quick", action="store_true", help="30 steps, 16 samples, two sparsities")
     options = parser.parse_args()
     folder = options.output or Path(tempfile.mkdtemp(prefix="curvatlas-pruning-"))
