@@ -157,11 +157,7 @@ def _at(problem: Problem, share: float, move: Tensor) -> Problem:
         pieces = problem.layout.split(move)
         for name, piece in zip(problem.layout.names, pieces, strict=True):
             named[name].add_(piece.squeeze(0), alpha=share)
-    moved = Problem.__new__(Problem)
-    moved.__dict__.update({k: v for k, v in problem.__dict__.items() if k not in ("anatomy",)})
-    moved.model = model
-    moved._everything = named
-    return moved
+    return problem.with_model(model)
 
 
 def _loss_curves(

@@ -270,6 +270,14 @@ class Problem:
             shard=self._shard,
         )
 
+    def with_model(self, model: nn.Module) -> Problem:
+        """The same problem for a copy of the model with other weights."""
+        other = Problem.__new__(Problem)
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
+        other.model, other._everything = model, whole_parameters(model)
+        other._head, other._steady = _UNKNOWN, None  # both belong to the model they were seen on
+        return other
+
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
         """The same problem on some of this process's own batches."""
         other = Problem.__new__(Problem)
