@@ -33,8 +33,13 @@ def _start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "curvatlas.cli", *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=cwd, env=_ENVIRONMENT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_hear_interrupts,
     )  # fmt: skip
+
+
+def _hear_interrupts() -> None:
+    """A shell starts background jobs, and so their children, deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _curvatlas(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,13 @@ def _start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "curvatlas.cli", *arguments], cwd=cwd, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=_hear_interrupts,
     )  # fmt: skip
+
+
+def _hear_interrupts() -> None:
+    """A shell starts background jobs, and so their children, deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
