@@ -6,7 +6,7 @@
 One resumable command: kill it and start it again, every finished step is kept. Bases are
 stored in bfloat16, logits exist in chunks only, and where a basis is held the activations are
 computed anew, so as to stay below 8 GB; so far only the roles have been run to the end (on 128
-tokens, below 3 GB: docs/case-studies/smollm2.md).
+tokens).
 """
 
 from __future__ import annotations

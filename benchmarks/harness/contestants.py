@@ -102,7 +102,7 @@ def _functional(case: Case, columns: Tensor) -> Iterator[Contestant]:
                      lambda: _joined_rows(list(vmap(product)(many).values())).T)  # fmt: skip
 
 
-class _Flat(nn.Module):
+class FlatLogits(nn.Module):
     """Logits as (targets, classes), the shape curvlinops' losses take."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -117,7 +117,7 @@ class _Flat(nn.Module):
 def _curvlinops(case: Case, columns: Tensor) -> Iterator[Contestant]:
     import curvlinops
 
-    model, data = _Flat(case.model), [(case.inputs, case.targets.flatten())]
+    model, data = FlatLogits(case.model), [(case.inputs, case.targets.flatten())]
     first, count = columns[:, 0].contiguous(), columns.shape[1]
     kinds = (("H", curvlinops.HessianLinearOperator), ("H_o", curvlinops.GGNLinearOperator))
     for quantity, kind in kinds:

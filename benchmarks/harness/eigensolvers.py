@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 from curvatlas.spectra.quadrature import jacobi
 from harness.cases import Case
+from harness.contestants import FlatLogits
 
 ENDS = 5
 TOLERANCE = 1e-4
@@ -81,22 +82,10 @@ def _scipy(case: Case) -> Solver:
     return _by_eigsh(operator.shape, lambda v: operator @ v.reshape(-1))
 
 
-class _Flat(nn.Module):
-    """Logits as (targets, classes), the shape curvlinops' losses take."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.model(inputs)
-        return logits.flatten(0, -2)
-
-
 def _curvlinops(case: Case) -> Solver:
     from curvlinops import HessianLinearOperator
 
-    model = _Flat(case.model)
+    model = FlatLogits(case.model)
     operator = HessianLinearOperator(
         model, nn.CrossEntropyLoss(), list(model.parameters()),
         [(case.inputs, case.targets.flatten())], check_deterministic=False,

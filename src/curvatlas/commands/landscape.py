@@ -59,6 +59,7 @@ def landscape(
 ) -> None:
     """Expand the loss to third order, check its quadratic model, follow it as samples are added."""
     from collections.abc import Callable
+    from typing import TypeVar
 
     from curvatlas.analysis.convergence import landscape_convergence
     from curvatlas.analysis.convergence_samples import count_samples
@@ -85,7 +86,9 @@ def landscape(
     problem = inputs.problem
     analyzer = TaylorExpansionAnalyzer.from_problem(problem)
 
-    def step(name: str, function: Callable[[], Result]) -> Result:
+    Found = TypeVar("Found", bound=Result)
+
+    def step(name: str, function: Callable[[], Found]) -> Found:
         budget.check()
         found = run.step(f"landscape.{name}", function)
         console.say(found)
@@ -96,9 +99,7 @@ def landscape(
         named, given = inputs.model_name, inputs.data_name
         console.say(run.step("model.subject", lambda: subject_of(problem, name=named, data=given)))
         step("radius", lambda: analyzer.radius(accuracy=accuracy))
-        step("rate", lambda: analyzer.critical_learning_rate(seed=seed))
-        critical = run.step("landscape.rate", lambda: analyzer.critical_learning_rate(seed=seed))
-        rate = critical.value / 2
+        rate = step("rate", lambda: analyzer.critical_learning_rate(seed=seed)).value / 2
         step(
             "taylor",
             lambda: analyzer.compute_taylor_coefficients(
