@@ -56,6 +56,10 @@ class Loss:
         """
         return None
 
+    def root_product(self, outputs: Tensor, targets: Any, noise: Tensor) -> Tensor | None:
+        """B ξ with B Bᵀ = Λ, or None when there is no closed form; ξ has the outputs' shape."""
+        return None
+
     def fixed_slopes(
         self, outputs: list[Tensor], rebuild: Rebuild, targets: Any
     ) -> tuple[float, list[Tensor]]:
@@ -170,6 +174,14 @@ class CrossEntropy(Loss):
 
         return product
 
+    def root_product(self, outputs: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+        # B = diag √π − π √πᵀ: B Bᵀ = diag π − π πᵀ because √π has length one.
+        rows = self._row_weights(targets, outputs.dtype)
+        probabilities = outputs.detach().softmax(-1)
+        found = probabilities.sqrt().mul_(noise)
+        found.addcmul_(probabilities, found.sum(-1, keepdim=True), value=-1)
+        return found.mul_((rows / rows.sum()).sqrt_().unsqueeze(-1))
+
     def chunked(self, outputs: HiddenLogits, targets: Tensor) -> ChunkedSoftmax:
         """The same loss of logits in factors."""
         rows = self._row_weights(targets, outputs.dtype)
@@ -257,6 +269,9 @@ class MeanSquaredError(Loss):
     def curvature(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
         factor = 2.0 / outputs.numel()
         return lambda w: w * factor
+
+    def root_product(self, outputs: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+        return noise * math.sqrt(2.0 / outputs.numel())
 
     def residual(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
         size = outputs.shape[-1] if outputs.ndim > 1 else 1
