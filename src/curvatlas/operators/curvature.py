@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class CurvatureOperator(LinearOperator):
     """
 
     linearisation: type[Linearisation]
+    # Whether H_o is the operator, a part of it beside H_f, or neither.
+    outer: Literal["whole", "part", "none"] = "none"
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class CurvatureOperator(LinearOperator):
         self.problem = problem
         self.budget = default_budget() if budget is None else parse_bytes(budget)
         self._logit_room = logit_room(None if budget is None else self.budget)
-        self._checks = checks
+        self.checks = checks
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
@@ -143,15 +145,15 @@ class CurvatureOperator(LinearOperator):
             with self.problem.evaluating():
                 linear = self._linearise(sample, names)
         except Exception:
-            if self._checks:
+            if self.checks:
                 self.problem.check()  # finds the cause, and says it of the whole batch
             raise
-        if self._checks:
+        if self.checks:
             self._check_first_batch(sample, linear.held_bytes)
         with self.problem.evaluating():
-            if self._checks and self.tags.symmetric:
+            if self.checks and self.tags.symmetric:
                 probe_symmetry(linear, names)
-            if self._checks and linear.size.custom:
+            if self.checks and linear.size.custom:
                 probe_by_differences(self.problem, sample, names, linear.size.custom)
         return KeptLinearisations(
             self._linearise,
@@ -174,7 +176,7 @@ class CurvatureOperator(LinearOperator):
         problem.with_batches([part if part.count > 0 else sample]).check()
 
     def _after_first_pass(self, kept: KeptLinearisations) -> None:
-        if self._checks and kept.unused:
+        if self.checks and kept.unused:
             names = sorted(kept.unused)
             kept.unused = frozenset()
             warnings.warn(

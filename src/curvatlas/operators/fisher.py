@@ -54,6 +54,7 @@ class Fisher(CurvatureOperator):
         tags = Tags(symmetric=True, psd=True)
         super().__init__(problem, budget=budget, checks=checks, tags=tags)
         self.kind, self.samples, self.seed = kind, samples, seed
+        self.outer = "whole" if kind == "exact" else "none"
 
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
         if self.kind == "exact":

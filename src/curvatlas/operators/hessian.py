@@ -16,6 +16,7 @@ class Hessian(CurvatureOperator):
     """H = ∂²L/∂θ², by double backward on kept gradient graphs (2.1 gradients a product)."""
 
     linearisation = HessianLinearisation
+    outer = "part"
 
 
 class FunctionalHessian(CurvatureOperator):
@@ -28,6 +29,7 @@ class GaussNewton(CurvatureOperator):
     """H_o = Jᵀ (∂²ℓ/∂Z²) J, exact for any loss; positive semidefinite where the loss is convex."""
 
     linearisation = OuterLinearisation
+    outer = "whole"
 
     def __init__(
         self, problem: Problem, *, budget: int | str | None = None, checks: bool = True

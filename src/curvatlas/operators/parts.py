@@ -64,6 +64,7 @@ class CurvatureParts(CurvatureOperator):
     """The Hessian as an operator whose ``parts`` gives H, H_o and H_f of the same columns."""
 
     linearisation = AllPartsLinearisation
+    outer = "part"
 
     def parts(self, columns: Columns, rows: Sequence[str]) -> dict[str, Tensor]:
         """Part → (K, Σ sizes of rows), of columns given as parameter name → (K, *shape)."""

@@ -43,6 +43,15 @@ class BlockView(LinearOperator):
         full = self.parent.restricted(cols.scatter(columns), rows.names)  # (K, Σ sizes)
         return rows.gather(full).T
 
+    @property
+    def row_parameters(self) -> list[str]:
+        """Names of the parameters that hold the rows, in the problem's order."""
+        return self._rows.names
+
+    def rows_of(self, flat: Tensor) -> Tensor:
+        """A vector over ``row_parameters`` (Σ sizes,) → its entries at the rows (m,)."""
+        return self._rows.gather(flat.unsqueeze(0)).squeeze(0)
+
     def per_batch(self) -> list[tuple[float, LinearOperator]]:
         """(share of the valid targets, this block of that batch alone) for every batch."""
         return [

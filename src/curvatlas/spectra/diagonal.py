@@ -23,10 +23,14 @@ from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
 from curvatlas.spectra.krylov import KrylovBasis
+from curvatlas.spectra.outer_part import FACTORS, all_outer, outer_part
 from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
 
 _BATCH = 8  # probes multiplied at once
 _FEWEST = 8
+_DEAREST = (
+    60  # products that an exact diag H_o may cost: what its estimate takes for outliers alone
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ def diagonal(
 ) -> DiagonalEstimate:
     """diag A until ‖error‖ ≤ rtol ‖diag A‖; read exactly when that takes no more products.
 
-    max_products: default min(n, 500).
+    diag H_o comes exactly from the factors of the samples where that is cheap (few outputs to a
+    sample). max_products: default min(n, 500).
     """
     n = require_square(op, "diagonal")
     check_rtol(rtol)
@@ -88,6 +93,9 @@ def diagonal(
         return _exact(known, 0, torch.finfo(op.dtype).eps, "closed form")
     budget = min(n, 500) if max_products is None else max_products
     check_budget(budget)
+    outer = outer_part(op, min(budget, n, _DEAREST)) if all_outer(op) else None
+    if outer is not None:
+        return _exact(outer.diagonal, outer.products, torch.finfo(op.dtype).eps, FACTORS)
     if n <= min(budget, 64):
         return _read(op)
     mark = fingerprint(op, estimate="diagonal", rtol=rtol, seed=seed, max_products=max_products)

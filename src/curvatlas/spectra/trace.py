@@ -15,10 +15,12 @@ from curvatlas.spectra.data_error import around, batches_of, half_width, linear_
 from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
 from curvatlas.spectra.diagonal import read_diagonal
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
+from curvatlas.spectra.outer_part import FACTORS, count_products, outer_part
 from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
 
 _DATA_PROBES = 6
 _FIRST_STEPS = 8
+_DEAREST = 32  # products that an exact tr H_o may cost where the trace is asked to 1 %
 _EXACT_UP_TO = 64  # so few products that reading the whole diagonal is cheaper than estimating
 
 
@@ -33,14 +35,17 @@ def trace(
 ) -> Estimate:
     """tr A until the 95 % interval is within ``rtol`` of the value.
 
-    A dense matrix or an operator with ``exact_trace()`` answers exactly. Otherwise outliers are
-    captured by Lanczos and the rest is sampled; when sampling would take more products than the
-    operator has columns, the diagonal is read exactly. ``data_error``: where the operator knows its
-    batches, measure their scatter too (six more products).
+    A dense matrix or an operator with ``exact_trace()`` answers exactly. So does H_o where a sample
+    has few outputs, through the factors of the samples; of H only H_f is then estimated (the cost
+    is reported in products, ``method`` says it). Otherwise outliers are captured by Lanczos and the
+    rest is sampled; when sampling would take more products than the operator has columns, the
+    diagonal is read exactly. ``data_error``: where the operator knows its batches, measure their
+    scatter too (six more products).
     """
     require_square(op, "trace")
     check_rtol(rtol)
-    found = _closed_form(op) or _estimate(op, rtol, seed, max_products, checkpoint)
+    found = _closed_form(op) or _through_factors(op, rtol, seed, max_products, checkpoint)
+    found = found or _estimate(op, rtol, seed, max_products, checkpoint)
     return _with_data_error(op, found, seed) if data_error else found
 
 
@@ -60,19 +65,57 @@ def _with_data_error(op: LinearOperator, found: Estimate, seed: int) -> Estimate
     )
 
 
+def _through_factors(
+    op: LinearOperator,
+    rtol: float,
+    seed: int,
+    max_products: int | None,
+    checkpoint: str | os.PathLike[str] | None,
+) -> Estimate | None:
+    """tr H_o exactly, and tr H_f estimated if it belongs to the operator."""
+    # What sampling would take at least, and at rtol = 1 % (benchmarks/spectra.py: 36 to 79).
+    most = int(np.clip(_DEAREST * 0.01 / rtol, FEWEST_PROBES + _FIRST_STEPS, _DEAREST))
+    if max_products is not None:
+        most = min(most, max_products - 1)
+    known = outer_part(op, min(most, op.shape[0]))
+    if known is None:
+        return None
+    value = float(known.diagonal.sum())
+    if known.rest is None:
+        return exact_estimate(
+            "trace", value, scale=value, eps=torch.finfo(op.dtype).eps, products=known.products,
+            method=FACTORS,
+        )  # fmt: skip
+    left = None if max_products is None else max_products - known.products
+    rest = _estimate(known.rest, rtol, seed, left, checkpoint, offset=value)
+    count_products(op, rest.products)
+    rounding = 64 * torch.finfo(op.dtype).eps * value
+    return replace(
+        rest,
+        interval=(rest.interval[0] - rounding, rest.interval[1] + rounding),
+        products=rest.products + known.products,
+        method=f"H_o by {FACTORS}, H_f by {rest.method}",
+    )
+
+
 def _estimate(
     op: LinearOperator,
     rtol: float,
     seed: int,
     max_products: int | None,
     checkpoint: str | os.PathLike[str] | None,
+    *,
+    offset: float = 0.0,
 ) -> Estimate:
+    """offset + tr A: the tolerance is relative to the sum."""
     n = op.shape[0]
     budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
     check_budget(budget)
     if n <= _EXACT_UP_TO and budget >= n:
-        return _read_diagonal(op, 0)
-    mark = fingerprint(op, estimate="trace", rtol=rtol, seed=seed, max_products=max_products)
+        return _read_diagonal(op, 0, offset)
+    mark = fingerprint(
+        op, estimate="trace", rtol=rtol, seed=seed, max_products=max_products, beside=offset != 0.0
+    )
     file = Checkpoint(checkpoint, mark)
     sampler = DeflatedSampler(op, min(budget, n), generator(seed))
     stored = file.load()
@@ -88,19 +131,19 @@ def _estimate(
                 if not _begin(sampler, budget):
                     break
                 continue
-            reached = _reached(sampler, rtol)
+            reached = _reached(sampler, rtol, offset)
             step = plan(sampler, rtol * abs(reached.value), reached.error)
             if reached.converged or sampler.products >= budget:
                 file.save(*sampler.state())
                 return reached
             if step.products >= n and sampler.products + n <= budget:
-                return _read_diagonal(op, sampler.products)
+                return _read_diagonal(op, sampler.products, offset)
             count = min(step.count, budget - sampler.products)
             if step.deflate:
                 sampler.deflate(count)
             else:
                 sampler.probe(count)
-    return _reached(sampler, rtol)
+    return _reached(sampler, rtol, offset)
 
 
 def _begin(sampler: DeflatedSampler, budget: int) -> bool:
@@ -114,11 +157,11 @@ def _begin(sampler: DeflatedSampler, budget: int) -> bool:
     return left > 0
 
 
-def _reached(sampler: DeflatedSampler, rtol: float) -> Estimate:
+def _reached(sampler: DeflatedSampler, rtol: float, offset: float) -> Estimate:
     captured = np.diag(sampler.captured)
     rest = sampler.rest()
     m = sampler.probes.shape[1]
-    value = float(captured.sum() + rest.values.mean())
+    value = offset + float(captured.sum() + rest.values.mean())
     eps = torch.finfo(sampler.op.dtype).eps
     rounding = 16 * eps * (np.abs(captured).sum() + np.abs(rest.values).mean())
     below, above = rest.bounds()
@@ -134,7 +177,7 @@ def _reached(sampler: DeflatedSampler, rtol: float) -> Estimate:
     )
 
 
-def _read_diagonal(op: LinearOperator, spent: int) -> Estimate:
+def _read_diagonal(op: LinearOperator, spent: int, offset: float) -> Estimate:
     """Σ e_iᵀ A e_i, a block of columns at a time."""
     diagonal = read_diagonal(op)
     if not bool(torch.isfinite(diagonal).all()):
@@ -142,7 +185,7 @@ def _read_diagonal(op: LinearOperator, spent: int) -> Estimate:
             "a product with the operator gave NaN or infinity: check the loss and the parameters."
         )
     return exact_estimate(
-        "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()),
+        "trace", offset + float(diagonal.sum()), scale=float(diagonal.abs().sum()),
         eps=torch.finfo(op.dtype).eps, products=spent + op.shape[0],
         method="diagonal, column by column",
     )  # fmt: skip

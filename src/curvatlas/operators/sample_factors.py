@@ -1,0 +1,184 @@
+r"""The exact diagonal of H_o from the factors of single samples.
+
+Samples do not meet in H_o = Σ_i J_iᵀ Λ_i J_i, and Λ_i = Σ_c f_ic f_icᵀ has few columns where a
+sample has few outputs (C classes: C − 1). So
+
+    diag H_o = Σ_i Σ_c (J_iᵀ f_ic)²,     tr H_o = Σ_i Σ_c ‖J_iᵀ f_ic‖²,
+
+one backward pass for each c with the gradients of the samples kept apart. Only first derivatives
+are taken, and vmap over samples is outermost: nothing is differentiated through it. Where an
+operation of the model cannot be mapped over samples, or samples do meet in the model, there is no
+answer and the caller estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from curvatlas.errors import ProblemError
+from curvatlas.problem import Batch, Problem
+
+if TYPE_CHECKING:
+    from curvatlas.operators.curvature import CurvatureOperator
+
+_IN_FLIGHT_BYTES = 2**27  # gradients of single samples that exist at the same time
+_COPIES = 3  # a gradient, its square and their sum
+_MOST_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
+_OUTER_UNITS, _TOTAL_UNITS = 4, 6  # of a product with H_o and with H; a forward pass is one
+
+
+class SampleFactors:
+    """The factors f_ic of an operator's data, for the parameters ``names``."""
+
+    def __init__(self, operator: CurvatureOperator, names: Sequence[str]) -> None:
+        self.problem: Problem = operator.problem
+        self.names = tuple(names)
+        self._checks = operator.checks
+        self._product_units = _OUTER_UNITS if operator.outer == "whole" else _TOTAL_UNITS
+        sizes = dict(zip(self.problem.layout.names, self.problem.layout.sizes, strict=True))
+        self.size = sum(sizes[name] for name in names)
+        self._gradient_bytes = _COPIES * self.size * operator.dtype.itemsize
+        self._fits = self._gradient_bytes <= operator.budget
+        at_once = max(1, min(_IN_FLIGHT_BYTES, operator.budget) // max(self._gradient_bytes, 1))
+        self._at_once = int(at_once)  # gradients of single samples
+
+    def columns(self) -> int | None:
+        """How many backward passes the diagonal takes; None where there is no such way."""
+        problem = self.problem
+        supported = problem.loss.additive and problem.loss.convex and self._fits
+        if not supported or problem.distributed or problem.checkpoint_activations:
+            return None
+        first = next(problem.batches(), None)
+        if first is None:
+            return None
+        try:
+            with problem.evaluating(), torch.no_grad():
+                outputs = problem.outputs(first.part(0, 1, problem.loss.count), {})
+        except (RuntimeError, ProblemError):
+            return None
+        if not isinstance(outputs, Tensor) or outputs.numel() > _MOST_OUTPUTS:
+            return None
+        rank = outputs.numel()
+        if problem.loss.name == "cross_entropy":
+            rank -= rank // outputs.shape[-1]  # logits may be shifted together
+        return rank
+
+    def products(self, columns: int) -> int:
+        """The cost in products with the operator.
+
+        A forward pass for the outputs, one more for each group of columns, and a backward pass,
+        which counts as two, for each column.
+        """
+        groups = math.ceil(columns / min(self._at_once, max(columns, 1)))
+        return math.ceil((1 + groups + 2 * columns) / self._product_units)
+
+    def diagonal(self) -> Tensor | None:
+        """Σ_i Σ_c (J_iᵀ f_ic)² (Σ sizes of ``names``,), float64.
+
+        None when the samples cannot be told apart in this model.
+        """
+        problem, columns = self.problem, self.columns()
+        if columns is None:
+            return None
+        if self._checks:
+            problem.check()
+        total = torch.zeros(self.size, dtype=torch.float64, device=problem.device)
+        together = max(1, self._at_once // max(columns, 1))
+        checked = False
+        try:
+            with problem.evaluating():
+                for batch in problem.batches():
+                    for start in range(0, batch.samples, together):
+                        stop = min(start + together, batch.samples)
+                        part = batch.part(start, stop, problem.loss.count)
+                        if part.count == 0:
+                            continue
+                        factors = self._factors(part)
+                        if not checked and not self._samples_are_apart(part, factors):
+                            return None
+                        checked = True
+                        total += part.count / problem.total_count * self._squares(part, factors)
+        except (RuntimeError, ProblemError):
+            return None  # an operation without a rule for vmap, or with a look at its values
+        return total if bool(torch.isfinite(total).all()) else None
+
+    def _factors(self, batch: Batch) -> Tensor:
+        """f (n, r, *outputs) with Σ_c f_ic f_icᵀ = Λ_i, the largest first."""
+        problem = self.problem
+        with torch.no_grad():
+            outputs = problem.outputs(batch, {})
+            n, shape = outputs.shape[0], outputs.shape[1:]
+            entries = math.prod(shape)
+            product = problem.loss.curvature(outputs, batch.targets)
+            if product is None or n != batch.samples:
+                raise ProblemError("the loss has no closed form of its curvature by sample.")
+            units = torch.eye(entries, dtype=outputs.dtype, device=outputs.device)
+            units = units.reshape(entries, 1, *shape).expand(entries, n, *shape)
+            lam = product(units.contiguous()).reshape(entries, n, entries).transpose(0, 1).double()
+            values, vectors = torch.linalg.eigh((lam + lam.transpose(1, 2)) / 2)
+            floor = torch.finfo(outputs.dtype).eps * values.abs().max()
+            kept = int((values > floor).sum(1).max())
+            values, vectors = values[:, entries - kept :], vectors[:, :, entries - kept :]
+            found = vectors * values.clamp_min(0).sqrt().unsqueeze(1)  # (n, entries, r)
+            columns: Tensor = found.transpose(1, 2).flip(1).to(outputs.dtype)
+        return columns.reshape(n, kept, *shape)
+
+    def _squares(self, batch: Batch, factors: Tensor) -> Tensor:
+        """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
+        total = torch.zeros(self.size, dtype=torch.float64, device=factors.device)
+        for some in torch.split(factors, self._at_once, dim=1):
+            gradients = self._gradients(batch, some)  # name → (n, r, *shape)
+            # Not in place: gradients of different parameters may share their memory.
+            pieces = [gradients[name].flatten(2).square().sum((0, 1)) for name in self.names]
+            total += torch.cat(pieces).double()
+        return total
+
+    def _gradients(self, batch: Batch, factors: Tensor) -> dict[str, Tensor]:
+        """J_iᵀ f_ic for every sample and column: name → (n, r, *shape)."""
+        problem, size = self.problem, batch.samples
+        leaves = {n: p.detach() for n, p in problem.leaves(self.names).items()}
+        flat, spec = tree_flatten(batch.inputs)
+        mapped = [isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == size for t in flat]
+        # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
+        single = batch.part(0, 1, problem.loss.count)
+
+        def one(given: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
+            fresh = iter(given)
+            own = [next(fresh).unsqueeze(0) if m else t for t, m in zip(flat, mapped, strict=True)]
+            sample = Batch(
+                inputs=tree_unflatten(own, spec), targets=single.targets, count=single.count,
+                index=batch.index, offset=batch.offset,
+            )  # fmt: skip
+
+            def outputs(parameters: dict[str, Tensor]) -> Tensor:
+                found: Tensor = problem.outputs(sample, parameters)
+                return found
+
+            pull = torch.func.vjp(outputs, leaves)[1]
+            pulled: dict[str, Tensor] = torch.func.vmap(lambda c: pull(c.unsqueeze(0))[0])(columns)
+            return pulled
+
+        given = [t for t, m in zip(flat, mapped, strict=True) if m]
+        result: dict[str, Tensor] = torch.func.vmap(one)(given, factors)
+        return result
+
+    def _samples_are_apart(self, batch: Batch, factors: Tensor) -> bool:
+        """Whether Σ_i J_iᵀ f_i of two samples taken apart is Jᵀ f of both in one batch."""
+        pair = batch.part(0, min(2, batch.samples), self.problem.loss.count)
+        chosen = factors[: pair.samples, :1]
+        apart = self._gradients(pair, chosen)
+        leaves = self.problem.leaves(self.names)
+        outputs = self.problem.outputs(pair, leaves)
+        joint = torch.autograd.grad(
+            outputs, list(leaves.values()), chosen[:, 0], allow_unused=True, materialize_grads=True
+        )
+        left = torch.cat([apart[name].sum((0, 1)).reshape(-1) for name in self.names])
+        right = torch.cat([gradient.reshape(-1) for gradient in joint])
+        allowed = torch.finfo(left.dtype).eps ** 0.5 * float(right.abs().max())
+        return bool((left - right).abs().max() <= allowed)
