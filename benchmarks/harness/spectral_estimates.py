@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from scipy.fft import dct, idct
 from scipy.stats import t as student
-from torch import Tensor
+from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas.spectra.deflated import DeflatedSampler
 from curvatlas.spectra.quadrature import wasserstein
 
-PEERS = ("plain_quadrature", "curvlinops", "hessian_eigenthings")
+PEERS = ("plain_quadrature", "curvlinops", "hessian_eigenthings", "pyhessian")
 SPLITS = {100: (1, 2, 4), 300: (3, 6, 10), 1000: (10, 20, 33)}  # probes tried for each budget
 
 
@@ -118,7 +120,44 @@ def _rules(operator: Rotated) -> dict[str, Any]:
             return nodes.double().numpy(), weights.double().numpy()
 
         rules["curvlinops"] = curvlinops
+    if importlib.util.find_spec("pyhessian") is not None:
+        rules["pyhessian"] = _pyhessian_rule(operator)
     return rules
+
+
+def _pyhessian(operator: Rotated) -> Any:
+    """PyHessian's estimators on our matrix: its loop over a data loader asks for Hv alone."""
+    from pyhessian.hessian import hessian
+
+    computer: Any = object.__new__(hessian)
+    computer.model, computer.device, computer.full_dataset = nn.Identity(), "cpu", True
+    computer.params = [torch.zeros(operator.shape[0], dtype=operator.dtype)]
+    computer.dataloader_hv_product = lambda v: (0.0, [operator @ v[0].to(operator.dtype)])
+    return computer
+
+
+def _pyhessian_rule(operator: Rotated) -> Any:
+    """Its density calls torch.eig, which is gone: it is lent one for the symmetric T it passes."""
+
+    def eig(matrix: Tensor, eigenvectors: bool) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(matrix)
+        return values.unsqueeze(1), vectors
+
+    def rule(probes: int, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        torch.manual_seed(seed)
+        with mock.patch.object(torch, "eig", eig, create=True):
+            nodes, weights = _pyhessian(operator).density(iter=steps, n_v=probes)
+        flat = np.concatenate(weights).astype(np.float64)
+        return np.concatenate(nodes).astype(np.float64), flat / flat.sum()
+
+    return rule
+
+
+def pyhessian_trace(operator: Rotated, seed: int) -> tuple[float, int]:
+    """Its trace as called by default: value and products; it stops believing 0.1 %."""
+    torch.manual_seed(seed)
+    found = _pyhessian(operator).trace()
+    return float(np.mean(found)), len(found)
 
 
 class _AsTheirs:
@@ -186,7 +225,55 @@ def compare_trace(values: Tensor, *, trials: int, peer: int) -> dict[str, Any]:
         "xtrace_products_for_1_percent_at_95": statistics.median(p for p, _, _ in stops),
         "xtrace_intervals_covering": sum(abs(v - truth) <= h for _, v, h in stops) / trials,
         "xtrace_rms_error_then": _rms([v - truth for _, v, _ in stops]) / abs(truth),
+        **_pyhessian_default(operator, truth, trials),
     }
+
+
+def _pyhessian_default(operator: Rotated, truth: float, trials: int) -> dict[str, Any]:
+    if importlib.util.find_spec("pyhessian") is None:
+        return {}
+    found = [pyhessian_trace(operator, seed) for seed in range(trials)]
+    errors = [value - truth for value, _ in found]
+    return {
+        "pyhessian_products": statistics.median(products for _, products in found),
+        "pyhessian_rms_error": _rms(errors) / abs(truth),
+        "pyhessian_within_its_0.1_percent": sum(abs(e) <= 1e-3 * abs(truth) for e in errors)
+        / trials,
+    }
+
+
+def structured_trace(problem: ca.Problem, truth: dict[str, float], *, trials: int) -> list[Any]:
+    """``trace`` as users call it, on the model itself: H_o from the factors of its samples.
+
+    Products are equivalents: what the factors cost in forward and backward passes is counted in.
+    """
+    rows = []
+    for name, kind in (("H", ca.Hessian), ("H_o", ca.GaussNewton)):
+        operator = kind(problem)
+        column = torch.randn(problem.size, 1, dtype=operator.dtype)
+        found = ca.trace(operator, rtol=0.01)  # the first call also imports and warms up
+        clock = time.process_time()
+        found = [ca.trace(operator, rtol=0.01, seed=seed) for seed in range(trials)]
+        ours = (time.process_time() - clock) / trials
+        clock = time.process_time()
+        for _ in range(10):
+            operator @ column
+        product = (time.process_time() - clock) / 10
+        true = truth[name]
+        rows.append(
+            {
+                "matrix": name,
+                "trials": trials,
+                "method": found[0].method,
+                "products": statistics.median(f.products for f in found),
+                "most_products": max(f.products for f in found),
+                "processor_time_in_products": round(ours / product, 1),
+                "intervals_covering": sum(f.interval[0] <= true <= f.interval[1] for f in found)
+                / trials,
+                "rms_error": _rms([f.value - true for f in found]) / abs(true),
+            }
+        )
+    return rows
 
 
 def _xtrace_until(operator: Rotated, rtol: float, seed: int) -> tuple[int, float, float]:

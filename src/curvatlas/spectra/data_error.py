@@ -41,15 +41,31 @@ def linear_samples(
     return shares / shares.sum(), np.stack(rows)
 
 
-def half_width(shares: Array, samples: Array, *, exact: bool = False) -> float:
-    """95 % half-width of the weighted mean; exact: the samples carry no probe noise."""
+def half_width(
+    shares: Array, samples: Array, *, exact: bool = False, whole: float | None = None
+) -> float:
+    """95 % half-width of the weighted mean; exact: the samples carry no probe noise.
+
+    whole: the value of the mean itself where it is known better than these probes tell. A batch
+    deviates in part by a multiple of the whole, and that part is known from it: every batch's
+    deviations are regressed on the probes' values of the whole and moved to its known value.
+    """
     count, probes = samples.shape
-    deviations = samples - shares @ samples  # (B, q)
+    together = shares @ samples  # (q,)
+    deviations = samples - together  # (B, q)
     middle = deviations.mean(1)
-    squares = middle**2
+    noise = np.zeros(count)
     if not exact and probes > 1:
-        squares = squares - deviations.var(1, ddof=1) / probes
-    variance = count / (count - 1) * float(shares**2 @ squares)
+        noise = deviations.var(1, ddof=1) / probes
+    apart = together - together.mean()
+    spread = float(apart @ apart)
+    if whole is not None and probes > 3 and spread > 0.0 and not exact:
+        slope = deviations @ apart / spread
+        missing = whole - float(together.mean())
+        rest = deviations - middle[:, None] - np.outer(slope, apart)
+        middle = middle + slope * missing
+        noise = (rest**2).sum(1) / (probes - 2) * (1 / probes + missing**2 / spread)
+    variance = count / (count - 1) * float(shares**2 @ (middle**2 - noise))
     return float(student.ppf(0.975, count - 1)) * float(np.sqrt(max(variance, 0.0)))
 
 

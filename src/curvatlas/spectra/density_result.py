@@ -16,6 +16,7 @@ from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import gauss, length, mass_below, wasserstein
 from curvatlas.spectra.smoothing import smooth
 
+_NORMAL = 1.96
 _FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
 
 
@@ -122,9 +123,7 @@ def summarise(
     if few:  # a rule of so few nodes says nothing of its own error: β is the spread it leaves open
         resolution += share * float(np.abs(betas[:, -1]).mean())
     scatter = share * _scatter(rules)
-    negative, negative_interval = _negative(
-        size, outliers, alphas, betas, rules, scale, eps, psd=psd
-    )
+    negative, negative_interval = _negative(size, outliers, alphas, betas, scale, eps, psd=psd)
     rank, rank_interval = _effective_rank(size, outliers, rules, coarse)
     if few:
         rank_interval = (min(rank, 1.0), float(size))
@@ -179,36 +178,66 @@ def _distribution(rule: Rule, points: Array) -> Array:
 
 
 def _negative(
-    size: int, outliers: Array, alphas: Array, betas: Array, rules: list[Rule],
-    scale: float, eps: float, *, psd: bool,
-) -> tuple[float, Interval]:  # fmt: skip
-    """Share below zero: certain bounds of each probe's measure, then the scatter of the probes."""
+    size: int, outliers: Array, alphas: Array, betas: Array, scale: float, eps: float, *, psd: bool
+) -> tuple[float, Interval]:
+    """Share below zero, from what each probe's measure has below zero and around it.
+
+    The rule with a node at zero has the mass L left of it and w at it, and the measure's mass below
+    zero lies between L and L + w. Of w the part that shrinks with the steps, as 1/s, is a smooth
+    spectrum seen at finite resolution: half of it lies below. The part that stays, a, is a null
+    space or a peak too narrow to be split: none to all of it lies below. The rest is the chance of
+    the probes, the change with the last quarter of the steps, and one eigenvalue more or less for
+    the coupling between outliers and bulk, a perturbation of rank two.
+    """
     if psd:
         return 0.0, (0.0, 0.0)
     share = (size - len(outliers)) / size
     zero = _zero(np.array([scale]), eps)
     sure = float((outliers < -zero).sum()) / size
-    brackets, middles = [], []
-    for a, b, (nodes, weights) in zip(alphas, betas, rules, strict=True):
-        s = length(b, scale, eps)
-        tail = b[:s].copy()
-        if b[s - 1] <= 16 * eps * scale:
-            tail[-1] = 0.0
-        brackets.append(mass_below(a[:s], tail, -zero if tail[-1] == 0.0 else 0.0))
-        # A node at zero is a null space and not negative; otherwise the bracket's middle is best.
-        null = bool((np.abs(nodes) <= zero).any()) or not bool((nodes < -zero).any())
-        middles.append(weights[nodes < -zero].sum() if null else sum(brackets[-1]) / 2)
-    low, high = np.array(brackets).T
-    middle = sure + share * float(np.mean(middles))
-    below = sure + share * float(low.mean()) - share * _error(low) - 1 / size
-    above = sure + share * float(high.mean()) + share * _error(high) + 1 / size
-    return float(np.clip(middle, 0, 1)), (max(below, 0.0), min(above, 1.0))
+    steps = alphas.shape[1]
+    fewer = max(steps - max(steps // 4, 1), 1)
+    fine, coarse = (
+        np.array(
+            [
+                _around_zero(a[:s], b[:s], scale, eps, zero)
+                for a, b in zip(alphas, betas, strict=True)
+            ]
+        )
+        for s in (steps, fewer)
+    )  # (m, 2): L and w of every probe
+    wide, narrow = float(coarse[:, 1].mean()), float(fine[:, 1].mean())
+    # w(s) = a + c/s at both: what is left as 1/s goes to nothing
+    peak = (steps * narrow - fewer * wide) / (steps - fewer) if steps > fewer else narrow
+    peak = float(np.clip(peak, 0.0, narrow)) if steps >= _FEWEST_STEPS else narrow
+    below = [rule[:, 0] + np.maximum(rule[:, 1] - peak, 0.0) / 2 for rule in (fine, coarse)]
+    mass, change = float(below[0].mean()), float(below[0].mean() - below[1].mean())
+    # The mass a probe sees follows Beta(d p / 2, d (1 − p) / 2): no need to see it scatter.
+    variance = 2 * mass * max(1 - mass, 0.0) / ((size - len(outliers) + 2) * len(alphas))
+    error = float(np.sqrt(share**2 * (_NORMAL**2 * variance + change**2) + 1 / size**2))
+    low = sure + share * mass
+    high = low + share * peak
+    return float(np.clip((low + high) / 2, 0, 1)), (max(low - error, 0.0), min(high + error, 1.0))
+
+
+def _around_zero(
+    alphas: Array, betas: Array, scale: float, eps: float, zero: float
+) -> tuple[float, float]:
+    """L and w: the mass certainly below zero, and what lies at zero for all the rule knows.
+
+    A node that is zero to rounding is a null space: its weight is not negative, and not open.
+    """
+    s = length(betas, scale, eps)
+    nodes, weights = gauss(alphas[:s], betas[:s])
+    if bool((np.abs(nodes) <= zero).any()) or betas[s - 1] <= 16 * eps * scale:
+        return float(weights[nodes < -zero].sum()), 0.0
+    low, high = mass_below(alphas[:s], betas[:s], 0.0)
+    return low, high - low
 
 
 def _effective_rank(
     size: int, outliers: Array, rules: list[Rule], coarse: list[Rule]
 ) -> tuple[float, Interval]:
-    """n (Σ w|θ|)² / Σ wθ²; interval by leaving out a probe at a time, resolution added."""
+    """n (Σ w|θ|)² / Σ wθ², with the chance of the probes and the resolution of their rules."""
 
     def rank(some: list[Rule]) -> float:
         nodes, weights = _mean_rule(some)
@@ -217,19 +246,21 @@ def _effective_rank(
         square = (outliers**2).sum() + rest * float(weights @ nodes**2)
         return float(magnitude**2 / square) if square > 0 else 0.0
 
-    value, m = rank(rules), len(rules)
-    if m < 2:
+    value, m, rest = rank(rules), len(rules), size - len(outliers)
+    if m < 2 or value == 0.0:
         return value, (min(value, 1.0), float(size))
-    left_out = np.array([rank(rules[:i] + rules[i + 1 :]) for i in range(m)])
-    error = _quantile(m) * float(np.sqrt((m - 1) / m * ((left_out - left_out.mean()) ** 2).sum()))
-    # |θ| is not a polynomial: the rules are biased where the spectrum crosses zero.
-    error += 2 * abs(value - rank(coarse)) + 1e-9 * value
+    nodes, weights = _mean_rule(rules)
+    magnitude = np.abs(outliers).sum() + rest * float(weights @ np.abs(nodes))
+    square = (outliers**2).sum() + rest * float(weights @ nodes**2)
+    # To first order log rank is the integral of this function, and a probe's integral of any
+    # function has the variance 2/(d + 2) times that of the function over the spectrum.
+    slope = 2 * rest * np.abs(nodes) / magnitude - rest * nodes**2 / square
+    scatter = 2 / (rest + 2) / m * max(float(weights @ slope**2 - (weights @ slope) ** 2), 0.0)
+    # |θ| is not a polynomial: the rules are biased where the spectrum crosses zero, by about 1/s²,
+    # so that the last quarter of the steps moved them by 0.8 of what is left.
+    bias = 1.3 * (value - rank(coarse))
+    error = float(np.hypot(_NORMAL * np.sqrt(scatter) * value, bias)) + 1e-9 * value
     return value, (max(value - error, 0.0), min(value + error, float(size)))
-
-
-def _error(values: Array) -> float:
-    m = len(values)
-    return _quantile(m) * float(values.std(ddof=1)) / np.sqrt(m) if m > 1 else 1.0
 
 
 def _quantile(m: int) -> float:

@@ -122,7 +122,7 @@ def frobenius_norm(
     )
     return replace(
         found,
-        data_interval=around(found.value, half_width(shares, samples)),
+        data_interval=around(found.value, half_width(shares, samples, whole=found.value)),
         products=found.products + 2 * _DATA_PROBES,
     )
 

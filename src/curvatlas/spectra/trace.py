@@ -57,7 +57,7 @@ def _with_data_error(op: LinearOperator, found: Estimate, seed: int) -> Estimate
     probes = torch.randn(op.shape[0], _DATA_PROBES, generator=random, dtype=torch.float64)
     probes = probes.to(device=op.device, dtype=op.dtype)
     shares, samples = linear_samples(parts, probes, lambda images: (probes * images).sum(0))
-    half = half_width(shares, samples)
+    half = half_width(shares, samples, whole=found.value)
     return replace(
         found,
         data_interval=around(found.value, half),

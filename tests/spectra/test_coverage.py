@@ -1,0 +1,82 @@
+"""Intervals of the density and of the data: a small version of benchmarks/coverage.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import curvatlas as ca
+from curvatlas.operators.base import LinearOperator
+from spectra.spectrum_operators import SpectrumOperator
+
+TRIALS = 40
+FEWEST = 33  # of 40: a 95 % interval falls below with a chance of 1 in 200
+
+
+def normal(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def indefinite() -> Tensor:
+    values = 0.3 * normal(220, 1)
+    values[:6] += torch.linspace(3, 9, 6, dtype=torch.float64)
+    return values
+
+
+def with_null_space() -> Tensor:
+    values = torch.zeros(240, dtype=torch.float64)
+    values[:60] = normal(60, 2) + 0.5
+    return values
+
+
+def degenerate() -> Tensor:
+    parts = ((10, 5.0), (40, -1.5), (180, 0.4))
+    return torch.cat([torch.full((n,), x, dtype=torch.float64) for n, x in parts])
+
+
+@pytest.mark.parametrize("make", [indefinite, with_null_space, degenerate])
+def test_density_intervals_hold_the_truth_and_are_not_the_worst_case(
+    make: Callable[[], Tensor],
+) -> None:
+    values = make()
+    negative = float((values < 0).double().mean())
+    rank = float(values.abs().sum() ** 2 / values.square().sum())
+    held, narrow = [0, 0], 0
+    for seed in range(TRIALS):
+        found = ca.spectral_density(SpectrumOperator(values), max_products=90, seed=seed)
+        low, high = found.negative_mass_interval
+        held[0] += low <= negative <= high
+        narrow += high - low <= 0.25
+        low, high = found.effective_rank_interval
+        held[1] += low <= rank <= high
+    assert min(held) >= FEWEST, held
+    assert narrow >= FEWEST
+
+
+class Sampled(SpectrumOperator):
+    """The mean of batches drawn by a seed, each off by a common factor and by noise of its own."""
+
+    def __init__(self, values: Tensor, seed: int) -> None:
+        own = normal(8 * len(values), 100 + seed).reshape(8, -1)
+        common = normal(8, 900 + seed)[:, None]
+        self._batches = values * (1 + 0.2 * common + 0.1 * own)
+        super().__init__(self._batches.mean(0))
+
+    def per_batch(self) -> list[tuple[float, LinearOperator]]:
+        return [(1 / 8, SpectrumOperator(values)) for values in self._batches]
+
+
+@pytest.mark.parametrize("estimate", [ca.trace, ca.frobenius_norm])
+def test_data_intervals_hold_the_value_of_all_data(estimate: Callable[..., Any]) -> None:
+    values = indefinite()  # a trace hard to sample: six probes alone would not know the scatter
+    truth = float(values.sum() if estimate is ca.trace else values.norm())
+    held = 0
+    for seed in range(TRIALS):
+        interval = estimate(Sampled(values, seed), rtol=0.02, seed=seed).data_interval
+        assert interval is not None
+        held += interval[0] <= truth <= interval[1]
+    assert held >= FEWEST, held
