@@ -133,4 +133,4 @@ def _means_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL
     # safetensors reports the system's error as text only
-    return "No space left" in str(error) or "os error 28" in str(error)
+    return any(f"os error {number}" in str(error) for number in _FULL)

@@ -160,6 +160,29 @@ def add_over_processes(values: Tensor) -> Tensor:
     return values
 
 
+def from_every_process(value: int) -> list[int]:
+    """One number of every process, in the order of their ranks."""
+    seen = torch.zeros(world_size(), dtype=torch.int64)
+    seen[rank()] = value
+    return [int(number) for number in add_over_processes(seen)]
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether the condition holds in every process."""
+    return all(from_every_process(int(condition)))
+
+
+def largest_over_processes(value: int) -> int:
+    return max(from_every_process(value))
+
+
+def sums_over_processes(op: Any) -> bool:
+    """Whether the operator's products are sums over the group, so that all have to join in them."""
+    source = getattr(op, "parent", op)  # a role × role view multiplies through its operator
+    problem = getattr(source, "problem", None)
+    return world_size() > 1 and bool(getattr(problem, "distributed", False))
+
+
 # Newer names where torch has them: the older ones warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -163,3 +163,62 @@ def slow_eigenpairs(rank: int, world: int, port: int, folder: str, mode: str) ->
     except RuntimeError as error:
         (Path(folder) / f"error{rank}.txt").write_text(str(error))
         os._exit(3)
+
+
+ROWS = torch.arange(44.0).view(4, 11)  # the whole of what two processes share in the next test
+
+
+def sharded_states(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Write two states of a sharded basis, then fail twice to write a third: a real EFBIG."""
+    import resource
+    import warnings
+
+    from curvatlas.parallel import Shards
+    from curvatlas.spectra.checkpoint_shards import ShardedCheckpoint
+
+    join_group(rank, world, port)
+    mine = Shards.of(ROWS.shape[1])
+    file = ShardedCheckpoint(Path(folder) / "state", {"of": "test"}, mine)
+    told = []
+
+    def save(count: int, *, limited: int | None = None) -> bool:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        if limited == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        rows = ROWS[:count, mine.start : mine.stop].contiguous()
+        # The first process's file is long, each part short: the limit hits either one.
+        rest = torch.zeros(1000 if limited == 0 else 1)
+        wide = rows if limited != 1 else rows.repeat(100, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            written = file.save({"rows": wide, "rest": rest}, {"count": count})
+        told.extend(str(w.message) for w in caught)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        return written
+
+    results = [save(2), save(3), save(4, limited=1), save(4, limited=0)]
+    (Path(folder) / f"told{rank}.txt").write_text("\n".join([str(results), *told]))
+    dist.destroy_process_group()
+
+
+def resumed_by_two(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Go on with what one process had computed; refuse a file that only one process sees."""
+    join_group(rank, world, port)
+    model, data = model_and_data()
+    problem = ca.Problem(model, "cross_entropy", data, shard=True)
+    operator = ca.Hessian(problem)
+    try:
+        ca.eigenpairs(
+            operator, k=3, which="both", tol=1e-6, checkpoint=Path(folder) / f"seen by {rank}"
+        )
+    except ValueError as error:
+        (Path(folder) / f"refused{rank}.txt").write_text(str(error))
+    for name in ("plain", "sharded"):
+        before = operator.products
+        found = ca.eigenpairs(
+            operator, k=3, which="both", tol=1e-6, shard=name == "sharded", data_error=False,
+            checkpoint=Path(folder) / name,
+        )  # fmt: skip
+        part = {"values": found.values, "products": torch.tensor(operator.products - before)}
+        torch.save(part, Path(folder) / f"{name}{rank}.pt")
+    dist.destroy_process_group()

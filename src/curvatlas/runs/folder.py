@@ -172,7 +172,10 @@ class Run:
                 f"safe in {self.path}; make room and start the same command again to resume."
             )
             raise RunWriteError(error, message, name, result) from error
-        self.checkpoint_path(name).unlink(missing_ok=True)
+        checkpoint = self.checkpoint_path(name)
+        # Also the state before the last one, and the parts that several processes wrote.
+        for file in [checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*")]:
+            file.unlink(missing_ok=True)
 
     def _keep_warnings(self, name: str, caught: list[warnings.WarningMessage]) -> None:
         for item in caught:

@@ -2,7 +2,8 @@
 
 Every process writes its own columns of the rows to ``<name>.step<n>.<start>-<stop>``; when all have
 done so, the first process replaces ``<name>`` itself, which holds everything else and names the
-step. A kill at any moment leaves the last complete step; parts of other steps are removed later.
+step. A kill at any moment leaves the last complete step; the one before it stays too, the way back
+when a part is damaged; parts of other steps are removed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from curvatlas import parallel
-from curvatlas.spectra.checkpoint import Checkpoint, State, write_tensors
+from curvatlas.spectra.checkpoint import (
+    Checkpoint,
+    State,
+    checksum,
+    checksums,
+    write_tensors,
+)
 
 _SHARDED = "rows"
 
@@ -28,10 +35,11 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, path: Any, mark: Mapping[str, Any], shards: parallel.Shards) -> None:
         super().__init__(path, mark)
         self._shards = shards
-        self._step = 0
+        self._together = parallel.world_size() > 1
+        self._step = 0  # of the last complete state
 
-    def load(self) -> State | None:
-        found = super().load()
+    def _read(self) -> State | None:
+        found = super()._read()
         if found is None:
             return None
         tensors, numbers = found
@@ -41,7 +49,7 @@ class ShardedCheckpoint(Checkpoint):
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(
                 f"a part of {self.path} is missing or damaged ({error}): bring all files "
-                f"{self.path}.* back to one place, or delete them to start afresh."
+                f"{self.path}.* back to one place; {self._way_back()}delete them to start afresh."
             ) from error
         return tensors, numbers
 
@@ -58,22 +66,34 @@ class ShardedCheckpoint(Checkpoint):
                 part = opened.get_slice(_SHARDED)
                 if part.get_shape() != [count, stop - start]:
                     raise ValueError(f"{file} has {part.get_shape()}")
-                piece = part[:, low - start : high - start]
-            if rows is None:
-                rows = torch.empty(count, mine.length, dtype=piece.dtype)
-            rows[:, low - mine.start : high - mine.start] = piece
+                total = 0
+                for place in range(count):  # row by row: a part may be larger than this process's
+                    row = part[place : place + 1]
+                    total = checksum(row, total)
+                    if rows is None:
+                        rows = torch.empty(count, mine.length, dtype=row.dtype)
+                    rows[place, low - mine.start : high - mine.start] = row[
+                        0, low - start : high - start
+                    ]
+                expected = checksums(opened.metadata()).get(_SHARDED)
+            if expected is not None and f"{total:08x}" != expected:
+                raise ValueError(f"the bytes of {file.name} do not match their checksum")
             covered += high - low
         if rows is None or covered != mine.length:
             raise ValueError(f"step {self._step} covers {covered} of {mine.length} entries")
         return rows
 
-    def _parts(self, step: int | None) -> list[tuple[Path, int, int]]:
+    def _parts(self, step: int) -> list[tuple[Path, int, int]]:
+        return [(file, start, stop) for file, at, start, stop in self._all_parts() if at == step]
+
+    def _all_parts(self) -> list[tuple[Path, int, int, int]]:
+        """(file, step, start, stop) of every part on disk."""
         assert self.path is not None
         found = []
         for file in sorted(self.path.parent.glob(f"{self.path.name}.step*")):
             match = re.fullmatch(r".*\.step(\d+)\.(\d+)-(\d+)", file.name)
-            if match and (step is None or int(match[1]) == step):
-                found.append((file, int(match[2]), int(match[3])))
+            if match:
+                found.append((file, int(match[1]), int(match[2]), int(match[3])))
         return found
 
     def due(self) -> bool:
@@ -83,29 +103,39 @@ class ShardedCheckpoint(Checkpoint):
 
     def save(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, everywhere: bool = False
-    ) -> None:
+    ) -> bool:
         # After a failure processes may be at different steps, or gone: the last step stands.
         if self.path is None or everywhere:
-            return
-        self._step += 1
+            return True
+        step = max([self._step, *(found for _, found, _, _ in self._all_parts())]) + 1
+        step = int(parallel.largest_over_processes(step))
         rows = tensors[_SHARDED]
-        part = f"{self.path.name}.step{self._step}.{self._shards.start}-{self._shards.stop}"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        failed = 0.0
+        part = self.path.parent / (
+            f"{self.path.name}.step{step}.{self._shards.start}-{self._shards.stop}"
+        )
+        written = False
         try:
-            write_tensors(self.path.parent / part, {_SHARDED: rows}, {})
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(part, {_SHARDED: rows}, {})
+            written = True
         except OSError as error:
-            failed = 1.0
             self._report(error)
-        if float(parallel.add_over_processes(torch.tensor([failed]))) > 0:
-            (self.path.parent / part).unlink(missing_ok=True)
-            return
-        rest = {name: value for name, value in tensors.items() if name != _SHARDED}
-        super().save(rest, {**numbers, "step": self._step, "rows": rows.shape[0]})
-        parallel.add_over_processes(torch.zeros(1))  # the step is complete before any is removed
-        for file, start, stop in self._parts(None):
+        if parallel.everywhere(written):
+            rest = {name: value for name, value in tensors.items() if name != _SHARDED}
+            numbers = {**numbers, "step": step, "rows": rows.shape[0]}
+            written = super().save(rest, numbers)
+        # Without the first process's file the parts name nothing, and the last step's still do.
+        if not parallel.everywhere(written):
+            part.unlink(missing_ok=True)
+            return False
+        self._remove_all_but({step, self._step})
+        self._step = step
+        return True
+
+    def _remove_all_but(self, steps: set[int]) -> None:
+        """The step just written and the one before it stay: the last state and the way back."""
+        for file, step, start, stop in self._all_parts():
             mine = (start, stop) == (self._shards.start, self._shards.stop)
-            old = f".step{self._step}." not in file.name
             # Parts of another number of processes are nobody's: the first process removes them.
-            if old and (mine or parallel.rank() == 0):
+            if step not in steps and (mine or parallel.rank() == 0):
                 file.unlink(missing_ok=True)
