@@ -5,10 +5,10 @@ sample has few outputs (C classes: C − 1). So
 
     diag H_o = Σ_i Σ_c (J_iᵀ f_ic)²,     tr H_o = Σ_i Σ_c ‖J_iᵀ f_ic‖²,
 
-one backward pass for each c with the gradients of the samples kept apart. Only first derivatives
-are taken, and vmap over samples is outermost: nothing is differentiated through it. Where an
-operation of the model cannot be mapped over samples, or samples do meet in the model, there is no
-answer and the caller estimates.
+one backward pass for each c with the gradients of the samples kept apart: the forward pass is
+mapped over samples that each have the parameters to themselves, and only first derivatives are
+taken. Where an operation of the model cannot be mapped over samples, or samples do meet in the
+model, there is no answer and the caller estimates.
 """
 
 from __future__ import annotations
@@ -133,40 +133,49 @@ class SampleFactors:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
         total = torch.zeros(self.size, dtype=torch.float64, device=factors.device)
         for some in torch.split(factors, self._at_once, dim=1):
-            gradients = self._gradients(batch, some)  # name → (n, r, *shape)
+            gradients = self._gradients(batch, some)  # (r, n, *shape) each
             # Not in place: gradients of different parameters may share their memory.
-            pieces = [gradients[name].flatten(2).square().sum((0, 1)) for name in self.names]
+            pieces = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
             total += torch.cat(pieces).double()
         return total
 
-    def _gradients(self, batch: Batch, factors: Tensor) -> dict[str, Tensor]:
-        """J_iᵀ f_ic for every sample and column: name → (n, r, *shape)."""
+    def _gradients(self, batch: Batch, factors: Tensor) -> list[Tensor]:
+        """J_iᵀ f_ic for every sample and column: (r, n, *shape) for each of ``names``.
+
+        Every sample gets parameters of its own, all views of the same memory: the gradient by them
+        is the samples' gradients side by side.
+        """
         problem, size = self.problem, batch.samples
-        leaves = {n: p.detach() for n, p in problem.leaves(self.names).items()}
+        leaves = {
+            name: leaf.detach().expand(size, *leaf.shape).requires_grad_(True)
+            for name, leaf in problem.leaves(self.names).items()
+        }
         flat, spec = tree_flatten(batch.inputs)
         mapped = [isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == size for t in flat]
         # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
         single = batch.part(0, 1, problem.loss.count)
 
-        def one(given: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
+        def one(parameters: dict[str, Tensor], given: list[Tensor]) -> Tensor:
             fresh = iter(given)
             own = [next(fresh).unsqueeze(0) if m else t for t, m in zip(flat, mapped, strict=True)]
             sample = Batch(
                 inputs=tree_unflatten(own, spec), targets=single.targets, count=single.count,
                 index=batch.index, offset=batch.offset,
             )  # fmt: skip
-
-            def outputs(parameters: dict[str, Tensor]) -> Tensor:
-                found: Tensor = problem.outputs(sample, parameters)
-                return found
-
-            pull = torch.func.vjp(outputs, leaves)[1]
-            pulled: dict[str, Tensor] = torch.func.vmap(lambda c: pull(c.unsqueeze(0))[0])(columns)
-            return pulled
+            outputs: Tensor = problem.outputs(sample, parameters)
+            return outputs.squeeze(0)
 
         given = [t for t, m in zip(flat, mapped, strict=True) if m]
-        result: dict[str, Tensor] = torch.func.vmap(one)(given, factors)
-        return result
+        outputs = torch.func.vmap(one)(leaves, given)
+        found = torch.autograd.grad(
+            outputs, list(leaves.values()), factors.transpose(0, 1),
+            is_grads_batched=True, allow_unused=True,
+        )  # fmt: skip
+        columns = factors.shape[1]
+        return [
+            leaf.new_zeros(columns, *leaf.shape) if gradient is None else gradient
+            for gradient, leaf in zip(found, leaves.values(), strict=True)
+        ]
 
     def _samples_are_apart(self, batch: Batch, factors: Tensor) -> bool:
         """Whether Σ_i J_iᵀ f_i of two samples taken apart is Jᵀ f of both in one batch."""
@@ -178,7 +187,7 @@ class SampleFactors:
         joint = torch.autograd.grad(
             outputs, list(leaves.values()), chosen[:, 0], allow_unused=True, materialize_grads=True
         )
-        left = torch.cat([apart[name].sum((0, 1)).reshape(-1) for name in self.names])
+        left = torch.cat([gradient.sum((0, 1)).reshape(-1) for gradient in apart])
         right = torch.cat([gradient.reshape(-1) for gradient in joint])
         allowed = torch.finfo(left.dtype).eps ** 0.5 * float(right.abs().max())
         return bool((left - right).abs().max() <= allowed)
