@@ -33,7 +33,7 @@ def trainer_callback(monitor: Monitor) -> Any:
 
 
 def lightning_callback(monitor: Monitor) -> Any:
-    """A Lightning ``Callback``: one ``monitor.step`` after each training batch."""
+    """A Lightning ``Callback``: one ``monitor.step`` after each optimizer step."""
     base = None
     for name in ("lightning.pytorch", "pytorch_lightning"):
         try:
@@ -44,7 +44,12 @@ def lightning_callback(monitor: Monitor) -> Any:
     if base is None:
         raise ImportError("the Lightning callback needs lightning: pip install lightning.")
 
+    seen = [0]  # the last global step: a batch that only accumulates gradients does not move it
+
     def on_train_batch_end(self: Any, trainer: Any, *_: Any, **__: Any) -> None:
+        if int(trainer.global_step) == seen[0]:
+            return
+        seen[0] = int(trainer.global_step)
         rates = [float(g["lr"]) for o in trainer.optimizers for g in o.param_groups]
         monitor.step(step=int(trainer.global_step), learning_rate=max(rates) if rates else None)
 
