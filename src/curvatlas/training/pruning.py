@@ -6,7 +6,7 @@ residual, so a saliency is never negative.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from curvatlas.errors import ProblemError
 from curvatlas.operators import GaussNewton
 from curvatlas.problem import Problem
 from curvatlas.results import Result
-from curvatlas.spectra.diagonal import diagonal, read_diagonal
+from curvatlas.spectra.diagonal import diagonal
+from curvatlas.training.exact_diagonal import exact_diagonal as read_exactly
 from curvatlas.training.gradients import sampled_gradients
 from curvatlas.training.surgeon import inverse_blocks, remove_all, remove_first
 
@@ -41,7 +42,8 @@ class Pruning(Result):
     predicted_rise: float  # Σ of the saliencies: second order, removals independent
     loss_before: float
     loss_after: float  # on the same data, measured
-    products: int
+    products: int  # for an exact diagonal from the outputs and for "obs": gradients of samples
+    curvature: dict[str, Tensor]  # parameter name → [H_o]_ii, for "obd"; pass it to prune again
 
     def apply(self, model: nn.Module) -> None:
         """Write the pruned weights into the model."""
@@ -67,6 +69,7 @@ def prune(
     method: Method = "obs",
     roles: Sequence[str] = PRUNED_ROLES,
     exact_diagonal: bool | None = None,
+    curvature: Mapping[str, Tensor] | None = None,
     max_products: int = 200,
     samples: int = 512,
     block_size: int = 128,
@@ -77,7 +80,11 @@ def prune(
 
     method: "magnitude" |w|; "obd" ½ [H_o]_ii w_i²; "obs" with updates of the remaining weights in
         blocks of ``block_size`` (curvature from ``samples`` gradients with sampled targets).
-    exact_diagonal: for "obd"; default: exact up to ``max_products`` parameters, estimated beyond.
+    exact_diagonal: for "obd"; False: within ``max_products``, exact where it costs no more and
+        estimated elsewhere; True: exact at any price; default: True up to ``max_products``
+        parameters, False beyond.
+    curvature: for "obd", the diagonal of an earlier pruning of the same weights (its
+        ``curvature``), so that several sparsities are compared for the price of one.
     """
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity is a share in [0, 1), got {sparsity}.")
@@ -94,37 +101,49 @@ def prune(
     places = torch.cat([piece.indices for piece in chosen]).to(problem.device)
     theta = problem.parameters
     wanted = round(sparsity * len(places))
+    entries = theta.new_zeros(0)
     if method == "obs":
         new, saliency, products = _surgery(
             problem, theta, places, wanted, samples, block_size, damping, seed
         )
     else:
-        scores, products = _scores(problem, theta, method, exact_diagonal, max_products, seed)
+        products = 0
+        if method == "obd" and curvature is not None:
+            entries = _known_diagonal(problem, curvature)
+        elif method == "obd":
+            entries, products = _diagonal(problem, exact_diagonal, max_products, seed)
+        scores = theta.abs() if method == "magnitude" else 0.5 * entries * theta.square()
         keep = torch.ones_like(theta, dtype=torch.bool)
         keep[places[torch.argsort(scores[places])[:wanted]]] = False
         saliency = torch.where(keep, 0.0, scores)
         new = torch.where(keep, theta, 0.0)
-    return _report(problem, chosen, places, theta, new, saliency, method, products)
+    return _report(problem, chosen, places, theta, new, saliency, entries, method, products)
 
 
-def _scores(
-    problem: Problem,
-    theta: Tensor,
-    method: str,
-    exact: bool | None,
-    max_products: int,
-    seed: int,
+def _diagonal(
+    problem: Problem, exact: bool | None, max_products: int, seed: int
 ) -> tuple[Tensor, int]:
-    if method == "magnitude":
-        return theta.abs(), 0
-    operator = GaussNewton(problem)
+    """diag H_o, never negative, and the products it took."""
     if exact is None:
         exact = problem.size <= max_products
     if exact:
-        values = read_diagonal(operator)
+        values, products = read_exactly(problem)
     else:
+        operator = GaussNewton(problem)
         values = diagonal(operator, rtol=0.01, max_products=max_products, seed=seed).values
-    return 0.5 * values.clamp_min(0).to(theta) * theta.square(), operator.products
+        products = operator.products
+    return values.clamp_min(0).to(problem.parameters), products
+
+
+def _known_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
+    shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
+    wrong = [n for n, s in shapes.items() if n not in curvature or curvature[n].shape != s]
+    if wrong:
+        raise ValueError(
+            f"curvature does not fit the parameter {wrong[0]}: pass the curvature of a pruning of "
+            "the same model with the same roles."
+        )
+    return torch.cat([curvature[n].reshape(-1) for n in shapes]).to(problem.parameters)
 
 
 def _surgery(
@@ -171,6 +190,7 @@ def _report(
     theta: Tensor,
     new: Tensor,
     saliency: Tensor,
+    entries: Tensor,
     method: str,
     products: int,
 ) -> Pruning:
@@ -181,13 +201,16 @@ def _report(
         by_role.setdefault(piece.role, []).append(piece)
     before = problem.value()
     after = value_at(problem, new)
-    shapes = zip(problem.layout.names, problem.layout.split(new.unsqueeze(1)), strict=True)
-    kept = zip(problem.layout.names, problem.layout.split((~removed).unsqueeze(1)), strict=True)
+
+    def named(flat: Tensor) -> dict[str, Tensor]:
+        pieces = problem.layout.split(flat.unsqueeze(1))
+        return {n: p.squeeze(0).clone() for n, p in zip(problem.layout.names, pieces, strict=True)}
+
     return Pruning(
         method=method,
         sparsity=float(removed[places].double().mean()),
-        masks={name: mask.squeeze(0).clone() for name, mask in kept},
-        weights={name: value.squeeze(0).clone() for name, value in shapes},
+        masks=named(~removed),
+        weights=named(new),
         role_sparsity={
             role: sum(float(p.view(removed).sum()) for p in pieces) / sum(p.size for p in pieces)
             for role, pieces in by_role.items()
@@ -200,6 +223,7 @@ def _report(
         loss_before=before,
         loss_after=after,
         products=products,
+        curvature=named(entries) if len(entries) else {},
     )
 
 
