@@ -154,6 +154,24 @@ def test_groups_have_their_own_rates_and_can_be_added_later() -> None:
     assert "square" in optimizer.state[model[3].weight]
 
 
+@pytest.mark.parametrize("step_sizes", ["role", "block"])
+def test_roles_and_blocks_have_a_limit_each(step_sizes: Any) -> None:
+    model = zoo.reference_vit(d_model=8).double()
+    optimizer = ca.CurvatureAwareOptimizer(model, 0.1, step_sizes=step_sizes, every=1)
+    blocks = {group["block"]: group["params"] for group in optimizer.param_groups}
+    wanted = {"query", "value", "down", "vectors"} if step_sizes == "role" else {"0.attention"}
+    assert wanted <= blocks.keys()
+    members = [id(p) for group in blocks.values() for p in group]
+    assert sorted(members) == sorted(map(id, model.parameters()))
+    x, y = zoo.digits().train.take(32).to(torch.float64)
+    for _ in range(12):
+        optimizer.step_with_curvature_adaptation(x, y)
+    assert len(optimizer.limits) == len(blocks)
+    assert len({round(limit, 9) for limit in optimizer.limits}) > 1
+    with pytest.raises(ValueError, match="needs the model"):
+        ca.CurvatureAwareOptimizer(model.parameters(), step_sizes=step_sizes)
+
+
 def test_frozen_and_unused_parameters_stay_and_keep_their_state() -> None:
     model = network()
     optimizer = ca.CurvatureAwareOptimizer(model, 5e-3)
@@ -235,6 +253,8 @@ def test_wrong_use_is_told_in_one_line() -> None:
         ca.CurvatureAwareOptimizer([{"params": model.parameters(), "method": "newton"}])
     with pytest.raises(ValueError, match="has no parameters"):
         ca.CurvatureAwareOptimizer(nn.Tanh())
+    with pytest.raises(ValueError, match="step_sizes is"):
+        ca.CurvatureAwareOptimizer(model, step_sizes="each")  # type: ignore[arg-type]
     by_parameters = ca.CurvatureAwareOptimizer(model.parameters())
     with pytest.raises(ValueError, match="give it the model itself"):
         by_parameters.step_with_curvature_adaptation(*batch())

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvatlas.anatomy import anatomy_of
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.training.optimizer_control import TENTH, Control
 from curvatlas.training.optimizer_curvature import AdaptedStep, LocalCurvature, local_curvature
 from curvatlas.training.optimizer_directions import DiagonalStack, SpectralStack, Stack, lies
+from curvatlas.training.optimizer_groups import StepSizes, edges, parameter_groups
 from curvatlas.training.optimizer_probe import gradients_at, repeatable
 from curvatlas.zoo.training import Loss, loss_of
 
@@ -33,6 +33,9 @@ class CurvatureAwareOptimizer(Optimizer):
         curvature along the steps allows: see ``optimizer_control``.
     loss: for ``estimate_local_curvature`` and ``step_with_curvature_adaptation``.
     momentum: of the matrices;  betas, eps: of Adam;  weight_decay: decoupled, matrices only.
+    step_sizes: "whole" (one limit of the rate for the model), "role" or "block" (one for each role
+        or each sublayer of each layer, from the curvature that role or block meets along the
+        step). Only where a model is given; parameter groups have a limit each anyway.
     every: steps between two measured products (one more gradient each) where the loss can be
         evaluated again: ``step(closure)`` and ``step_with_curvature_adaptation``. 0: never.
 
@@ -63,6 +66,7 @@ class CurvatureAwareOptimizer(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        step_sizes: StepSizes = "whole",
         every: int = 20,
     ) -> None:
         for name, value, low, high in (
@@ -77,7 +81,7 @@ class CurvatureAwareOptimizer(Optimizer):
                 raise ValueError(f"{name} must lie in [{low:g}, {high:g}), got {value}.")
         self.loss, self.every, self.skipped = loss, every, 0
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
-        self._diagonal = _edges(self.model)
+        self._diagonal = edges(self.model)
         self._stacks: list[list[Stack]] | None = None
         self._active: tuple[int, ...] = ()
         self._measurements = 0
@@ -90,7 +94,7 @@ class CurvatureAwareOptimizer(Optimizer):
             "method": "auto",
             "steps": 0,
         }
-        super().__init__(_parameters(model, self.model), defaults)
+        super().__init__(parameter_groups(model, self.model, step_sizes), defaults)
 
     # --- a regular torch optimizer --------------------------------------------------------------
 
@@ -259,27 +263,7 @@ class CurvatureAwareOptimizer(Optimizer):
         return self.model
 
 
-def _parameters(given: nn.Module | Iterable[Any], model: nn.Module | None) -> Any:
-    if model is None:
-        return given
-    found = list(model.parameters())
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no parameters to train.")
-    return found
-
-
 def _slope(stacks: list[Stack], gradients: list[Tensor]) -> float:
     """Σ gᵀd over the stacks of a group, with the direction of the last step."""
     pairs = zip(stacks, gradients, strict=True)
     return sum(float(torch.dot(g.view(-1), s.direction.view(-1))) for s, g in pairs)
-
-
-def _edges(model: nn.Module | None) -> frozenset[int]:
-    """Embeddings and the head: rows are tokens or classes, not directions to be mixed."""
-    if model is None:
-        return frozenset()
-    named = dict(model.named_parameters())
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    slices = anatomy_of(model).slices
-    known = {id(named[s.parameter]) for s in slices if s.sublayer in ("embedding", "head")}
-    return frozenset(tables | known)
