@@ -4,7 +4,8 @@
 
 The cost is the processor time of ``ca.atlas`` divided by that of one H·v in the same process. The
 errors compare a sample of columns with a reference from many independent probes: over all entries
-that are not zero, and over those that matter, above 1 % of the largest of their part.
+that are not zero (above 1e-5 of the largest of their part), and over those that matter, above 1 %
+of it. The embeddings, which are hardest, are always in the sample.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> di
     hard = [j for j, block in enumerate(blocks) if block.sublayer == "embedding"]
     chosen = sorted({*hard, *drawn.tolist()})
     sketch = Sketch(CurvatureParts(problem), blocks, seed=12345)
+    sketch.probe(range(len(blocks)), 2)  # so that the probes of the reference know where to look
+    for j in chosen:
+        sketch.groups[j].clear()
     sketch.probe([int(j) for j in chosen], reference)
     relative, inside, own, large = [], [], [], []
     for j in map(int, chosen):
@@ -89,9 +93,11 @@ def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> di
         "compared_entries": int(all_errors.size),
         "rms_error": round(float(np.sqrt((all_errors**2).mean())), 4),
         "median_error": round(float(np.median(np.abs(all_errors))), 4),
+        "error_of_95_percent": round(float(np.quantile(np.abs(all_errors), 0.95)), 4),
         "worst_error": round(float(np.abs(all_errors).max()), 4),
         "entries_that_matter": int(matter.size),
         "rms_error_of_those": round(float(np.sqrt((matter**2).mean())), 4),
+        "error_of_95_percent_of_those": round(float(np.quantile(np.abs(matter), 0.95)), 4),
         "worst_error_of_those": round(float(np.abs(matter).max()), 4),
         "reference_rms_error": round(float(np.sqrt((reference_error**2).mean())), 4),
         "inside_interval": round(float(np.concatenate(inside).mean()), 4),
@@ -123,6 +129,10 @@ def main() -> None:
             requirement(
                 "the same over entries above 1 % of the largest", row["rms_error_of_those"], 0.05
             ),
+            requirement(
+                "error that 95 % of those stay below", row["error_of_95_percent_of_those"], 0.05
+            ),
+            requirement("worst error of those", row["worst_error_of_those"], 0.05),
         ]
         print(keep("atlas", {"rows": [row], "requirements": requirements}))
 

@@ -1,6 +1,6 @@
 """What propagation costs against what docs/costs.md predicts: memory and time, by size.
 
-python benchmarks/costs.py [--repeats 3]
+python benchmarks/costs.py [--repeats 3] [--accounts]
 
 Each row varies one size of a GPT and fits the exponent of the cost in it. Times are of the
 processor, the least of the repeats; memory is the peak above what stood there before (Linux), in a
@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import gc
+import json
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from curvatlas.analysis.propagation import ALIVE
 from curvatlas.analysis.propagation_capture import capture
 from curvatlas.analysis.propagation_free import FreeProducts
 from curvatlas.zoo import GPT, GPTConfig
-from harness.results import keep
+from harness.results import RESULTS, keep
 
 
 def case(tokens: int, width: int, layers: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
@@ -65,13 +66,13 @@ def product(tokens: int, width: int, layers: int) -> Callable[[], Any]:
     return run
 
 
-def account(tokens: int, width: int, layers: int) -> Callable[[], Any]:
-    """The whole matrix-free account: products with what lies behind every activation."""
+def account(tokens: int, width: int, layers: int, chosen: int | None = None) -> Callable[[], Any]:
+    """The matrix-free account of all or some blocks: products with what lies behind each."""
     model, batch = case(tokens, width, layers)
     analyzer = ca.CurvaturePropagationAnalyzer(
         model, "cross_entropy", method="matrix-free", probes=3
     )
-    return lambda: analyzer.analyze_curvature_flow(*batch)
+    return lambda: analyzer.analyze_curvature_flow(*batch, layers=chosen)
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
@@ -127,8 +128,12 @@ def row(what: str, against: str, sizes: Sequence[float], costs: Sequence[float],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--accounts", action="store_true", help="only the matrix-free accounts")
     parser.add_argument("--one", type=int, nargs=3, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.accounts:
+        again()
+        return
     if options.one:
         dense(8, 16, 1)()  # libraries and kernels are loaded before memory is counted
         print(peak_mb(dense(*options.one)))
@@ -154,10 +159,28 @@ def main() -> None:
     sizes = [sum(p.numel() for p in case(128, w, 4)[0].parameters()) for w in widths]
     found = [1e3 * seconds(product(128, w, 4), repeats) for w in widths]
     rows.append(row("one product", "parameters", sizes, found, "ms", "1"))
-    found = [seconds(account(32, 64, n), 1) for n in layers]
-    rows.append(row("matrix-free account", "layers", layers, found, "s",
-                    "2 (entries × layers behind each)"))  # fmt: skip
+    rows += accounts()
     print(keep("costs", {"rows": rows}))
+
+
+def accounts() -> list[dict[str, Any]]:
+    """Propagation without matrices against the depth: every block, and two of them."""
+    depths = [2, 4, 8, 16]
+    whole = [seconds(account(32, 64, n), 1) for n in depths]
+    some = [seconds(account(32, 64, n, 2), 2) for n in depths]
+    return [
+        row("matrix-free account", "layers", depths, whole, "s", "2 (entries × layers behind)"),
+        row("matrix-free account of two blocks", "layers", depths, some, "s", "1"),
+    ]
+
+
+def again() -> None:
+    """Measure only the accounts; the other rows stay as they are kept."""
+    path = RESULTS / "costs.json"
+    new = accounts()
+    names = {r["what"] for r in new}
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    print(keep("costs", {"rows": [r for r in before if r["what"] not in names] + new}))
 
 
 if __name__ == "__main__":

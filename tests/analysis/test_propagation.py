@@ -18,6 +18,7 @@ import curvatlas as ca
 import families
 import oracles
 from curvatlas.analysis.propagation_capture import block_paths
+from curvatlas.analysis.propagation_free import FreeProducts
 from curvatlas.analysis.propagation_result import CurvatureFlow
 from curvatlas.anatomy import anatomy_of
 from curvatlas.errors import ProblemError
@@ -232,6 +233,43 @@ def test_a_full_basis_of_probes_makes_the_matrix_free_account_exact() -> None:
         assert torch.allclose(
             estimate.token_trace, exact.token_trace, atol=1e-9 * float(exact.norm)
         )
+
+
+@pytest.mark.parametrize("method", ["dense", "matrix-free"])
+def test_chosen_layers_have_the_entries_of_the_whole_account(method: str) -> None:
+    model, batch, loss = families.make("zoo gpt pre-norm")
+    tokens, targets = batch[0][:1, :3], batch[1][:1, :3]
+    size = tokens.numel() * 8  # a full basis: the matrix-free entries are exact too
+    analyzer = ca.CurvaturePropagationAnalyzer(model, loss, method=method, probes=size)
+    whole = analyzer.analyze_curvature_flow(tokens, targets)
+    for layers, left in ((1, {None, 1}), ([0], {None, 0}), (7, {None, 0, 1})):
+        some = analyzer.analyze_curvature_flow(tokens, targets, layers=layers)
+        assert {entry.layer for entry in some.activations} == left
+        expected = [entry for entry in whole.sublayers if entry.layer in left]
+        for entry, other in zip(some.sublayers, expected, strict=True):
+            assert entry.name == other.name
+            assert entry.norm == pytest.approx(other.norm, rel=1e-9)
+    with pytest.raises(ValueError, match=r"no blocks \[5\]; there are \[0, 1\]"):
+        analyzer.analyze_curvature_flow(tokens, targets, layers=[5])
+    with pytest.raises(ValueError, match="at least 1"):
+        analyzer.analyze_curvature_flow(tokens, targets, layers=0)
+
+
+def test_one_activation_costs_its_own_products_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    total = FreeProducts.total
+
+    def counted(self: FreeProducts, node: Any) -> Any:
+        asked.append(node.name)
+        return total(self, node)
+
+    monkeypatch.setattr(FreeProducts, "total", counted)
+    model, batch, loss = families.make("zoo gpt pre-norm")
+    analyzer = ca.CurvaturePropagationAnalyzer(model, loss, method="matrix-free", probes=3)
+    entry = analyzer.compute_layer_curvature(batch[0], "embedding", batch[1])
+    assert entry.name == "embedding"
+    # The embedding itself, and what is passed on to it by the sublayers that read it.
+    assert set(asked) <= {"embedding", "blocks.0.norm1", "blocks.0.attention_residual"}
 
 
 def test_memory_decides_between_matrices_and_products() -> None:

@@ -22,7 +22,8 @@ from curvatlas.problem import Problem
 
 # Up to this size the three dense matrices are cheaper than their estimates are good.
 DENSE_UP_TO = 4096
-_FIRST, _MORE, _MOST = 4, 4, 16  # probes a column: at the start, in each later round, at most
+_FIRST, _MORE, _MOST = 5, 4, 16  # probes a column: at the start, in each later round, at most
+_AT_FIRST = 0.85  # of the products allowed; the rest goes to the columns that are known least
 _MATTERS = 0.01  # of the largest entry: what ``worst`` looks at
 _NORMAL = 1.96
 _TAIL = 2.2  # for traces: a quadratic form in few probes has heavier tails than a normal number
@@ -129,13 +130,14 @@ def _probe_until(
     count = len(sketch.blocks)
     first = _FIRST
     if products is not None:
-        first = max(2, min(_FIRST, products // count))
+        first = max(2, min(_FIRST, int(_AT_FIRST * products) // count))
         if products < 2 * count:
             raise ValueError(
                 f"a map of {count} blocks needs at least {2 * count} products, got {products}: "
                 "allow more, or use biases=False for fewer blocks."
             )
-    sketch.probe(range(count), first)
+    # From the end of the model backwards: the last columns cost least and teach the first ones.
+    sketch.probe(range(count - 1, -1, -1), first)
     limit = _MOST * count if products is None else products
     singles = [[j] for j in range(count)]
     while True:

@@ -1,7 +1,8 @@
 """Fill the map column by column: one product gives all rows of H, H_o and H_f at once.
 
 A probe that lives in column block j gives H_ij z for every row block i. Only small Gram matrices of
-these products are kept: (rows, q, q) a column and part, whatever the size of the model.
+these products are kept, (rows, q, q) a column and part, and the leading directions of every row
+block, which make the probes of the columns to come better than random ones (atlas_directions).
 """
 
 from __future__ import annotations
@@ -14,22 +15,36 @@ import torch
 from torch import Tensor
 
 from curvatlas.analysis.atlas_blocks import Block
+from curvatlas.analysis.atlas_directions import MOST, WAITING, Directions, coded_probes
 from curvatlas.analysis.atlas_statistics import Array, Energy, energy_of, pooled
 from curvatlas.operators.parts import PARTS, CurvatureParts
 from curvatlas.progress import bar
 
+_UNSEEN = 1e-5  # of the largest norm: below it the products of one column are rounding
+_SAMPLES = 3  # directions that one column's products teach about each row block
+
 
 @dataclass(frozen=True)
 class ProbeGroup:
-    """q orthonormal probes of one column block of size n."""
+    """q orthogonal probes X of one column block of size n; Q = √(q/n) X, orthonormal on average."""
 
     size: int
     grams: Array  # (parts, rows, q, q): Gram matrices of H_ij Q
     inner: Array  # (parts, q, q): Qᵀ H_jj Q
+    longest: float  # largest squared length of a column of Q
+    noise: float  # mean relative variance of the energies
 
     @property
     def probes(self) -> int:
         return int(self.inner.shape[-1])
+
+    def energy(self, grams: Array) -> Energy:
+        return energy_of(grams, self.size, longest=self.longest)
+
+    @property
+    def precision(self) -> float:
+        """What the group counts for beside others; infinite where it is exact."""
+        return np.inf if self.probes >= self.size else 1 / max(self.noise, 1e-12)
 
 
 class Sketch:
@@ -46,6 +61,13 @@ class Sketch:
         # Rows of fused parameters are regrouped into blocks; None where they already are.
         self._order = None if in_order else order.to(operator.device)
         self._sizes = sizes
+        # A quarter of the budget, at most, for what the columns teach each other.
+        vectors = operator.budget / 4 / (sum(sizes) * operator.dtype.itemsize)
+        kept = min(MOST, int(vectors / (1 + WAITING)))
+        self._directions = [
+            Directions(size, dtype=operator.dtype, device=operator.device, kept=kept)
+            for size in sizes
+        ]
 
     @property
     def products(self) -> int:
@@ -64,23 +86,54 @@ class Sketch:
     def _measure(self, j: int, count: int) -> ProbeGroup:
         block, operator = self.blocks[j], self.operator
         size = block.size
-        draw = torch.randn(size, count, generator=self._generator, dtype=torch.float64)
-        basis = torch.linalg.qr(draw).Q.to(operator.device, operator.dtype)  # (n, q)
+        if count >= size:
+            draw = torch.eye(size, dtype=torch.float64)
+        else:
+            draw = coded_probes(self._directions[j].basis(), count, self._generator)
+            draw *= (count / size) ** 0.5
+        basis = draw.to(operator.device, operator.dtype)  # (n, q)
         layout = operator.problem.layout
         results = operator.parts(scatter(block, basis.T, operator), layout.names)
         grams = np.empty((len(PARTS), len(self.blocks), count, count))
         inner = np.empty((len(PARTS), count, count))
         for p, part in enumerate(PARTS):
-            rows = results[part]  # (q, P)
-            if self._order is not None:
-                rows = rows.index_select(1, self._order)
-            for i, piece in enumerate(torch.split(rows, self._sizes, dim=1)):
+            for i, piece in enumerate(self._pieces(results[part])):
                 # In the model's own precision: a float64 copy of ten million rows costs more than
                 # the product, and 1e-6 is far below the probes' own error.
                 grams[p, i] = (piece @ piece.T).double().cpu().numpy()
                 if i == j:
                     inner[p] = (piece @ basis).double().cpu().numpy()
-        return ProbeGroup(size, grams, (inner + inner.swapaxes(-1, -2)) / 2)
+        self._learn(j, results, grams)
+        longest = float(draw.square().sum(0).max())
+        noise = _noise(energy_of(grams, size, longest=longest))
+        return ProbeGroup(size, grams, (inner + inner.swapaxes(-1, -2)) / 2, longest, noise)
+
+    def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
+        """(q, P) → (q, size) for every block."""
+        if self._order is not None:
+            rows = rows.index_select(1, self._order)
+        return torch.split(rows, self._sizes, dim=1)
+
+    def _learn(self, j: int, results: dict[str, Tensor], grams: Array) -> None:
+        """Keep what the products of column j say about the row spaces of all other columns."""
+        norms = np.sqrt(np.trace(grams, axis1=-2, axis2=-1))  # (parts, rows)
+        floor = _UNSEEN * norms[0].max()
+        outer, functional = (self._pieces(results[part]) for part in ("outer", "functional"))
+        for i, directions in enumerate(self._directions):
+            # Its own probes would no longer be independent of what was learnt from them.
+            if i == j or not directions.learns:
+                continue
+            known = [
+                piece[i] / float(norm)
+                for piece, norm in ((outer, norms[1, i]), (functional, norms[2, i]))
+                if norm > floor
+            ]
+            if not known:
+                continue
+            both = torch.cat(known)  # (2q, n): each part weighs the same
+            vectors = torch.linalg.eigh((both @ both.T).double()).eigenvectors
+            leading = vectors.flip(1)[:, :_SAMPLES].T.to(both.dtype)
+            directions.add(leading @ both)
 
     # --- energies -------------------------------------------------------------------------------
 
@@ -99,29 +152,23 @@ class Sketch:
 
     def _column(self, j: int, indicator: Array) -> Energy:
         """(parts, row groups) of one column, pooled over its probe groups."""
-        groups = self.groups[j]
-        count = sum(group.probes for group in groups)
-        exact = [group for group in groups if group.probes >= group.size]
-        if exact:
-            groups, count = exact[:1], exact[0].probes
+        groups = self._counted(j)
         parts = [
-            energy_of(np.einsum("ab,pbkl->pakl", indicator, group.grams), group.size)
-            for group in groups
+            group.energy(np.einsum("ab,pbkl->pakl", indicator, group.grams)) for group in groups
         ]
-        return pooled(parts, [group.probes / count for group in groups])
+        return pooled(parts, _shares(groups))
+
+    def _counted(self, j: int) -> list[ProbeGroup]:
+        """The groups of column j that say something: the exact one alone, if there is one."""
+        exact = [group for group in self.groups[j] if group.probes >= group.size]
+        return exact[:1] or self.groups[j]
 
     def _weights(self, columns: Sequence[Sequence[int]]) -> Array:
-        """How well a column group is probed: the fewest probes of its blocks."""
-        counts = []
-        for group in columns:
-            per_block = [
-                np.inf
-                if any(g.probes >= g.size for g in self.groups[j])
-                else float(sum(g.probes for g in self.groups[j]))
-                for j in group
-            ]
-            counts.append(min(per_block))
-        return np.array(counts)
+        """How well a column group is known: the least precision of its blocks."""
+        precision = [
+            sum(group.precision for group in self._counted(j)) for j in range(len(self.blocks))
+        ]
+        return np.array([min(precision[j] for j in group) for group in columns])
 
     def traces(self) -> tuple[Array, Array]:
         """tr H_jj and its standard error: arrays (parts, blocks).
@@ -130,18 +177,34 @@ class Sketch:
         """
         values = np.zeros((len(PARTS), len(self.blocks)))
         errors = np.zeros_like(values)
-        for j, groups in enumerate(self.groups):
-            exact = [g for g in groups if g.probes >= g.size]
-            groups = exact[:1] or groups
-            count = sum(g.probes for g in groups)
-            for g in groups:
+        for j in range(len(self.groups)):
+            groups = self._counted(j)
+            for g, share in zip(groups, _shares(groups), strict=True):
                 n, q = g.size, g.probes
-                share = q / count
                 values[:, j] += share * n / q * np.trace(g.inner, axis1=-2, axis2=-1)
                 frobenius = n / q * np.trace(g.grams[:, j], axis1=-2, axis2=-1)
                 shrink = n * (n - q) / max((n - 1) * (n + 2), 1)
                 errors[:, j] += share**2 * 2 / q * shrink * frobenius
         return values, np.sqrt(errors)
+
+
+def _noise(energy: Energy) -> float:
+    """Mean relative variance over entries and parts, those of rounding apart."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = energy.variance / energy.value**2
+    floor = _UNSEEN**2 * energy.value.max(axis=(-2, -1), keepdims=True)
+    return float(relative[energy.value > floor].mean()) if (energy.value > floor).any() else 0.0
+
+
+def _shares(groups: Sequence[ProbeGroup]) -> list[float]:
+    """Weights of independent groups, by their precision averaged over the map.
+
+    An entry's own variance must not weigh it: few probes estimate both, and low with low.
+    """
+    if len(groups) == 1:
+        return [1.0]
+    precision = np.array([group.precision for group in groups])
+    return [float(share) for share in precision / precision.sum()]
 
 
 _FIELDS = ("value", "variance", "fourth", "pairs", "seen")

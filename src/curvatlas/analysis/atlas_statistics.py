@@ -64,8 +64,13 @@ class Energy:
         return np.where(self.value > 0, result, 0.0)
 
 
-def energy_of(grams: Array, size: int) -> Energy:
-    """From Gram matrices (..., q, q) of q orthonormal probes in a space of dimension ``size``."""
+def energy_of(grams: Array, size: int, *, longest: float | None = None) -> Energy:
+    """From Gram matrices (..., q, q) of q orthonormal probes in a space of dimension ``size``.
+
+    longest: given for probes of atlas_directions, whose squared lengths are 1 on average and this
+        at most. Their pairs still estimate the variance, too high rather than too low: the pairs
+        that matter most stand in different probes.
+    """
     q = grams.shape[-1]
     diagonal = np.diagonal(grams, axis1=-2, axis2=-1)
     trace = diagonal.sum(-1)
@@ -73,13 +78,13 @@ def energy_of(grams: Array, size: int) -> Energy:
     squares = grams**2
     pairs = q * (q - 1) / 2
     seen = np.linalg.eigvalsh(grams)[..., -1] if q else np.zeros_like(value)
-    seen = np.maximum(seen, 0.0)
+    seen = np.maximum(seen, 0.0) / (longest or 1.0)
     if q >= size:  # every direction was probed
         fourth = squares.sum((-2, -1))
         return Energy(value, np.zeros_like(value), fourth, np.full_like(value, np.inf), seen)
     off = (squares.sum((-2, -1)) - (diagonal**2).sum(-1)) / (2 * pairs)  # mean of G_kl², k < l
     # Half the spread of the diagonal has the same mean; it notices a direction that few probes hit.
-    spread = diagonal.var(-1, ddof=1) / 2
+    spread = diagonal.var(-1, ddof=1) / 2 if longest is None else off
     variance = 2 / q * size * (size - q) * np.maximum(off, (off + spread) / 2)
     fourth = (size - 1) * (size + 2) * off + value**2 / size
     return Energy(value, variance, fourth, np.full_like(value, pairs), seen)

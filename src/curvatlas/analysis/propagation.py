@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.propagation_capture import Capture, capture
-from curvatlas.analysis.propagation_entries import dense_entries, free_entries
+from curvatlas.analysis.propagation_entries import Wanted, dense_entries, free_entries
 from curvatlas.analysis.propagation_local import Samples, samples_interact
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
 from curvatlas.anatomy import anatomy_of
@@ -78,25 +78,38 @@ class CurvaturePropagationAnalyzer:
             known = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
             if name not in known:
                 raise KeyError(f"there is no activation {name!r}; there are {', '.join(known)}.")
-            wanted = known[name].name
-            for entry in self._entries(problem, batch, captured)[1]:
-                if entry.place == "activation" and entry.name == wanted:
+            node = known[name]
+            entries = self._entries(problem, batch, captured, lambda other: other is node)[1]
+            for entry in entries:
+                if entry.place == "activation":
                     return entry
         raise KeyError(f"the activation {name!r} was not reached.")  # pragma: no cover
 
     def analyze_curvature_flow(
-        self, x: Any, target: Any = None, *, step: int | None = None
+        self,
+        x: Any,
+        target: Any = None,
+        *,
+        step: int | None = None,
+        layers: int | Sequence[int] | None = None,
     ) -> CurvatureFlow:
         """Every sublayer and activation of one batch; kept in ``history`` for the figure.
 
         x: the model's input, or a mapping of keyword arguments (``labels`` are its targets).
+        layers: the blocks to account for, by their numbers, or how many of them, evenly spaced
+            with the first and the last. None: all. What stands outside the blocks always counts.
+            A matrix-free entry costs what lies behind it: all of them grow with the square of the
+            depth, a fixed number of blocks in proportion to it.
         """
         problem, origin = self._problem(x, target)
         problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)
-            method, entries = self._entries(problem, batch, captured)
+            chosen = _chosen_layers(layers, captured)
+            method, entries = self._entries(
+                problem, batch, captured, lambda node: node.layer is None or node.layer in chosen
+            )
             found = list(entries)
             loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
         found.reverse()  # from the embedding to the head
@@ -129,7 +142,7 @@ class CurvaturePropagationAnalyzer:
     # --- what stands behind them ----------------------------------------------------------------
 
     def _entries(
-        self, problem: Problem, batch: Batch, captured: Capture
+        self, problem: Problem, batch: Batch, captured: Capture, wanted: Wanted
     ) -> tuple[str, Iterator[FlowEntry]]:
         view = Samples(1 if samples_interact(batch, captured) else batch.samples)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
@@ -139,9 +152,9 @@ class CurvaturePropagationAnalyzer:
         if self.method == "dense" or (self.method == "auto" and fits):
             everything = 6 * len(captured.nodes) * one
             keep = everything <= room
-            return "dense", dense_entries(problem, batch, captured, view, keep=keep)
+            return "dense", dense_entries(problem, batch, captured, view, keep=keep, wanted=wanted)
         return "matrix-free", free_entries(
-            problem, batch, captured, view, probes=self.probes, seed=self.seed
+            problem, batch, captured, view, probes=self.probes, seed=self.seed, wanted=wanted
         )
 
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
@@ -182,3 +195,19 @@ class CurvaturePropagationAnalyzer:
         data = {**inputs, "labels": target} if isinstance(inputs, Mapping) else (inputs, target)
         shift = False if isinstance(inputs, Mapping) else None
         return Problem(self.model, loss, [data], shift=shift), origin
+
+
+def _chosen_layers(layers: int | Sequence[int] | None, captured: Capture) -> set[int]:
+    """The numbers of the blocks asked for; an int spreads that many from the first to the last."""
+    known = sorted({node.layer for node in captured.nodes if node.layer is not None})
+    if layers is None:
+        return set(known)
+    if isinstance(layers, int):
+        if layers < 1:
+            raise ValueError(f"layers is a number of blocks, at least 1, or a list; got {layers}.")
+        places = torch.linspace(len(known) - 1, 0, min(layers, len(known))).round().long().tolist()
+        return {known[place] for place in places} if known else set()
+    unknown = sorted(set(layers) - set(known))
+    if unknown:
+        raise ValueError(f"there are no blocks {unknown}; there are {known}.")
+    return set(layers)

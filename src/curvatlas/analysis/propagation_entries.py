@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 
 _SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
+Wanted = Callable[[Node], bool]  # which activations, and the sublayers that make them
 _PARTS = ("total", "passed_on", "created_here")
 
 
@@ -42,11 +43,13 @@ def tokens_of(tensor: Tensor, samples: int) -> int:
 
 
 def dense_entries(
-    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, keep: bool
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, keep: bool, wanted: Wanted
 ) -> Iterator[FlowEntry]:
     """Entries from the loss backwards: each sublayer after the activation it puts out."""
     total = len(capture.nodes) + 1
     for step in track(propagate(problem, batch, capture, view), "propagation", total=total):
+        if not wanted(step.node):
+            continue
         if step.total is not None and step.created is not None:
             place = Place(step.node, "activation", step.node, step.node.name)
             passed = step.total - step.created
@@ -135,7 +138,14 @@ Probes = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # a basis, and the images
 
 
 def free_entries(
-    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
+    problem: Problem,
+    batch: Batch,
+    capture: Capture,
+    view: Samples,
+    *,
+    probes: int,
+    seed: int,
+    wanted: Wanted,
 ) -> Iterator[FlowEntry]:
     """The same entries, estimated from ``probes`` products each."""
     products = FreeProducts(problem, batch, capture)
@@ -160,9 +170,12 @@ def free_entries(
 
     for node in track(capture.last, "propagation: head"):
         head = Node("head", "head", None, node.tensor)
+        if not wanted(head):
+            continue
         name = "head" if len(capture.last) == 1 else f"head ← {node.name}"
         yield entry(Place(head, "sublayer", node, name), through(*products.head(node), node))
-    for node in track(list(reversed(capture.nodes)), "propagation"):
+    nodes = [node for node in reversed(capture.nodes) if wanted(node)]
+    for node in track(nodes, "propagation"):
         own = known.pop(node) if node in known else at(node)
         found = entry(Place(node, "activation", node, node.name), own)
         behind[node] = found.measures["total"]
@@ -173,6 +186,10 @@ def free_entries(
             if is_sum(node):  # passes the very same matrix on and creates nothing
                 basis, (whole, _, created) = own
                 seen = basis, (whole, whole, torch.zeros_like(created))
+                # What only the sum reads has the sum's Hessian: the branch needs no products.
+                for branch in node.parents:
+                    if products.readers[branch] == [node] and branch not in capture.last:
+                        known[branch] = seen
             elif products.readers[parent] == [node] and parent not in capture.last:
                 # The only reader of its input: all that the loss sees of the one, it sees of both.
                 seen = known[parent] = at(parent)
