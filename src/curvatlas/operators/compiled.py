@@ -1,10 +1,10 @@
 """Products compiled to one graph of fused kernels, for runs long enough to pay for the compiling.
 
 What is compiled is the product itself, double backward on the kept graph, recorded operation by
-operation: the same mathematics as without, so that what is right through LayerNorm stays right
-(compiled forward over reverse would trade that away for a graph 3.6 times as large). The recorded
-graph of the 1.06 M GPT has 2,500 operations and takes a minute to compile; products then cost a
-quarter less (benchmarks/compiled.py).
+operation: the same mathematics as without, so that what is right through LayerNorm stays right.
+(Forward over reverse, the usual thing to compile, is wrong there in some compositions, and kept 3.6
+times as much on the 1.06 M GPT.) That GPT's product has 2,500 operations and takes a minute to
+compile; products then cost a quarter less (benchmarks/compiled.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _compiled(
     plain: Linearisation, names: Sequence[str], given: Sequence[Tensor]
 ) -> tuple[Callable[..., Sequence[Tensor | None]], list[Tensor]]:
     """(compiled product of saved tensors and one tensor a parameter, those saved tensors)."""
-    from torch._inductor.compile_fx import compile_fx
+    with warnings.catch_warnings():  # importing it warns of torch's own old code
+        warnings.simplefilter("ignore")
+        from torch._inductor.compile_fx import compile_fx
 
     def product(*vector: Tensor) -> list[Tensor | None]:
         columns = {name: v.unsqueeze(0) for name, v in zip(names, vector, strict=True)}

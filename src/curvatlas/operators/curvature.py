@@ -14,6 +14,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
+from curvatlas.operators.compiled import Compile, CompiledLinearisation
 from curvatlas.operators.kept import PLANNED, KeptLinearisations
 from curvatlas.operators.linearisation import Columns, Linearisation
 from curvatlas.operators.probes import probe_by_differences, probe_symmetry
@@ -29,6 +30,8 @@ class CurvatureOperator(LinearOperator):
 
     budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
     checks: probe symmetry, gradient paths, randomness and finiteness on first use.
+    compile: run products as compiled code (docs/scale.md); "auto": where ``expected_products`` pay
+        for a minute or more of compiling.
     """
 
     linearisation: type[Linearisation]
@@ -41,8 +44,12 @@ class CurvatureOperator(LinearOperator):
         *,
         budget: int | str | None = None,
         checks: bool = True,
+        compile: Compile = False,
+        expected_products: int | None = None,
         tags: Tags | None = None,
     ) -> None:
+        if compile not in (True, False, "auto"):
+            raise ValueError(f"compile is True, False or 'auto', got {compile!r}.")
         size = problem.size
         super().__init__(
             (size, size),
@@ -54,12 +61,21 @@ class CurvatureOperator(LinearOperator):
         self.budget = default_budget() if budget is None else parse_bytes(budget)
         self._logit_room = logit_room(None if budget is None else self.budget)
         self.checks = checks
+        self._compile, self._expected_products = compile, expected_products
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
 
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
         return self.linearisation(self.problem, batch, names, logit_room=self._logit_room)
+
+    def _kept_linearisation(self, batch: Batch, names: Sequence[str]) -> Linearisation:
+        plain = self._linearise(batch, names)
+        if self._compile is False:
+            return plain
+        return CompiledLinearisation(
+            plain, names, compile=self._compile, expected=self._expected_products
+        )
 
     # --- products -------------------------------------------------------------------------------
 
@@ -156,7 +172,7 @@ class CurvatureOperator(LinearOperator):
             if self.checks and linear.size.custom:
                 probe_by_differences(self.problem, sample, names, linear.size.custom)
         return KeptLinearisations(
-            self._linearise,
+            self._kept_linearisation,
             self.problem,
             names,
             budget=self.budget,

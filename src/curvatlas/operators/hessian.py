@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from curvatlas.operators.base import Tags
+from curvatlas.operators.compiled import Compile
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import (
     FunctionalLinearisation,
@@ -32,7 +33,16 @@ class GaussNewton(CurvatureOperator):
     outer = "whole"
 
     def __init__(
-        self, problem: Problem, *, budget: int | str | None = None, checks: bool = True
+        self,
+        problem: Problem,
+        *,
+        budget: int | str | None = None,
+        checks: bool = True,
+        compile: Compile = False,
+        expected_products: int | None = None,
     ) -> None:
         tags = Tags(symmetric=True, psd=problem.loss.convex)
-        super().__init__(problem, budget=budget, checks=checks, tags=tags)
+        super().__init__(
+            problem, budget=budget, checks=checks, compile=compile,
+            expected_products=expected_products, tags=tags,
+        )  # fmt: skip
