@@ -14,15 +14,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import ctypes
-import gc
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness.peak import peak_bytes, settled
 from harness.results import RESULTS, keep, requirement
 
 MB = 1_000_000
@@ -64,11 +62,10 @@ def measure(run: dict[str, Any]) -> dict[str, Any]:
     operator = getattr(ca, run["operator"])(problem, budget=run["budget_mb"] * MB)
     right = torch.randn(problem.size, run["columns"])
     _warm_up(run["operator"])
-    before = _settled()
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the peak so far
+    before = settled()
     for _ in range(2):
         operator @ right
-    peak = _resident("VmHWM") - before
+    peak = peak_bytes() - before
     return {**run, "parameters": problem.size, "peak_mb": round(peak / MB, 1)}
 
 
@@ -86,8 +83,8 @@ def measure_growth(products: int) -> dict[str, Any]:
         for turn in range(products):
             operator @ right
             if turn == products // 10:
-                early = _settled()
-        growth[name] = round((_settled() - early) / MB, 2)
+                early = settled()
+        growth[name] = round((settled() - early) / MB, 2)
     return {"products": products, "growth_mb": growth}
 
 
@@ -114,19 +111,6 @@ def _warm_up(operator: str) -> None:
 
     small = _problem(20, 8, 16, 1, 1, 1)
     getattr(ca, operator)(small) @ torch.randn(small.size)
-
-
-def _resident(field: str = "VmRSS") -> int:
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.search(field + r":\s+(\d+)", text)
-    assert found is not None
-    return int(found.group(1)) * 1024
-
-
-def _settled() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory must not hide what is allocated later
-    return _resident()
 
 
 def _child(task: dict[str, Any]) -> dict[str, Any]:

