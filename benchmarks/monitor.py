@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="20 steps, nothing is kept")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    steps, samples, rounds = (20, 2, 1) if options.quick else (800, 2, 1)
+    steps, samples, rounds = (20, 2, 1) if options.quick else (2000, 2, 1)
     bare: list[Run] = []
     watched: dict[float, list[Run]] = {budget: [] for budget in BUDGETS}
     for _ in range(rounds):
