@@ -4,7 +4,7 @@ What is compiled is the product itself, double backward on the kept graph, recor
 operation: the same mathematics as without, so that what is right through LayerNorm stays right.
 (Forward over reverse, the usual thing to compile, is wrong there in some compositions, and kept 3.6
 times as much on the 1.06 M GPT.) That GPT's product has 2,500 operations and takes a minute to
-compile; products then cost a quarter less (benchmarks/compiled.py).
+compile; products then cost a fifth less (benchmarks/compiled.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from curvatlas.operators.linearisation import Columns, Linearisation
 Compile = bool | Literal["auto"]
 
 # Measured on the 1.06 M GPT: compiling takes 25 ms for every recorded operation (with recording),
-# and a compiled product saves a quarter of its time. Three saved tensors make about ten operations.
+# and a compiled product saves a fifth of its time. Three saved tensors make about ten operations.
 SECONDS_PER_OPERATION = 0.025
 OPERATIONS_PER_TENSOR = 4
 SAVED_SHARE = 0.2
