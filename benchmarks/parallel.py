@@ -4,9 +4,8 @@
 
 Two gloo processes, each held to a core of its own and one thread. They take turns: the first alone
 with all the data, then both with half of it each and one reduction a product. Only the ratio of
-neighbouring turns is kept. Where other work runs on the cores, two processes wait for each other as
-well and the clock says nothing; processor time (of the busier process, with gloo's threads) is what
-each needs of its own core, and decides.
+neighbouring turns is kept, by the clock and by processor time (of the busier process, with gloo's
+threads): where other work runs on the cores, the two wait for each other as well.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from harness.timing import clocked, quartiles
 
 WANTED = 1.7  # times the products per second of one process
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton}
-TIMES = (1, 4)  # the products' benchmark's 512 tokens, and four times as many
+TIMES = (1, 4, 16)  # the products' benchmark's 512 tokens, and more
 
 
 def worker(rank: int, port: int, folder: str, rounds: int, case_name: str) -> None:
@@ -137,8 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     found = run("gpt-100k" if options.quick else "gpt-1m", 2 if options.quick else options.rounds)
     lines = [
         requirement(
-            f"{row['quantity']}·v of {row['tokens']} tokens: processor time in one's",
-            round(1 / row["by_processor_time"], 3),
+            f"{row['quantity']}·v of {row['tokens']} tokens: time of two processes in one's",
+            round(1 / row["times_the_products_per_second"], 3),
             round(1 / WANTED, 3),
         )
         for row in found["rows"]
