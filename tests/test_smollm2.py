@@ -66,3 +66,13 @@ def test_an_interrupted_study_goes_on_and_ends_as_a_page(
     text = load(ROOT / "scripts" / "smollm2_page.py").render(found, None)
     assert "| **whole model** |" in text
     assert "## Attention sinks" in text
+
+
+def test_the_kept_page_is_that_of_the_kept_numbers() -> None:
+    script = load(ROOT / "scripts" / "smollm2_page.py")
+    found = json.loads(script.SOURCE.read_text(encoding="utf-8"))
+    cost = json.loads(script.COST.read_text(encoding="utf-8"))
+    expected = script.render(found, cost)
+    assert script.PAGE.read_text(encoding="utf-8") == expected, (
+        "run: python scripts/smollm2_page.py"
+    )
