@@ -22,7 +22,6 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import curvatlas as ca
 from harness.cases import CASES, Case
 from harness.contestants import references
 from harness.results import RESULTS, keep, requirement
+from harness.timing import least_processor_seconds
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton}
 
@@ -42,15 +42,6 @@ def processor() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def seconds(run: Callable[[], Any], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return min(times)
-
-
 def measure(case: Case, quantity: str, rounds: int) -> dict[str, Any]:
     problem = ca.Problem(case.model, "cross_entropy", (case.inputs, case.targets))
     vector = torch.randn(case.size, generator=torch.Generator().manual_seed(1))
@@ -58,12 +49,12 @@ def measure(case: Case, quantity: str, rounds: int) -> dict[str, Any]:
     plain, fast = KINDS[quantity](problem), KINDS[quantity](problem, compile=True)
     plain @ vector
     fast @ vector  # uncompiled; the second product compiles
-    once = seconds(lambda: plain @ vector, 2)
+    once = least_processor_seconds(lambda: plain @ vector, 2)
     start = processor()
     got = fast @ vector
     compiling = processor() - start - 3 * once
     runs = (case.gradient, lambda: plain @ vector, lambda: fast @ vector)
-    turns = [[seconds(run, 2) for run in runs] for _ in range(rounds)]
+    turns = [[least_processor_seconds(run, 2) for run in runs] for _ in range(rounds)]
     gradient, kept, compiled = (min(column) for column in zip(*turns, strict=True))
     saved = kept - compiled
     return {

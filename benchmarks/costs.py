@@ -18,7 +18,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,9 @@ from curvatlas.analysis.propagation import ALIVE
 from curvatlas.analysis.propagation_capture import capture
 from curvatlas.analysis.propagation_free import FreeProducts
 from curvatlas.zoo import GPT, GPTConfig
+from harness.peak import peak_bytes
 from harness.results import RESULTS, keep
+from harness.timing import least_processor_seconds
 
 
 def case(tokens: int, width: int, layers: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
@@ -77,12 +78,7 @@ def account(tokens: int, width: int, layers: int, chosen: int | None = None) -> 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
     run()
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return min(times)
+    return least_processor_seconds(run, repeats)
 
 
 def memory(tokens: int, width: int, layers: int) -> float:
@@ -105,9 +101,7 @@ def peak_mb(run: Callable[[], Any]) -> float:
 
 
 def _high_water() -> float:
-    with open("/proc/self/status", encoding="ascii") as file:
-        (line,) = (line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
+    return peak_bytes() / 2**20
 
 
 def row(what: str, against: str, sizes: Sequence[float], costs: Sequence[float], unit: str,

@@ -19,7 +19,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +32,7 @@ from curvatlas.zoo.gpt import GPT, GPTConfig
 from harness.peak import peak_bytes, settled
 from harness.results import RESULTS, keep, requirement
 from harness.sizes import smollm2_shaped
+from harness.timing import least_processor_seconds
 
 FIGURE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "growth.png"
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton}
@@ -57,12 +57,7 @@ def gpt_problem(
 def seconds(run: Callable[[], Any], rounds: int) -> float:
     """Least processor time of ``rounds`` calls, after one that builds the graph."""
     run()
-    times = []
-    for _ in range(rounds):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return min(times)
+    return least_processor_seconds(run, rounds)
 
 
 def product_seconds(problem: ca.Problem, quantity: str, columns: int, rounds: int) -> float:

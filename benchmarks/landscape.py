@@ -26,6 +26,7 @@ import torch
 
 import curvatlas as ca
 from curvatlas import zoo
+from harness.peak import peak_bytes
 from harness.results import keep, requirement
 
 
@@ -38,9 +39,7 @@ def reset_peak() -> float:
 
 
 def peak_mb() -> float:
-    with open("/proc/self/status", encoding="ascii") as file:
-        (line,) = (line for line in file if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
+    return peak_bytes() / 2**20
 
 
 def images(count: int) -> tuple[str, torch.Tensor, torch.Tensor]:

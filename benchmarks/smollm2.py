@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.peak import peak_bytes
 from harness.results import RESULTS, keep, requirement
+from harness.timing import clocked
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS, LENGTH = 512, 128
@@ -119,13 +120,13 @@ def measure(name: str, *, threads: int, rounds: int, reference: Path) -> dict[st
     def gradient() -> None:
         torch.autograd.grad(loss_of(model, tokens), parameters)
 
-    seconds(gradient)
+    gradient()
     difference = compared(product(vector), reference)  # the first product builds its graph
     ratios, times = [], []
-    before = seconds(gradient)
+    before = clocked(gradient)[0]
     for _ in range(rounds):
-        times.append(seconds(lambda: product(vector)))
-        after = seconds(gradient)
+        times.append(clocked(lambda: product(vector))[0])
+        after = clocked(gradient)[0]
         ratios.append(2 * times[-1] / (before + after))
         before = after
     return {
@@ -145,17 +146,6 @@ def compared(image: Tensor, reference: Path) -> float | None:
         return None
     want = torch.load(reference, weights_only=True)
     return float(f"{float((image.detach().reshape(-1) - want).norm() / want.norm()):.3g}")
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def main() -> int:

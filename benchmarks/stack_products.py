@@ -31,6 +31,7 @@ from torch import Tensor
 
 from curvatlas.blocks.stack import BlockStack
 from curvatlas.blocks.structure import BlockSpec
+from harness.peak import resident
 
 WIDTH, BLOCKS, TOKENS = 128, 4, 512
 CASES = [
@@ -168,19 +169,12 @@ def measure(case: dict[str, Any], side: str) -> int:
         run()
     del tiny, run
     setting = Setting(case)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # restart the high-water mark
     run = setting.by_hand() if side == "by_hand" else setting.by_autograd()
     for _ in range(3):
         run()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only.")
+    return resident("VmHWM") - before
 
 
 def main() -> int:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from page_table import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,7 +52,7 @@ def _contract(results: dict[str, dict[str, Any]]) -> list[str]:
         for line in result.get("requirements", [])
     ]
     head = ("benchmark", "what must hold", "measured", "at most", "")
-    return ["## What must hold", "", *_table(head, rows), ""] if rows else []
+    return ["## What must hold", "", *table(head, rows), ""] if rows else []
 
 
 def _machine(result: dict[str, Any]) -> str:
@@ -92,12 +93,12 @@ def _products(result: dict[str, Any]) -> list[str]:
                 case["rows"], key=lambda row: (order[row["quantity"]], row["columns"])
             )
         ]
-        lines += [*_table(("", "columns", "way", "gradients", "difference"), rows), ""]
+        lines += [*table(("", "columns", "way", "gradients", "difference"), rows), ""]
     views = result.get("last_layer")
     if views:
         rows = [(row["name"], f"{row['of_full']:.3f}") for row in views["rows"]]
         lines += [f"### One role of the last of {views['layers']} layers", ""]
-        lines += [*_table(("block of H", "of a full product"), rows), ""]
+        lines += [*table(("block of H", "of a full product"), rows), ""]
     return lines
 
 
@@ -121,7 +122,7 @@ def readme_table(result: dict[str, Any], *, case: str = "GPT 1.06 M") -> str:
         f"{case}, inputs {' × '.join(str(n) for n in chosen['inputs'])}, float32, one thread, "
         f"{result['date']}; the error is relative to float64 double backward.",
         "",
-        *_table(head, rows),
+        *table(head, rows),
         "",
         "Versions: " + ", ".join(f"{name} {libraries[name]}" for name in peers) + ".",
     ]
@@ -145,7 +146,7 @@ def _plain(result: dict[str, Any]) -> list[str]:
         columns = list(dict.fromkeys(k for row in value for k in row if _is_flat(row[k])))
         rows = [[_number(row.get(column, "")) for column in columns] for row in value]
         head = [column.replace("_", " ") for column in columns]
-        lines += [*_table(head, rows), ""]
+        lines += [*table(head, rows), ""]
     return lines
 
 
@@ -168,13 +169,6 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return [line(head), "|" + "---|" * len(head), *(line(row) for row in rows)]
 
 
 def kept() -> dict[str, dict[str, Any]]:

@@ -6,9 +6,11 @@ python scripts/scale_page.py
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from page_table import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -149,11 +151,6 @@ def filled(text: str, results: dict[str, Result]) -> str:
             found = make(results[name])
         text = "\n".join([before + start, "", *found, "", end + rest.split(end)[1]])
     return text
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
 
 
 def kept() -> dict[str, Result]:

@@ -18,6 +18,7 @@ import torch
 from scipy import stats
 
 from curvatlas.analysis.role_traces import RoleTraces
+from page_table import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "case-studies" / "smollm2.md"
@@ -203,10 +204,6 @@ def between(value: float, interval: tuple[float, float]) -> str:
 
 def half(interval: tuple[float, float], value: float) -> str:
     return f"{100 * (interval[1] - interval[0]) / 2 / abs(value):.0f} %"
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return ["| " + " | ".join(line) + " |" for line in (head, ("---",) * len(head), *rows)]
 
 
 def main() -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from script_loading import ROOT, load
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -51,17 +50,8 @@ def test_the_readmes_first_example_has_ten_lines() -> None:
     assert len([line for line in blocks(ROOT / "README.md")[0].splitlines() if line]) == 10
 
 
-def _script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_readmes_table_shows_the_kept_measurements() -> None:
-    script = _script("benchmark_page")
+    script = load(ROOT / "scripts" / "benchmark_page.py")
     products = script.kept()["products"]
     text = script.README.read_text(encoding="utf-8")
     assert script.readme_table(products) in text, "run: python scripts/benchmark_page.py"
@@ -81,7 +71,7 @@ def test_the_readmes_table_shows_the_kept_measurements() -> None:
 def test_the_api_page_knows_every_public_name() -> None:
     import curvatlas
 
-    text = _script("api_page").render()
+    text = load(ROOT / "scripts" / "api_page.py").render()
     headings = set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
     assert set(curvatlas._PUBLIC) <= headings
     assert " at 0x" not in text  # the same page every time

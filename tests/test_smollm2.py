@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,17 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from script_loading import ROOT, load
+
 transformers = pytest.importorskip("transformers")
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def tiny(count: int, length: int) -> tuple[Any, torch.Tensor]:

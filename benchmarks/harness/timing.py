@@ -56,6 +56,11 @@ def clocked(run: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - processor
 
 
+def least_processor_seconds(run: Callable[[], Any], rounds: int) -> float:
+    """Of ``rounds`` calls."""
+    return min(clocked(run)[1] for _ in range(rounds))
+
+
 def interleave(
     gradient: Callable[[], Any], contestants: Sequence[Contestant], *, rounds: int, wide: int
 ) -> float:

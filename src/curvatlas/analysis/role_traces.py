@@ -16,7 +16,6 @@ Intervals are Student's over the probes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -114,7 +113,7 @@ def outer_role_traces(
     """
     roles = pooled_roles(problem, layers=layers)
     samples = torch.zeros(probes, len(roles), dtype=torch.float64)
-    pieces = list(_samples_of(problem))
+    pieces = _samples_of(problem)
     with problem.evaluating(), bar("tr H_o", total=len(pieces)) as progress:
         for place, piece in enumerate(pieces):
             draw = torch.Generator().manual_seed(seed * 1_000_003 + first * 1009 + place)
@@ -222,16 +221,11 @@ def _traces(
     )  # fmt: skip
 
 
-def _samples_of(problem: Problem) -> Sequence[Batch]:
+def _samples_of(problem: Problem) -> list[Batch]:
     """Single samples where the loss adds up over them, else the batches."""
     if not problem.loss.additive:
         return list(problem.batches())
-    parts = [
-        batch.part(place, place + 1, problem.loss.count)
-        for batch in problem.batches()
-        for place in range(batch.samples)
-    ]
-    return [part for part in parts if part.count > 0]
+    return [piece for batch in problem.batches() for piece in batch.singles(problem.loss.count)]
 
 
 def _by_role(entries: Tensor, roles: dict[str, tuple[Slice, ...]]) -> Tensor:

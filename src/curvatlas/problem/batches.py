@@ -35,6 +35,13 @@ class Batch:
         tensors = _tensors(self.inputs)
         return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
 
+    def singles(self, count: Callable[[Any], float]) -> Iterator[Batch]:
+        """The samples with a valid target, each as a batch of its own."""
+        for place in range(self.samples):
+            piece = self.part(place, place + 1, count)
+            if piece.count > 0:
+                yield piece
+
     def part(self, start: int, stop: int, count: Callable[[Any], float]) -> Batch:
         """Samples start..stop of this batch as a batch of its own."""
         size = self.samples

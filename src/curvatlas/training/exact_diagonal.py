@@ -32,12 +32,10 @@ def exact_diagonal(problem: Problem) -> tuple[Tensor, int]:
     passes = 0
     with problem.evaluating(), bar("exact diagonal") as progress:
         for batch in problem.batches():
-            for place in range(batch.samples):
-                piece = batch.part(place, place + 1, problem.loss.count)
-                if piece.count > 0:
-                    found, rows = _of_sample(problem, piece)
-                    total += piece.count * found
-                    passes += rows
+            for piece in batch.singles(problem.loss.count):
+                found, rows = _of_sample(problem, piece)
+                total += piece.count * found
+                passes += rows
                 progress.update(1)
     if not bool(torch.isfinite(total).all()):
         raise NonFiniteError("the Gauss-Newton diagonal is not finite at these weights.")
