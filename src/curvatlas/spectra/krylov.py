@@ -158,12 +158,18 @@ class KrylovBasis:
         m, r = self.multiplied, self.count
         action = self.coefficients[:m, :m]
         values, coordinates = np.linalg.eigh((action + action.T) / 2)
-        inside = action @ coordinates - coordinates * values
         outside = self.coefficients[m:r, :m] @ coordinates
-        residuals = np.sqrt((inside**2).sum(0) + (outside**2).sum(0))
+        return RitzPairs(values, coordinates, self.residuals(values, coordinates), outside)
+
+    def residuals(self, values: Array, coordinates: Array) -> Array:
+        """‖A y − θ y‖ (k,) of unit combinations y of the multiplied rows, from (1)."""
+        m, r = self.multiplied, self.count
+        image = self.coefficients[:r, :m] @ coordinates
+        image[:m] -= coordinates * values
         # Roundings of different rows are unrelated: their squares add.
-        residuals += np.sqrt((self.drift[:m, None] ** 2 * coordinates**2).sum(0))
-        return RitzPairs(values, coordinates, residuals, outside)
+        rounded = np.sqrt((self.drift[:m, None] ** 2 * coordinates**2).sum(0))
+        found: Array = np.sqrt((image**2).sum(0)) + rounded
+        return found
 
     def asymmetry(self) -> float:
         """‖C − Cᵀ‖ / ‖C‖ on the multiplied rows: rounding for a symmetric operator."""

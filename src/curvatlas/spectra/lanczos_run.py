@@ -17,6 +17,7 @@ from curvatlas.spectra.checkpoint import Checkpoint, generator
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
 from curvatlas.spectra.eigen_search import Search
 from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
+from curvatlas.spectra.refined import wanted_pairs
 from curvatlas.spectra.selection import Positions, Which, by_interest, select
 
 _SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
@@ -107,14 +108,14 @@ class LanczosRun:
         chosen = select(ritz.values, self.k, self.which)
         accepted = self.tol * max(np.abs(ritz.values).max(), np.finfo(np.float64).tiny)
         accepted = max(accepted, 8 * basis.eps * basis.scale)
-        worst = ritz.residuals[chosen].max()
-        if worst <= accepted and self.search.bounds_hold(ritz.values, self.bounded):
+        found = wanted_pairs(basis, ritz, chosen, accepted)
+        if found.residuals.max() <= accepted and self.search.bounds_hold(ritz.values, self.bounded):
             # With a bound from above a second copy of a single value would change nothing.
             alone = self.k == 1 and self.bounded is not None
             return alone or self._searched(ritz, chosen, accepted)
         self.search.stop()
         self.search.searched = 0
-        far = worst / accepted
+        far = ritz.residuals[chosen].max() / accepted
         steps = basis.multiplied // 10 if far > 100 else basis.multiplied // 30 if far > 5 else 0
         self.next_look = min(basis.products + 1 + steps, self.max_products)
         if basis.pending > 1:
@@ -157,14 +158,14 @@ class LanczosRun:
         chosen = select(ritz.values, self.k, self.which)
         norm = float(np.abs(ritz.values).max())
         floor = 32 * basis.eps * max(norm, basis.scale)
-        residuals = ritz.residuals[chosen] + floor
-        values = ritz.values[chosen]
+        accepted = max(self.tol * norm, 8 * basis.eps * basis.scale)
+        found = wanted_pairs(basis, ritz, chosen, accepted)
+        values, residuals = found.values, found.residuals + floor
         full = basis.multiplied >= basis.size
         enough = len(chosen) == self.wanted
-        accepted = max(self.tol * norm, 8 * basis.eps * basis.scale)
-        converged = bool(enough and (ritz.residuals[chosen] <= accepted).all())
+        converged = bool(enough and (found.residuals <= accepted).all())
         radii = cluster_radii(values, residuals)
-        vectors = basis.final_vectors(ritz.coordinates[:, chosen])
+        vectors = basis.final_vectors(found.coordinates)
         for column in vectors.T:
             column /= basis.store.norm(column.to(basis.store.dtype)).to(column.dtype)
         return Eigenpairs(
