@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.blocks.families import Family, Segment
-from curvatlas.blocks.operands import Operands, Workspace, multiply
+from curvatlas.blocks.operands import Operands, Workspace, multiply, pairs_of
 from curvatlas.blocks.placement import Target
 from curvatlas.blocks.symmetry import add_square
 
@@ -253,8 +253,8 @@ def _pair(target: Target, x: Operands, workspace: Workspace) -> None:
     inner = x.right[slice(*right.activation)]
     core = x.core[slice(*left.core), slice(*right.core)]
     (r, c, n), a, b = core.shape, len(active), len(inner)
-    both = (active.unsqueeze(1) * inner).reshape(a * b, n)
-    slope, where, mixed = _slope_of(x, left, right, active)
+    both = pairs_of("both", active, inner, workspace)
+    slope, where, mixed = _slope_of(x, left, right, active, workspace)
     step = max(1, _PAIR // (c * a * b))
     everything = slice(None)
     for low in range(0, r, step):
@@ -282,7 +282,7 @@ def _pair(target: Target, x: Operands, workspace: Workspace) -> None:
 
 
 def _slope_of(
-    x: Operands, left: Segment, right: Segment, active: Tensor
+    x: Operands, left: Segment, right: Segment, active: Tensor, workspace: Workspace
 ) -> tuple[Tensor | None, slice, Tensor | None]:
     """K (r, w, n) on the segments, its columns among the right activations, and α ⊗ δ' (ac, n)."""
     if x.delta is None or x.slope is None:
@@ -293,7 +293,7 @@ def _slope_of(
         return None, slice(0), None
     slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
     delta = x.delta[slice(*right.core)]
-    mixed = (active.unsqueeze(1) * delta).reshape(-1, active.shape[-1])
+    mixed = pairs_of("mixed", active, delta, workspace)
     return slope, slice(first - right.activation[0], last - right.activation[0]), mixed
 
 

@@ -65,8 +65,13 @@ class BlockDerivatives:
             numbers += 12 * d * d
         return max(1, self.budget // (numbers * self.evaluation.output.element_size()))
 
-    def chunks(self, part: Part, *, tokens: int | None = None) -> Iterator[Terms]:
-        """The batch in pieces: whole samples where they fit, else rows of one sample."""
+    def chunks(
+        self, part: Part, *, tokens: int | None = None, workspace: Workspace | None = None
+    ) -> Iterator[Terms]:
+        """The batch in pieces: whole samples where they fit, else rows of one sample.
+
+        With a ``workspace`` one piece's tensors are gone when the next one's are asked for.
+        """
         samples, length = self.evaluation.samples, self.evaluation.length
         fit = tokens or self.tokens_at_once
         if fit >= length:
@@ -74,14 +79,17 @@ class BlockDerivatives:
             pieces = -(-samples // (fit // length))
             step = -(-samples // pieces)
             for start in range(0, samples, step):
-                yield self._terms(slice(start, min(start + step, samples)), slice(0, length), part)
+                piece = slice(start, min(start + step, samples))
+                yield self._terms(piece, slice(0, length), part, workspace)
             return
         for sample in range(samples):
             for start in range(0, length, fit):
                 rows = slice(start, min(start + fit, length))
-                yield self._terms(slice(sample, sample + 1), rows, part)
+                yield self._terms(slice(sample, sample + 1), rows, part, workspace)
 
-    def _terms(self, samples: slice, rows: slice, part: Part) -> Terms:
+    def _terms(
+        self, samples: slice, rows: slice, part: Part, workspace: Workspace | None = None
+    ) -> Terms:
         if part not in PARTS:
             raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
         length = self.evaluation.length
@@ -92,7 +100,7 @@ class BlockDerivatives:
             lam = self.seeds.blocks(slice(first, (samples.stop - 1) * length + rows.stop))
         if part != "outer":
             delta = self.seeds.delta[samples, rows].flatten(0, 1)
-        return Terms(self.evaluation, samples, rows, lam, delta, self._shared)
+        return Terms(self.evaluation, samples, rows, lam, delta, self._shared, workspace)
 
     # ---- dense ------------------------------------------------------------------------------
 
@@ -113,7 +121,8 @@ class BlockDerivatives:
         if tied:
             out.zero_()
         source: Part = "functional" if self.seeds.couples_tokens else part
-        chunks = list(self.chunks(source))  # lazy: nothing is computed before a pair is asked for
+        # lazy: nothing is computed before a pair is asked for
+        chunks = list(self.chunks(source, workspace=workspace))
         whole = len(chunks) == 1 and not tied
         for number, terms in enumerate(chunks):
             chunks[number] = None  # type: ignore[call-overload]

@@ -97,6 +97,13 @@ def token_last(t: Tensor, out: Tensor | None = None) -> Tensor:
     return out.view(flat.shape).copy_(flat).view(*t.shape[1:], t.shape[0])
 
 
+def pairs_of(name: str, left: Tensor, right: Tensor, workspace: Workspace) -> Tensor:
+    """All products left_a right_b, (a, n) and (b, n) → (a·b, n), in the workspace."""
+    (a, n), b = left.shape, len(right)
+    out = workspace.take(name, a * b * n, left).view(a, b, n)
+    return torch.mul(left.unsqueeze(1), right, out=out).view(a * b, n)
+
+
 def multiply(name: str, left: Tensor, right: Tensor, workspace: Workspace) -> Tensor:
     """left @ right in the workspace: a fresh temporary costs more in page faults than in flops."""
     rows, columns = left.shape[0], right.shape[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.blocks.families import Family, Segment
-from curvatlas.blocks.operands import Operands, Workspace, multiply
+from curvatlas.blocks.operands import Operands, Workspace, multiply, pairs_of
 from curvatlas.blocks.placement import put, segment_view
 
 # Numbers in one product before it is copied into place.
@@ -39,7 +39,7 @@ def add_square(
     core = x.core[slice(*segment.core), slice(*segment.core)]
     r, a = segment.shape
     n = active.shape[-1]
-    both, unpack = _products_of(active)
+    both, unpack = _products_of(active, workspace)
     step = max(1, min(-(-r // _STRIPS), _NUMBERS // (r * a * a)))
     for low in range(0, r, step):
         high = min(low + step, r)
@@ -59,11 +59,11 @@ def add_square(
         put(view[high:, :, low:high], below.permute(2, 1, 0, 3), accumulate)
 
 
-def _products_of(active: Tensor) -> tuple[Tensor, Tensor | None]:
+def _products_of(active: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor | None]:
     """α_a α_b as (pairs, n), and the map from a·b to pairs when only a ≤ b are kept."""
     a, n = active.shape
     if n < _PACK_FROM or a < 4:
-        return (active.unsqueeze(1) * active).reshape(a * a, n), None
+        return pairs_of("both", active, active, workspace), None
     upper = torch.triu_indices(a, a, device=active.device)
     place = torch.empty(a, a, dtype=torch.long, device=active.device)
     order = torch.arange(upper.shape[1], device=active.device)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvatlas.blocks.evaluation import Evaluation, NormState
 from curvatlas.blocks.normalization import norm_jacobian, norm_jacobian_product, norm_second
+from curvatlas.blocks.operands import Workspace
 
 Take = Callable[[Tensor], Tensor]
 
@@ -69,11 +70,20 @@ class NormTokens:
 
 
 class Tail:
-    """The recursion for one chunk; ``lam`` (n, d, d) or None (zero), ``delta`` (n, d) or None."""
+    """The recursion for one chunk; ``lam`` (n, d, d) or None (zero), ``delta`` (n, d) or None.
+
+    Its one large tensor, Λ_hh, goes to the workspace: fresh pages cost twice the product.
+    """
 
     def __init__(
-        self, evaluation: Evaluation, take: Take, lam: Tensor | None, delta: Tensor | None
+        self,
+        evaluation: Evaluation,
+        take: Take,
+        lam: Tensor | None,
+        delta: Tensor | None,
+        workspace: Workspace,
     ) -> None:
+        self._workspace = workspace
         spec, weights = evaluation.spec, evaluation.weights
         tokens = take(evaluation.output)
         self.delta_Z = torch.zeros_like(tokens) if delta is None else delta
@@ -176,7 +186,9 @@ class Tail:
     @cached_property
     def lam_hh(self) -> Tensor:
         """Λ_hh = (∂S/∂h)ᵀ Λ_S (∂S/∂h) + ρ (n, F1, F1)."""
-        result = self.lam_hS @ self.jac_hS.mT
+        n, f1, _ = self.lam_hS.shape
+        room = self._workspace.take("lam_hh", n * f1 * f1, self.lam_hS).view(n, f1, f1)
+        result = torch.bmm(self.lam_hS, self.jac_hS.mT, out=room)
         own, cross = self.bends
         if cross is None:
             result.diagonal(dim1=1, dim2=2).add_(own)

@@ -16,6 +16,7 @@ from curvatlas.blocks.evaluation import Evaluation
 from curvatlas.blocks.families import Family, Pair, with_one
 from curvatlas.blocks.front import Front
 from curvatlas.blocks.moments import AdjointMoments, HeadMoments, Moments
+from curvatlas.blocks.operands import Workspace
 from curvatlas.blocks.tail import Tail
 
 ATTENTION = ("front", "query", "key", "value", "output")
@@ -33,13 +34,14 @@ class Terms:
         lam: Tensor | None,
         delta: Tensor | None,
         shared: dict[str, Tensor] | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.evaluation = evaluation
         self.shared = {} if shared is None else shared
         self.samples, self.rows = samples, rows
         self.weights = evaluation.weights
         self.functional = delta is not None
-        self.tail = Tail(evaluation, self.take, lam, delta)
+        self.tail = Tail(evaluation, self.take, lam, delta, workspace or Workspace())
         self._heads: dict[int, HeadMoments] = {}
         self._adjoints: dict[int, AdjointMoments] = {}
         self._curved: dict[tuple[str, int], Tensor] = {}
