@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from curvatlas.blocks import assembly, derivatives, operands, symmetry
+from curvatlas.blocks import assembly, assembly_folded, assembly_paired, dense, operands, symmetry
 from curvatlas.blocks.block import TransformerBlockHessian
 from curvatlas.blocks.operands import Workspace
+
+OWNERS = (assembly, assembly_folded, assembly_paired, dense, operands, symmetry)
 
 WAYS = {
     "small folds": {"_FOLD": 64, "_FOLD_TWO_TERMS": 100, "_FOLD_ONE_TERM": 100},
@@ -41,7 +43,7 @@ def test_every_way_of_writing_gives_the_same_matrix(
         part: block.compute_block_hessian(x, y, part=part).part(part) for part in ("total", "outer")
     }  # type: ignore[arg-type]
     for name, value in WAYS[way].items():
-        owners = [m for m in (assembly, derivatives, operands, symmetry) if hasattr(m, name)]
+        owners = [m for m in OWNERS if hasattr(m, name)]
         assert owners, name
         for owner in owners:
             monkeypatch.setattr(owner, name, value)

@@ -3,33 +3,28 @@ r"""Dense blocks from per-token tensors: matrix products written straight into t
 A block Σ_i α_i[a] (M_i[r,c] α'_i[b] + K_i[r,b] δ'_i[c]) is assembled in one of two ways, tokens
 always innermost so that every elementwise pass is contiguous:
 
-* folded: the bracket is formed for a few r, c at a time (it stays in cache) and one product with
-  α writes the rows of H in place, no temporary, no permutation. Both terms cost one product.
-* paired: (M as rc × n) @ (α ⊗ α' as n × ab), and (α ⊗ δ' as ac × n) @ (K as n × rb), then a copy
-  into place. Used where tokens far outnumber activations, and where a or b is 1.
+* folded (``assembly_folded``): both terms in one product, written in place;
+* paired (``assembly_paired``): a product a term and a copy, where tokens far outnumber activations.
 
 Blocks on the diagonal, and the other triangle, are in ``symmetry``.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from curvatlas.blocks.assembly_folded import fold
+from curvatlas.blocks.assembly_paired import pair
 from curvatlas.blocks.families import Family, Segment
-from curvatlas.blocks.operands import Operands, Workspace, multiply, pairs_of
+from curvatlas.blocks.operands import Operands, Workspace
 from curvatlas.blocks.placement import Target
 from curvatlas.blocks.symmetry import add_square
 
-# Numbers in one folded bracket: 2 MB of float64, cache-resident and few enough calls.
-_FOLD = 1 << 18
 # Tokens per activation up to which folding is the faster way: two terms become one product; one
 # term saves only the copy, and nothing where a copy is made anyway.
 _FOLD_TWO_TERMS = 5
 _FOLD_ONE_TERM = 2
 _FOLD_SQUARE = 1
-# Numbers in one paired product before it is copied into place.
-_PAIR = 1 << 20
 
 
 def add_block(
@@ -56,10 +51,10 @@ def add_block(
         return True
     if both and _folds_both_ways(f, g, operands):
         target = Target(out, f.segments[0], g.segments[0], origin, accumulate, False)
-        _fold([target], operands, workspace)
+        fold([target], operands, workspace)
         turned = (origin[1], origin[0])
         target = Target(out, g.segments[0], f.segments[0], turned, accumulate, False)
-        _fold([target], _transposed(operands), workspace)
+        fold([target], _transposed(operands), workspace)
         if operands.diagonal is not None:
             _turned_diagonal(target, operands)
         return True
@@ -70,10 +65,10 @@ def add_block(
         for lefts in _same_core(f, rows):
             targets = [Target(out, left, right, origin, accumulate, tiles) for left in lefts]
             if _folds(lefts, right, operands, copied=tiles):
-                _fold(targets, operands, workspace)
+                fold(targets, operands, workspace)
             else:
                 for target in targets:
-                    _pair(target, operands, workspace)
+                    pair(target, operands, workspace)
     return tiles
 
 
@@ -133,193 +128,6 @@ def _same_core(f: Family, names: frozenset[str] | None) -> list[list[Segment]]:
     return list(groups.values())
 
 
-# ---- folded ----------------------------------------------------------------------------------
-
-
-def _fold(targets: list[Target], x: Operands, workspace: Workspace) -> None:
-    left, right = targets[0].left, targets[0].right
-    (c_first, c_last), (b_first, b_last) = right.core, right.activation
-    r_first, r_last = left.core
-    n = x.left.shape[-1]
-    # Stretches of the right segment that are contiguous in memory: over its slow index.
-    slow, fast = (b_last - b_first, c_last - c_first)
-    if not right.activation_major:
-        slow, fast = fast, slow
-    step = max(1, min(slow, _FOLD // (fast * n)))
-    group = max(1, min(r_last - r_first, _FOLD // (step * fast * n)))
-    for low in range(0, slow, step):
-        part = slice(low, min(low + step, slow))
-        if right.activation_major:
-            c, b = (c_first, c_last), (b_first + part.start, b_first + part.stop)
-        else:
-            c, b = (c_first + part.start, c_first + part.stop), (b_first, b_last)
-        for r in range(r_first, r_last, group):
-            r_end = min(r + group, r_last)
-            bracket = _bracket(x, (r, r_end), c, b, right.activation_major, workspace)
-            rows = slice(r - r_first, r_end - r_first)
-            for target in targets:
-                active = x.left[slice(*target.left.activation)].expand(r_end - r, -1, n)
-                _fold_into(target, active, bracket, rows, part, fast, workspace)
-
-
-def _fold_into(
-    target: Target,
-    active: Tensor,
-    bracket: Tensor,
-    rows: slice,
-    part: slice,
-    fast: int,
-    workspace: Workspace,
-) -> None:
-    """α @ bracket, straight into place or, where both triangles want it, through a tile."""
-    width = (part.stop - part.start) * fast
-    if target.lower is None:
-        start = target.start + part.start * fast
-        place = target.rows[rows, :, start : start + width]
-        beta = 1.0 if target.accumulate else 0.0
-        torch.baddbmm(place, active, bracket.mT, beta=beta, out=place)
-        return
-    count, a = active.shape[0], active.shape[1]
-    tile = workspace.rows("product", count * a, width, bracket).view(count, a, width)
-    torch.bmm(active, bracket.mT, out=tile)
-    everything = slice(None)
-    if target.right.activation_major:
-        split = tile.view(count, a, -1, fast).transpose(2, 3)
-        target.put(split, rows, everything, part)
-    else:
-        target.put(tile.view(count, a, -1, fast), rows, part, everything)
-
-
-def _bracket(
-    x: Operands,
-    r: tuple[int, int],
-    c: tuple[int, int],
-    b: tuple[int, int],
-    activation_major: bool,
-    workspace: Workspace,
-) -> Tensor:
-    """M α' + K δ' for ranges of r, c, b as (r, columns, n), columns in the order of memory."""
-    rs, cs, bs, n = r[1] - r[0], c[1] - c[0], b[1] - b[0], x.left.shape[-1]
-    core, right = x.core[r[0] : r[1], c[0] : c[1]], x.right[b[0] : b[1]]
-    shape = (rs, bs, cs, n) if activation_major else (rs, cs, bs, n)
-    # c_axis, b_axis: where the index of the core and of the activation sit
-    b_axis, c_axis = (1, 2) if activation_major else (2, 1)
-    buffer = workspace.take("bracket", rs * bs * cs * n, x.core).view(shape)
-    torch.mul(core.unsqueeze(b_axis), right.unsqueeze(c_axis - 1), out=buffer)
-    if x.delta is not None:
-        delta = x.delta[c[0] : c[1]].unsqueeze(b_axis - 1)  # (c, 1, n) or (1, c, n)
-        if x.slope is not None:
-            first = max(b[0], x.slope_start)
-            last = min(b[1], x.slope_start + x.slope.shape[1])
-            if first < last:
-                slope = x.slope[r[0] : r[1], first - x.slope_start : last - x.slope_start]
-                part = buffer.narrow(b_axis, first - b[0], last - first)
-                part.addcmul_(slope.unsqueeze(c_axis), delta)
-        if x.diagonal is not None:
-            _add_diagonal(buffer, x, r, b, b_axis, delta.squeeze(b_axis - 1))
-    return buffer.view(rs, cs * bs, n)
-
-
-def _add_diagonal(
-    buffer: Tensor,
-    x: Operands,
-    r: tuple[int, int],
-    b: tuple[int, int],
-    b_axis: int,
-    delta: Tensor,
-) -> None:
-    """Add K δ' where row r has its one entry of K at column first + r mod period."""
-    assert x.diagonal is not None
-    first, period = x.diagonal_columns
-    for start in range(r[0] - r[0] % period, r[1], period):  # one run of the diagonal a period
-        low, high = max(r[0], start), min(r[1], start + period)
-        low = max(low, start + b[0] - first)
-        high = min(high, start + b[1] - first)
-        if low >= high:
-            continue
-        rows = buffer[low - r[0] : high - r[0]]
-        columns = rows.narrow(b_axis, first + low - start - b[0], high - low)
-        diagonal = columns.diagonal(dim1=0, dim2=b_axis)  # (c, n, rows)
-        diagonal.add_(delta.unsqueeze(-1) * x.diagonal[low:high].mT)
-
-
-# ---- paired --------------------------------------------------------------------------------
-
-
-def _pair(target: Target, x: Operands, workspace: Workspace) -> None:
-    """(M as rc × n) @ (αα' as n × ab) plus (αδ' as ac × n) @ (K as n × rb), copied into place."""
-    left, right = target.left, target.right
-    active = x.left[slice(*left.activation)]
-    inner = x.right[slice(*right.activation)]
-    core = x.core[slice(*left.core), slice(*right.core)]
-    (r, c, n), a, b = core.shape, len(active), len(inner)
-    both = pairs_of("both", active, inner, workspace)
-    slope, where, mixed = _slope_of(x, left, right, active, workspace)
-    step = max(1, _PAIR // (c * a * b))
-    everything = slice(None)
-    for low in range(0, r, step):
-        high = min(low + step, r)
-        rows = core[low:high].reshape(-1, n)
-        # The index that is contiguous in ``out`` runs fastest in the product too.
-        if right.activation_major:
-            product = multiply("product", both, rows.mT, workspace)
-            tile = product.view(a, b, high - low, c).permute(2, 0, 3, 1)  # (r, a, c, b)
-        else:
-            product = multiply("product", rows, both.mT, workspace)
-            tile = product.view(high - low, c, a, b).transpose(1, 2)
-        if slope is not None and mixed is not None:
-            bent = slope[low:high].reshape(-1, n)
-            if right.activation_major:
-                second = multiply("second", bent, mixed.mT, workspace)
-                moved = second.view(high - low, -1, a, c).permute(0, 2, 3, 1)
-            else:
-                second = multiply("second", mixed, bent.mT, workspace)
-                moved = second.view(a, c, high - low, -1).permute(2, 0, 1, 3)
-            tile[..., where].add_(moved)
-        if x.diagonal is not None:
-            _pair_diagonal(tile, (left.core[0] + low, left.core[0] + high), right, x, active)
-        target.put(tile, slice(low, high), everything, everything)
-
-
-def _slope_of(
-    x: Operands, left: Segment, right: Segment, active: Tensor, workspace: Workspace
-) -> tuple[Tensor | None, slice, Tensor | None]:
-    """K (r, w, n) on the segments, its columns among the right activations, and α ⊗ δ' (ac, n)."""
-    if x.delta is None or x.slope is None:
-        return None, slice(0), None
-    first = max(right.activation[0], x.slope_start)
-    last = min(right.activation[1], x.slope_start + x.slope.shape[1])
-    if first >= last:
-        return None, slice(0), None
-    slope = x.slope[slice(*left.core), first - x.slope_start : last - x.slope_start]
-    delta = x.delta[slice(*right.core)]
-    mixed = pairs_of("mixed", active, delta, workspace)
-    return slope, slice(first - right.activation[0], last - right.activation[0]), mixed
-
-
-def _pair_diagonal(
-    tile: Tensor, rows: tuple[int, int], right: Segment, x: Operands, active: Tensor
-) -> None:
-    """The diagonal slope on a tile (r, a, c, b): row r meets column first + r mod period."""
-    assert x.diagonal is not None
-    assert x.delta is not None
-    first, period = x.diagonal_columns
-    delta = x.delta[slice(*right.core)]
-    for start in range(rows[0] - rows[0] % period, rows[1], period):  # one run a period
-        low = max(rows[0], start, start + right.activation[0] - first)
-        high = min(rows[1], start + period, start + right.activation[1] - first)
-        if low >= high:
-            continue
-        scaled = x.diagonal[low:high].unsqueeze(1) * active  # (r', a, n)
-        product = scaled @ delta.mT  # (r', a, c)
-        column = first + low - start - right.activation[0]
-        part = tile[low - rows[0] : high - rows[0], ..., column : column + high - low]
-        part.diagonal(dim1=0, dim2=3).add_(product.permute(1, 2, 0))
-
-
-# ---- on the diagonal -----------------------------------------------------------------------
-
-
 def _add_symmetric(
     out: Tensor,
     f: Family,
@@ -344,9 +152,9 @@ def _add_symmetric(
             if left is right and rows is None:
                 a, n = left.shape[1], x.left.shape[-1]
                 if a > 1 and n <= _FOLD_SQUARE * a:  # few tokens: symmetry saves no time
-                    _fold([Target(out, left, left, origin, accumulate, False)], x, workspace)
+                    fold([Target(out, left, left, origin, accumulate, False)], x, workspace)
                 else:
                     add_square(out, left, x, accumulate, workspace, origin)
             else:
                 for p, q in asked:
-                    _pair(Target(out, p, q, origin, accumulate, False), x, workspace)
+                    pair(Target(out, p, q, origin, accumulate, False), x, workspace)

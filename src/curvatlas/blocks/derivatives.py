@@ -14,24 +14,21 @@ import torch
 from torch import Tensor
 
 from curvatlas.blocks.assembly import add_block
+from curvatlas.blocks.dense import dense_matrix
 from curvatlas.blocks.diagonal import add_diagonal
 from curvatlas.blocks.evaluation import Evaluation
 from curvatlas.blocks.factor import pulled_factor
 from curvatlas.blocks.families import Family, build_families, parameter_offsets
 from curvatlas.blocks.losses import Seeds
-from curvatlas.blocks.operands import Operands, Workspace, prepare, token_last
+from curvatlas.blocks.operands import Workspace, prepare, token_last
 from curvatlas.blocks.products import PARTS, Part
 from curvatlas.blocks.structured import BlockProduct, Chosen, PairPart
-from curvatlas.blocks.symmetry import mirror
 from curvatlas.blocks.terms import Terms
 from curvatlas.budget import available_bytes, default_budget, readable
 
 # Workspace beside the output: a sixteenth of it (measured: 8 % extra at P = 11264, no slower than
 # an eighth), but never less than this.
 _SMALLEST_BUDGET = 64 * 2**20
-# Up to this many parameters a tile goes to both triangles while in cache; beyond, rows lie so far
-# apart that its short columns cost a page each (measured at 2816 and 11264).
-_NARROW = 5000
 # Numbers in one tensor of the diagonal's tail: 8 MB of float64.
 _DIAGONAL_NUMBERS = 1 << 20
 
@@ -112,49 +109,7 @@ class BlockDerivatives:
         workspace: Workspace | None = None,
     ) -> Tensor:
         """The (P, P) matrix of one part, into ``out`` when given."""
-        workspace = workspace or Workspace()
-        out = self._output(out)
-        if self.seeds.couples_tokens and part == "outer":
-            factor = self.outer_factor()
-            return torch.mm(factor, factor.mT, out=out)
-        tied = self.evaluation.spec.kv_heads != self.evaluation.spec.n_heads
-        if tied:
-            out.zero_()
-        source: Part = "functional" if self.seeds.couples_tokens else part
-        # lazy: nothing is computed before a pair is asked for
-        chunks = list(self.chunks(source, workspace=workspace))
-        whole = len(chunks) == 1 and not tied
-        for number, terms in enumerate(chunks):
-            chunks[number] = None  # type: ignore[call-overload]
-            active = {f.key: token_last(terms.activation(f)) for f in self.families}
-            for i, f in enumerate(self.families):
-                for g in self.families[i:]:
-                    pair = terms.pair(f, g)
-                    operands = prepare(pair, active[f.key], active[g.key], workspace)
-                    if _same_place(f, g):
-                        _add_tied(out, f, g, operands, workspace)
-                        continue
-                    done = add_block(
-                        out,
-                        f,
-                        g,
-                        operands,
-                        accumulate=tied or number > 0,
-                        workspace=workspace,
-                        both=whole,
-                        tiles=self.size <= _NARROW,
-                    )
-                    if not (done or tied) and number == len(chunks) - 1:
-                        mirror(out, f, g, workspace)
-        if tied:
-            for i, f in enumerate(self.families):
-                for g in self.families[i + 1 :]:
-                    if not _same_place(f, g):
-                        mirror(out, f, g, workspace)
-        if self.seeds.couples_tokens and part == "total":
-            factor = self.outer_factor()
-            out.addmm_(factor, factor.mT)
-        return out
+        return dense_matrix(self, part, self._output(out), workspace or Workspace())
 
     def _output(self, out: Tensor | None) -> Tensor:
         shape = (self.size, self.size)
@@ -343,28 +298,3 @@ class BlockDerivatives:
             columns=self.offsets[b],
             factor=self.outer_factor() if coupled else None,
         )
-
-
-def _same_place(f: Family, g: Family) -> bool:
-    """Two heads that share one weight (grouped-query attention)."""
-    return f.key != g.key and f.segments[0].start == g.segments[0].start
-
-
-def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: Workspace) -> None:
-    """Two heads that share a weight: their cross block and its transpose add to one place."""
-    for left in f.segments:
-        for right in g.segments:
-            cross = out.new_zeros(left.size, right.size)
-            add_block(
-                cross,
-                f,
-                g,
-                operands,
-                accumulate=True,
-                workspace=workspace,
-                rows=frozenset({left.name}),
-                columns=frozenset({right.name}),
-                origin=(left.start, right.start),
-            )
-            out[left.rows, right.rows] += cross
-            out[right.rows, left.rows] += cross.mT
