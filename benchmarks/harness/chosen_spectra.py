@@ -82,6 +82,21 @@ def chosen_spectra() -> dict[str, Tensor]:
     }
 
 
+def held_out_spectra() -> dict[str, Tensor]:
+    """Spectra that no rule was chosen on: near a minimum, and half flat in two ways."""
+    random = np.random.default_rng(77)
+    bulk = random.gamma(0.6, 1.0, 380)
+    minimum = np.concatenate([bulk, -random.gamma(0.8, 0.2, 30), [40.0, 31.0, 22.0, 15.0, -3.0]])
+    sides = 0.4 * random.standard_t(4, 260)
+    flat = np.concatenate([sides, np.zeros(180), [9.0, 12.0, 14.0, -6.0]])
+    negative = np.where(flat == 0.0, -1e-7, flat)
+    return {
+        "near a minimum": torch.from_numpy(minimum),
+        "with a null space": torch.from_numpy(flat),
+        "small and negative": torch.from_numpy(negative),
+    }
+
+
 def _trained() -> Tensor:
     """The whole spectrum of a ViT of 750 parameters after 200 steps on the digits."""
     torch.manual_seed(7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,14 +39,22 @@ def degenerate() -> Tensor:
     return torch.cat([torch.full((n,), x, dtype=torch.float64) for n, x in parts])
 
 
-@pytest.mark.parametrize("make", [indefinite, with_null_space, degenerate])
+def near_a_minimum() -> Tensor:
+    """Most eigenvalues small and positive, crowded at zero, a few negative."""
+    values = normal(300, 3).square()
+    values[:24] *= -0.3
+    values[24:27] += torch.tensor([20.0, 15.0, 11.0], dtype=torch.float64)
+    return values
+
+
+@pytest.mark.parametrize("make", [indefinite, with_null_space, degenerate, near_a_minimum])
 def test_density_intervals_hold_the_truth_and_are_not_the_worst_case(
     make: Callable[[], Tensor],
 ) -> None:
     values = make()
     negative = float((values < 0).double().mean())
     rank = float(values.abs().sum() ** 2 / values.square().sum())
-    held, narrow = [0, 0], 0
+    held, narrow = [0, 0, 0], 0
     for seed in range(TRIALS):
         found = ca.spectral_density(SpectrumOperator(values), max_products=90, seed=seed)
         low, high = found.negative_mass_interval
@@ -53,8 +62,31 @@ def test_density_intervals_hold_the_truth_and_are_not_the_worst_case(
         narrow += high - low <= 0.25
         low, high = found.effective_rank_interval
         held[1] += low <= rank <= high
+        low, high = found.clear_negative_mass_interval
+        held[2] += low <= float((values < -found.resolution).double().mean()) <= high
     assert min(held) >= FEWEST, held
     assert narrow >= FEWEST
+
+
+@pytest.mark.parametrize("small", [0.0, -1e-7, 1e-7])
+def test_what_lies_at_zero_may_be_null_or_small_and_the_intervals_hold_either_way(
+    small: float,
+) -> None:
+    values = 0.3 * normal(260, 4)
+    values[:80] = small
+    values[80:84] += torch.linspace(4, 9, 4, dtype=torch.float64)
+    sizes = values.abs().sort().values
+    sizes = sizes[sizes > 1e-10 * sizes[-1]]
+    negative = float((values < -1e-10 * sizes[-1]).double().mean())
+    quantile = float(sizes[int(np.ceil(0.05 * len(sizes))) - 1])
+    held = [0, 0]
+    for seed in range(TRIALS):
+        found = ca.spectral_density(SpectrumOperator(values), max_products=90, seed=seed)
+        low, high = found.negative_mass_interval
+        held[0] += low <= negative <= high
+        low, high = found.small_magnitude_interval
+        held[1] += low <= quantile <= high
+    assert min(held) >= FEWEST, held
 
 
 class Sampled(SpectrumOperator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,15 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.results import Result
+from curvatlas.spectra.density_negative import negative_shares
+from curvatlas.spectra.density_small import QUANTILE, small_magnitude
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
-from curvatlas.spectra.quadrature import gauss, length, mass_below, wasserstein
+from curvatlas.spectra.probe_brackets import FEWEST_STEPS, Probes, zero_of
+from curvatlas.spectra.quadrature import gauss, length, wasserstein
 from curvatlas.spectra.smoothing import smooth
 
 _NORMAL = 1.96
-_FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,14 @@ class SpectralDensity(Result):
     grid: Tensor  # (g,) points, denser around zero
     density: Tensor  # (g,) of unit integral
     negative_mass: float  # share of eigenvalues below zero
-    negative_mass_interval: Interval  # 95 %
+    # At least 95 %: it allows for what cannot be told, whether the eigenvalues nearer to zero than
+    # ``resolution`` are null, small and positive, or small and negative.
+    negative_mass_interval: Interval
+    resolution: float = math.nan  # two spacings of the quadrature's nodes around zero
+    clear_negative_mass: float = math.nan  # share of eigenvalues below −resolution
+    clear_negative_mass_interval: Interval = (0.0, 1.0)  # 95 %
+    small_magnitude: float = math.nan  # the 5 % quantile of |λ| over eigenvalues that are not null
+    small_magnitude_interval: Interval = (0.0, math.inf)  # at least 95 %, as above
     effective_rank: float  # (Σ|λ|)² / Σλ²
     effective_rank_interval: Interval  # 95 %
     mean: float  # Σλ / n
@@ -54,12 +64,13 @@ class SpectralDensity(Result):
 
     def __str__(self) -> str:
         low, high = self.negative_mass_interval
+        clear = f"{self.clear_negative_mass:.1%} clearly, below {-self.resolution:.2g}"
         first, last = self.effective_rank_interval
         kind = "exact" if self.exact else f"W1 error ≤ {self.wasserstein_error:.2g} at 95 %"
         return (
             f"spectrum of {self.size} eigenvalues in [{float(self.nodes[0]):.4g}, "
             f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; "
-            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}]; "
+            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}] ({clear}); "
             f"effective rank {self.effective_rank:.3g} [{first:.3g}, {last:.3g}]; "
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
@@ -87,16 +98,20 @@ def exact_density(values: Tensor, products: int, *, psd: bool) -> SpectralDensit
     """The density of known eigenvalues."""
     nodes = values.double().numpy()
     n = len(nodes)
-    floor = _zero(nodes, np.finfo(np.float64).eps)
+    floor = zero_of(nodes, np.finfo(np.float64).eps)
     negative = 0.0 if psd else float((nodes < -floor).mean())
     magnitude, square = np.abs(nodes).sum(), (nodes**2).sum()
     rank = float(magnitude**2 / square) if square > 0 else 0.0
     weights = np.full(n, 1.0 / n)
+    held = np.sort(np.abs(nodes)[np.abs(nodes) > floor])
+    small = float(held[max(math.ceil(QUANTILE * len(held)) - 1, 0)]) if len(held) else 0.0
     grid, density = smooth(nodes, [], n)
     return SpectralDensity(
         nodes=torch.from_numpy(nodes.copy()), weights=torch.from_numpy(weights),
         grid=torch.from_numpy(grid), density=torch.from_numpy(density),
-        negative_mass=negative, negative_mass_interval=(negative, negative),
+        negative_mass=negative, negative_mass_interval=(negative, negative), resolution=floor,
+        clear_negative_mass=negative, clear_negative_mass_interval=(negative, negative),
+        small_magnitude=small, small_magnitude_interval=(small, small),
         effective_rank=rank, effective_rank_interval=(rank * (1 - 1e-12), rank * (1 + 1e-12)),
         mean=float(nodes.mean()), wasserstein_error=float(64 * 2e-16 * np.abs(nodes).max()),
         size=n, products=products, converged=True, exact=True,
@@ -119,18 +134,23 @@ def summarise(
     grid, density = smooth(outliers, rules, size)
     coarse = _coarser(alphas, betas, scale, eps)
     resolution = share * wasserstein(*_mean_rule(rules), *_mean_rule(coarse))
-    few = alphas.shape[1] < _FEWEST_STEPS
+    few = alphas.shape[1] < FEWEST_STEPS
     if few:  # a rule of so few nodes says nothing of its own error: β is the spread it leaves open
         resolution += share * float(np.abs(betas[:, -1]).mean())
     scatter = share * _scatter(rules)
-    negative, negative_interval = _negative(size, outliers, alphas, betas, scale, eps, psd=psd)
+    probes = Probes(size, outliers, alphas, betas, scale, eps)
+    negative = negative_shares(probes, psd=psd)
+    small, small_interval = small_magnitude(probes, nodes, weights)
     rank, rank_interval = _effective_rank(size, outliers, rules, coarse)
     if few:
         rank_interval = (min(rank, 1.0), float(size))
     return SpectralDensity(
         nodes=torch.from_numpy(nodes), weights=torch.from_numpy(weights),
         grid=torch.from_numpy(grid), density=torch.from_numpy(density),
-        negative_mass=negative, negative_mass_interval=negative_interval,
+        negative_mass=negative.negative, negative_mass_interval=negative.negative_interval,
+        resolution=negative.resolution, clear_negative_mass=negative.clear,
+        clear_negative_mass_interval=negative.clear_interval,
+        small_magnitude=small, small_magnitude_interval=small_interval,
         effective_rank=rank, effective_rank_interval=rank_interval,
         mean=float(nodes @ weights),
         wasserstein_error=resolution + scatter + 2 * coupling / size + 64 * eps * scale,
@@ -177,63 +197,6 @@ def _distribution(rule: Rule, points: Array) -> Array:
     return result
 
 
-def _negative(
-    size: int, outliers: Array, alphas: Array, betas: Array, scale: float, eps: float, *, psd: bool
-) -> tuple[float, Interval]:
-    """Share below zero, from what each probe's measure has below zero and around it.
-
-    The rule with a node at zero has the mass L left of it and w at it, and the measure's mass below
-    zero lies between L and L + w. Of w the part that shrinks with the steps, as 1/s, is a smooth
-    spectrum seen at finite resolution: half of it lies below. The part that stays, a, is a null
-    space or a peak too narrow to be split: none to all of it lies below. The rest is the chance of
-    the probes, the change with the last quarter of the steps, and one eigenvalue more or less for
-    the coupling between outliers and bulk, a perturbation of rank two.
-    """
-    if psd:
-        return 0.0, (0.0, 0.0)
-    share = (size - len(outliers)) / size
-    zero = _zero(np.array([scale]), eps)
-    sure = float((outliers < -zero).sum()) / size
-    steps = alphas.shape[1]
-    fewer = max(steps - max(steps // 4, 1), 1)
-    fine, coarse = (
-        np.array(
-            [
-                _around_zero(a[:s], b[:s], scale, eps, zero)
-                for a, b in zip(alphas, betas, strict=True)
-            ]
-        )
-        for s in (steps, fewer)
-    )  # (m, 2): L and w of every probe
-    wide, narrow = float(coarse[:, 1].mean()), float(fine[:, 1].mean())
-    # w(s) = a + c/s at both: what is left as 1/s goes to nothing
-    peak = (steps * narrow - fewer * wide) / (steps - fewer) if steps > fewer else narrow
-    peak = float(np.clip(peak, 0.0, narrow)) if steps >= _FEWEST_STEPS else narrow
-    below = [rule[:, 0] + np.maximum(rule[:, 1] - peak, 0.0) / 2 for rule in (fine, coarse)]
-    mass, change = float(below[0].mean()), float(below[0].mean() - below[1].mean())
-    # The mass a probe sees follows Beta(d p / 2, d (1 − p) / 2): no need to see it scatter.
-    variance = 2 * mass * max(1 - mass, 0.0) / ((size - len(outliers) + 2) * len(alphas))
-    error = float(np.sqrt(share**2 * (_NORMAL**2 * variance + change**2) + 1 / size**2))
-    low = sure + share * mass
-    high = low + share * peak
-    return float(np.clip((low + high) / 2, 0, 1)), (max(low - error, 0.0), min(high + error, 1.0))
-
-
-def _around_zero(
-    alphas: Array, betas: Array, scale: float, eps: float, zero: float
-) -> tuple[float, float]:
-    """L and w: the mass certainly below zero, and what lies at zero for all the rule knows.
-
-    A node that is zero to rounding is a null space: its weight is not negative, and not open.
-    """
-    s = length(betas, scale, eps)
-    nodes, weights = gauss(alphas[:s], betas[:s])
-    if bool((np.abs(nodes) <= zero).any()) or betas[s - 1] <= 16 * eps * scale:
-        return float(weights[nodes < -zero].sum()), 0.0
-    low, high = mass_below(alphas[:s], betas[:s], 0.0)
-    return low, high - low
-
-
 def _effective_rank(
     size: int, outliers: Array, rules: list[Rule], coarse: list[Rule]
 ) -> tuple[float, Interval]:
@@ -265,8 +228,3 @@ def _effective_rank(
 
 def _quantile(m: int) -> float:
     return float(student.ppf(0.975, m - 1))
-
-
-def _zero(values: Array, eps: float) -> float:
-    """Below this an eigenvalue counts as zero: rounding of the largest."""
-    return float(np.abs(values).max(initial=0.0)) * max(100 * eps, 1e-10)

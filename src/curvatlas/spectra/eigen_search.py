@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
 from curvatlas.spectra.missed import (
     APART,
     MISSED,
@@ -80,28 +80,32 @@ class Search:
             alphas, betas, found, self.which, around, slack, limit
         )
 
-    def bounds_hold(self, nodes: Array, bounded: float | None) -> bool:
+    def bounds_hold(self, ritz: RitzPairs, bounded: float | None) -> bool:
         """Whether the random start excludes eigenvalues further out than was asked."""
         if bounded is None or not self.plain or self.own:
             return True
         self.keep_own()
-        low, high = self.range(nodes, 0.0, self.basis.multiplied >= self.basis.size)
+        nodes = ritz.values
+        low, high = self.range(ritz, 0.0, self.basis.multiplied >= self.basis.size)
         self.own = []
         norm = float(np.abs(nodes).max())
         up, down = high - float(nodes[-1]), float(nodes[0]) - low
         reach = {"largest": up, "smallest": down, "both": max(up, down)}
         return reach.get(self.which, max(high, -low) - norm) <= bounded * norm
 
-    def range(self, nodes: Array, floor: float, full: bool) -> tuple[float, float]:
+    def range(self, ritz: RitzPairs, floor: float, full: bool) -> tuple[float, float]:
         """Between which values the spectrum lies: further out the random start would show it."""
+        nodes = float(ritz.values[0]), float(ritz.values[-1])
         if full:
-            return float(nodes[0]) - floor, float(nodes[-1]) + floor
+            return nodes[0] - floor, nodes[1] + floor
         if self.plain and not self.own:
             self.keep_own()
         if not self.own:
             return -np.inf, np.inf
         low, high = complete_outside(np.array(self.own[0]), np.array(self.own[1]), self.basis.size)
-        return min(low, float(nodes[0]) - floor), max(high, float(nodes[-1]) + floor)
+        # The eigenvalue that a Ritz value stands for lies within its residual, further out mostly.
+        radii = floor + float(ritz.residuals[0]), floor + float(ritz.residuals[-1])
+        return min(low, nodes[0] - radii[0]), max(high, nodes[1] + radii[1])
 
     def keep_own(self) -> None:
         """The recurrence of the start vector, before a search puts other rows between."""

@@ -109,7 +109,7 @@ class LanczosRun:
         accepted = self.tol * max(np.abs(ritz.values).max(), np.finfo(np.float64).tiny)
         accepted = max(accepted, 8 * basis.eps * basis.scale)
         found = wanted_pairs(basis, ritz, chosen, accepted)
-        if found.residuals.max() <= accepted and self.search.bounds_hold(ritz.values, self.bounded):
+        if found.residuals.max() <= accepted and self.search.bounds_hold(ritz, self.bounded):
             # With a bound from above a second copy of a single value would change nothing.
             alone = self.k == 1 and self.bounded is not None
             return alone or self._searched(ritz, chosen, accepted)
@@ -179,7 +179,7 @@ class LanczosRun:
             norm=norm,
             missed_probability=0.0 if full else self.search.separate(values, norm),
             complete_outside=(0.0, 0.0) if full else self.search.complete,
-            spectrum_within=self.search.range(ritz.values, floor, full),
+            spectrum_within=self.search.range(ritz, floor, full),
             products=basis.products,
             converged=converged,
             exact=full,

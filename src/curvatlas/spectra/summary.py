@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from curvatlas.operators.base import LinearOperator
 from curvatlas.results import Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
+from curvatlas.spectra.density_small import QUANTILE
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, Interval
@@ -29,8 +29,6 @@ from curvatlas.spectra.flat_directions import flat_directions
 from curvatlas.spectra.norms import frobenius_norm
 from curvatlas.spectra.requirements import require_symmetric
 from curvatlas.spectra.trace import trace
-
-_QUANTILE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class CurvatureSummary(Result):
     negative_mass: float
     negative_mass_interval: Interval
     condition_number: float  # of the non-null part
-    condition_interval: Interval  # between the neighbouring nodes of the quadrature
+    condition_interval: Interval  # at least 95 %: none to all of what lies at zero may be null
     condition_quantile: float  # 0: the smallest |λ| itself
     null_share: float  # eigenvalues that are zero to rounding
     null_space: tuple[str, ...]  # parameters and shifts found exactly flat
@@ -146,21 +144,16 @@ def _ratio(interval: Interval, norm: float) -> Interval:
 
 
 def _condition(density: SpectralDensity, eps: float) -> tuple[float, Interval, float, float]:
-    """(condition number, its bracket, quantile used, null share)."""
+    """(condition number, its interval, quantile used, null share)."""
     sizes, weights = density.nodes.abs().numpy(), density.weights.numpy()
     largest = float(sizes.max())
     held = sizes > 100 * eps * largest
     null = 1.0 - float(weights[held].sum())
     if not held.any():
         return float("nan"), (0.0, float("inf")), 0.0, 1.0
-    sizes, weights = sizes[held], weights[held]
     if density.exact:
-        value = largest / float(sizes.min())
+        value = largest / float(sizes[held].min())
         return value, (value, value), 0.0, null
-    order = np.argsort(sizes)
-    sizes, share = sizes[order], np.cumsum(weights[order]) / weights.sum()
-    at = min(int(np.searchsorted(share, _QUANTILE)), len(sizes) - 1)
-    # The quadrature knows the quantile no better than its neighbouring nodes.
-    upper = largest / float(sizes[at - 1]) if at else float("inf")
-    lower = largest / float(sizes[min(at + 1, len(sizes) - 1)])
-    return largest / float(sizes[at]), (lower, upper), _QUANTILE, null
+    low, high = density.small_magnitude_interval
+    interval = largest / high, largest / low if low > 0 else float("inf")
+    return largest / density.small_magnitude, interval, QUANTILE, null
