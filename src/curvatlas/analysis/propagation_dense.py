@@ -29,7 +29,7 @@ from curvatlas.analysis.propagation_local import (
     unit_columns,
 )
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.losses import differentiable_leaves, output_curvature
+from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
 
 @dataclass(frozen=True)

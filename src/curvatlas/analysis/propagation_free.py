@@ -13,7 +13,7 @@ from curvatlas.analysis.atlas_statistics import energy_of
 from curvatlas.analysis.propagation_capture import Capture, Node
 from curvatlas.analysis.propagation_local import cut, is_sum, pull
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.losses import differentiable_leaves, output_curvature
+from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
 _TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
 

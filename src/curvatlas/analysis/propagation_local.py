@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvatlas.analysis.propagation_capture import Capture, Node
 from curvatlas.problem import Batch
-from curvatlas.problem.losses import differentiable_leaves
+from curvatlas.problem.output_curvature import differentiable_leaves
 
 _COLUMNS = 64  # cotangents through one vmapped pass
 

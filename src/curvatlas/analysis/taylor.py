@@ -34,7 +34,7 @@ from curvatlas.analysis.taylor_result import (
 )
 from curvatlas.analysis.taylor_trajectory import critical_rate, predict_trajectory
 from curvatlas.problem import Loss, Problem
-from curvatlas.problem.core import Parameters
+from curvatlas.problem.parameter_choice import Parameters
 
 LossLike = str | Callable[[Any, Any], Tensor] | Loss
 

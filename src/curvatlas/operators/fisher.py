@@ -14,7 +14,8 @@ from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Linearisation, OuterLinearisation
 from curvatlas.problem import Batch, CallableLoss, CrossEntropy, Problem
 from curvatlas.problem.chunked import HiddenLogits
-from curvatlas.problem.losses import Rebuild, factored_product
+from curvatlas.problem.losses import Rebuild
+from curvatlas.problem.output_curvature import factored_product
 
 Kind = Literal["empirical", "mc", "exact"]
 

@@ -17,7 +17,8 @@ from curvatlas.operators.graph import GraphSize, graph_size
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.guards import check_finite_loss, listed
-from curvatlas.problem.losses import Rebuild, differentiable_leaves, output_curvature
+from curvatlas.problem.losses import Rebuild
+from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
 # Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
 # running several columns through one vmapped pass wins, up to about a megabyte in flight per

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Columns, Linearisation
-from curvatlas.problem.losses import differentiable_leaves, output_curvature
+from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
 PARTS = ("total", "outer", "functional")
 

@@ -8,7 +8,8 @@ sample has few outputs (C classes: C − 1). So
 one backward pass for each c with the gradients of the samples kept apart: the forward pass is
 mapped over samples that each have the parameters to themselves, and only first derivatives are
 taken. Where an operation of the model cannot be mapped over samples, or samples do meet in the
-model, there is no answer and the caller estimates.
+model, there is no answer and the caller estimates. (``outer_diagonal.py`` takes one sample after
+the other, for any model and for more outputs.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
+from curvatlas.operators.target_factors import TargetFactors, target_factors
 from curvatlas.problem import Batch, Problem
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class SampleFactors:
                         if part.count == 0:
                             continue
                         factors = self._factors(part)
+                        if not len(factors.places):
+                            continue  # saturated: Λ is zero
                         if not checked and not self._samples_are_apart(part, factors):
                             return None
                         checked = True
@@ -108,39 +112,31 @@ class SampleFactors:
             return None  # an operation without a rule for vmap, or with a look at its values
         return total if bool(torch.isfinite(total).all()) else None
 
-    def _factors(self, batch: Batch) -> Tensor:
-        """f (n, r, *outputs) with Σ_c f_ic f_icᵀ = Λ_i, the largest first."""
+    def _factors(self, batch: Batch) -> TargetFactors:
         problem = self.problem
         with torch.no_grad():
             outputs = problem.outputs(batch, {})
-            n, shape = outputs.shape[0], outputs.shape[1:]
-            entries = math.prod(shape)
-            product = problem.loss.curvature(outputs, batch.targets)
-            if product is None or n != batch.samples:
-                raise ProblemError("the loss has no closed form of its curvature by sample.")
-            units = torch.eye(entries, dtype=outputs.dtype, device=outputs.device)
-            units = units.reshape(entries, 1, *shape).expand(entries, n, *shape)
-            lam = product(units.contiguous()).reshape(entries, n, entries).transpose(0, 1).double()
-            values, vectors = torch.linalg.eigh((lam + lam.transpose(1, 2)) / 2)
-            floor = torch.finfo(outputs.dtype).eps * values.abs().max()
-            kept = int((values > floor).sum(1).max())
-            values, vectors = values[:, entries - kept :], vectors[:, :, entries - kept :]
-            found = vectors * values.clamp_min(0).sqrt().unsqueeze(1)  # (n, entries, r)
-            columns: Tensor = found.transpose(1, 2).flip(1).to(outputs.dtype)
-        return columns.reshape(n, kept, *shape)
+            found = None
+            if outputs.shape[0] == batch.samples:
+                found = target_factors(problem.loss, outputs, batch.targets)
+        if found is None:
+            raise ProblemError("the loss has no closed form of its curvature by sample.")
+        return found
 
-    def _squares(self, batch: Batch, factors: Tensor) -> Tensor:
+    def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
-        total = torch.zeros(self.size, dtype=torch.float64, device=factors.device)
-        for some in torch.split(factors, self._at_once, dim=1):
-            gradients = self._gradients(batch, some)  # (r, n, *shape) each
+        total = torch.zeros(self.size, dtype=torch.float64, device=factors.columns.device)
+        for some in torch.split(factors.places, self._at_once):
+            gradients = self._gradients(batch, factors.seeds(some))  # (r, n, *shape) each
             # Not in place: gradients of different parameters may share their memory.
             pieces = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
             total += torch.cat(pieces).double()
         return total
 
-    def _gradients(self, batch: Batch, factors: Tensor) -> list[Tensor]:
+    def _gradients(self, batch: Batch, seeds: Tensor) -> list[Tensor]:
         """J_iᵀ f_ic for every sample and column: (r, n, *shape) for each of ``names``.
+
+        seeds: (r, n, *outputs), the columns.
 
         Every sample gets parameters of its own, all views of the same memory: the gradient by them
         is the samples' gradients side by side.
@@ -168,24 +164,23 @@ class SampleFactors:
         given = [t for t, m in zip(flat, mapped, strict=True) if m]
         outputs = torch.func.vmap(one)(leaves, given)
         found = torch.autograd.grad(
-            outputs, list(leaves.values()), factors.transpose(0, 1),
+            outputs, list(leaves.values()), seeds,
             is_grads_batched=True, allow_unused=True,
         )  # fmt: skip
-        columns = factors.shape[1]
         return [
-            leaf.new_zeros(columns, *leaf.shape) if gradient is None else gradient
+            leaf.new_zeros(len(seeds), *leaf.shape) if gradient is None else gradient
             for gradient, leaf in zip(found, leaves.values(), strict=True)
         ]
 
-    def _samples_are_apart(self, batch: Batch, factors: Tensor) -> bool:
+    def _samples_are_apart(self, batch: Batch, factors: TargetFactors) -> bool:
         """Whether Σ_i J_iᵀ f_i of two samples taken apart is Jᵀ f of both in one batch."""
         pair = batch.part(0, min(2, batch.samples), self.problem.loss.count)
-        chosen = factors[: pair.samples, :1]
+        chosen = factors.seeds(factors.places[:1])[:, : pair.samples]
         apart = self._gradients(pair, chosen)
         leaves = self.problem.leaves(self.names)
         outputs = self.problem.outputs(pair, leaves)
         joint = torch.autograd.grad(
-            outputs, list(leaves.values()), chosen[:, 0], allow_unused=True, materialize_grads=True
+            outputs, list(leaves.values()), chosen[0], allow_unused=True, materialize_grads=True
         )
         left = torch.cat([gradient.sum((0, 1)).reshape(-1) for gradient in apart])
         right = torch.cat([gradient.reshape(-1) for gradient in joint])

@@ -146,3 +146,18 @@ def _tensors(tree: Any) -> list[Tensor]:
 def size_in_bytes(batch: Batch) -> int:
     """Memory of a batch's tensors."""
     return sum(t.numel() * t.element_size() for t in _tensors((batch.inputs, batch.targets)))
+
+
+def described(inputs: Any) -> str:
+    """Shapes and types of inputs, for a message."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return type(value).__name__
+
+    if isinstance(inputs, Mapping):
+        return "{" + ", ".join(f"{k}: {one(v)}" for k, v in inputs.items()) + "}"
+    if isinstance(inputs, tuple):
+        return "(" + ", ".join(one(v) for v in inputs) + ")"
+    return one(inputs)

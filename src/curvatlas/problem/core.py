@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,31 +14,24 @@ from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
 from curvatlas.problem import guards, head
-from curvatlas.problem.batches import (
-    HOLD_BYTES,
-    Batch,
-    batches_of,
-    checked,
-    size_in_bytes,
-    split_batch,
-)
+from curvatlas.problem.batch_stream import BatchStream
+from curvatlas.problem.batches import Batch, batches_of, described
 from curvatlas.problem.checkpointing import checkpointed
-from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.evaluation import (
     call,
     evaluation,
     explained,
+    fresh_leaf,
     refuse_sharded,
     unwrap,
     whole_parameters,
 )
 from curvatlas.problem.layout import Layout
-from curvatlas.problem.losses import Loss, as_loss, main_tensor
+from curvatlas.problem.losses import Loss, main_tensor
+from curvatlas.problem.named_losses import as_loss
+from curvatlas.problem.parameter_choice import Parameters, choose_parameters
 
-_UNKNOWN = object()
 _nothing = contextlib.nullcontext
-
-Parameters = str | nn.Parameter | Sequence["str | nn.Parameter"]
 
 
 class Problem:
@@ -86,56 +78,23 @@ class Problem:
         refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
-        self.parameter_names = self._select(parameters)
+        self.parameter_names = choose_parameters(self.model, self._everything, parameters)
         first = self._everything[self.parameter_names[0]]
         self.dtype, self.device = first.dtype, first.device
         self._shift = shift
         self._shard = shard and self.distributed
         self.data = batches_of(data)
+        self._stream = BatchStream(
+            self.data, self.loss, self.device, type(self.model).__name__, shift, self._shard
+        )
         self._held: list[Batch] | None = None
-        self._total: float | None = None
-        self._head: Any = _UNKNOWN  # looked for when logits are large
-        self._steady: object = None  # the weights whose loss was seen to be the same twice
         self.largest_samples = 1  # of any batch
+        self._total: float | None = None
+        self._head = head.HeadSearch(self.model)
+        self._steady: object = None  # the weights whose loss was seen to be the same twice
         self._read_data()
 
     # --- parameters -----------------------------------------------------------------------------
-
-    def _select(self, wanted: Parameters | None) -> tuple[str, ...]:
-        trainable = [name for name, p in self._everything.items() if p.requires_grad]
-        if wanted is None:
-            if not trainable:
-                raise ProblemError(
-                    f"every parameter is frozen ({guards.listed(list(self._everything))}): "
-                    "set requires_grad on some, or name them in parameters=."
-                )
-            return tuple(trainable)
-        chosen: set[str] = set()
-        for item in [wanted] if isinstance(wanted, (str, nn.Parameter)) else wanted:
-            if isinstance(item, str):
-                chosen |= set(self._matching(item))
-            else:
-                chosen |= {name for name, p in self._everything.items() if p is item}
-        if not chosen:
-            raise ProblemError("parameters= selects nothing.")
-        return tuple(name for name in self._everything if name in chosen)
-
-    def _matching(self, pattern: str) -> list[str]:
-        direct = [name for name in self._everything if fnmatch.fnmatchcase(name, pattern)]
-        if direct:
-            return direct
-        slices = anatomy_of(self.model, list(self._everything)).select(pattern)
-        names = list(dict.fromkeys(piece.parameter for piece in slices))
-        covered = dict.fromkeys(names, 0)
-        for piece in slices:
-            covered[piece.parameter] += piece.size
-        for name in names:
-            if covered[name] != self._everything[name].numel():
-                raise ProblemError(
-                    f"{pattern!r} is only a part of the fused parameter {name!r}: take the whole "
-                    "parameter here and the part by H[rows, columns]."
-                )
-        return names
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -172,7 +131,9 @@ class Problem:
         """First pass: check and count; hold the batches when they are small enough."""
 
         def fill(numbers: Tensor) -> None:
-            self._held, numbers[0], numbers[1] = self._first_pass()
+            found = self._stream.first_pass()
+            self._held, self.largest_samples = found.held, found.largest_samples
+            numbers[0], numbers[1] = found.total, found.seen
 
         total, seen = self._sum(fill, [2], dtype=torch.float64).tolist()
         if not seen:
@@ -185,63 +146,13 @@ class Problem:
         self, fill: Callable[[Tensor], None], shape: list[int], *, dtype: torch.dtype | None = None
     ) -> Tensor:
         return parallel.summed(
-            fill,
-            shape,
-            dtype=dtype or self.dtype,
-            device=self.device,
+            fill, shape, dtype=dtype or self.dtype, device=self.device,
             distributed=self.distributed,
-        )
-
-    def _first_pass(self) -> tuple[list[Batch] | None, float, bool]:
-        """Batches to hold (None: too large), valid targets, and whether there was any batch."""
-        held: list[Batch] | None = []
-        total, bytes_so_far, seen = 0.0, 0, False
-        for batch in self._stream():
-            seen = True
-            total += batch.count
-            self.largest_samples = max(self.largest_samples, batch.samples)
-            bytes_so_far += size_in_bytes(batch)
-            if held is not None:
-                held.append(batch)
-                if bytes_so_far > HOLD_BYTES:
-                    held = None
-        return held, total, seen
-
-    def _stream(self) -> Iterator[Batch]:
-        for index, raw in enumerate(self.data):
-            if self._shard and not self.loss.additive and not _is_mine(index):
-                continue
-            inputs, targets = split_batch(raw, index, shift=self._is_next_token)
-            inputs = checked(inputs, what="inputs", device=self.device, index=index)
-            targets = checked(targets, what="targets", device=self.device, index=index)
-            batch = Batch(
-                inputs=inputs, targets=targets, count=self.loss.count(targets), index=index
-            )
-            if self._shard and self.loss.additive:
-                first, last = _my_share(batch.samples)
-                if first == last:
-                    continue
-                batch = batch.part(first, last, self.loss.count)
-            yield batch
-
-    def _is_next_token(self, inputs: Mapping[str, Any], labels: Any) -> bool:
-        if self._shift is not None:
-            return self._shift
-        if not isinstance(labels, Tensor) or labels.ndim != 2:
-            return False
-        kind = type(self.model).__name__
-        if "CausalLM" in kind or "LMHeadModel" in kind:
-            return True
-        tokens = inputs.get("input_ids")
-        if not isinstance(tokens, Tensor) or tokens.shape != labels.shape:
-            return False
-        valid = labels != -100
-        # Labels that repeat the inputs can only mean the next token; masked-LM labels cover few.
-        return bool(valid.any()) and bool((tokens == labels)[valid].all())
+        )  # fmt: skip
 
     def batches(self) -> Iterator[Batch]:
         """The batches with at least one valid target, in order."""
-        for batch in self._held if self._held is not None else self._stream():
+        for batch in self._held if self._held is not None else self._stream:
             if batch.count > 0:
                 yield batch
 
@@ -275,7 +186,7 @@ class Problem:
         other = Problem.__new__(Problem)
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
         other.model, other._everything = model, whole_parameters(model)
-        other._head, other._steady = _UNKNOWN, None  # both belong to the model they were seen on
+        other._head, other._steady = head.HeadSearch(model), None  # both belong to the model
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
@@ -301,7 +212,7 @@ class Problem:
     def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Fresh leaf tensors that share the weights' memory, for the parameters that vary."""
         chosen = self.parameter_names if names is None else tuple(names)
-        return {name: _leaf(self._everything[name]) for name in chosen}
+        return {name: fresh_leaf(self._everything[name]) for name in chosen}
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
@@ -318,7 +229,7 @@ class Problem:
             if isinstance(error, RuntimeError) and "not enough memory" in str(error):
                 raise
             raise ProblemError(
-                f"the model fails on batch {batch.index} with inputs {_described(batch.inputs)} "
+                f"the model fails on batch {batch.index} with inputs {described(batch.inputs)} "
                 f"(parameters are {self.dtype}): {error}"
             ) from error
 
@@ -331,42 +242,23 @@ class Problem:
         made whole).
         """
         room = head.logit_room(None) if logit_room is None else logit_room
-        last = self._head_beyond(batch, room // 2)
+
+        def read(some: Batch, values: Mapping[str, Tensor]) -> Tensor:
+            return main_tensor(self._called(some, values), self.loss.name)
+
+        def try_one() -> Tensor:
+            return read(batch.part(0, 1, self.loss.count), {})
+
+        last = None
+        if self.loss.factored:
+            last = self._head.beyond(room // 2, batch.targets, self._everything, try_one)
         if last is None:
             return self.outputs(batch, leaves)
         with head.without(last):
-            hidden = self._called(batch, leaves)
-        values = {**self._everything, **leaves}
-        weight = values[last.weight]
-        bias = None if last.bias is None else values[last.bias]
-        if last.weight not in leaves:
-            weight = weight.detach()
-        if last.bias is not None and last.bias not in leaves and bias is not None:
-            bias = bias.detach()
-        logits = HiddenLogits(main_tensor(hidden, self.loss.name), weight, bias, room)
+            hidden = read(batch, leaves)
+        logits = head.factored_logits(last, hidden, self._everything, leaves, room)
         self.loss.check(logits, batch.targets)
         return logits
-
-    def _head_beyond(self, batch: Batch, size: int) -> head.Head | None:
-        """The model's last linear layer if its result for this batch takes more than ``size``."""
-        if not self.loss.factored:
-            return None
-        if head.largest_logits(self.model, batch.targets, self.dtype.itemsize) <= size:
-            return None
-        if self._head is _UNKNOWN:
-            one = batch.part(0, 1, self.loss.count)
-
-            def run() -> Tensor:
-                return main_tensor(self._called(one, {}), self.loss.name)
-
-            with torch.no_grad():
-                self._head = head.find_head(self.model, self._everything, run)
-        found = self._head
-        if isinstance(found, head.Head):
-            width = found.module.out_features
-            if batch.targets.numel() * width * self.dtype.itemsize > size:
-                return found
-        return None
 
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
@@ -414,32 +306,3 @@ class Problem:
     def __repr__(self) -> str:
         size = f"{self.total_count:.0f} targets"
         return f"Problem({type(self.model).__name__}, {self.loss.name}, P={self.size}, {size})"
-
-
-def _is_mine(index: int) -> bool:
-    return index % parallel.world_size() == parallel.rank()
-
-
-def _my_share(samples: int) -> tuple[int, int]:
-    world, rank = parallel.world_size(), parallel.rank()
-    return samples * rank // world, samples * (rank + 1) // world
-
-
-def _leaf(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
-    if value.is_inference():
-        value = value.clone()
-    return value.requires_grad_(True)
-
-
-def _described(inputs: Any) -> str:
-    def one(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        return type(value).__name__
-
-    if isinstance(inputs, Mapping):
-        return "{" + ", ".join(f"{k}: {one(v)}" for k, v in inputs.items()) + "}"
-    if isinstance(inputs, tuple):
-        return "(" + ", ".join(one(v) for v in inputs) + ")"
-    return one(inputs)

@@ -223,3 +223,11 @@ def explained() -> Iterator[None]:
                 "torch.utils.checkpoint(..., use_reentrant=False) or switch checkpointing off."
             ) from error
         raise
+
+
+def fresh_leaf(parameter: Tensor) -> Tensor:
+    """A leaf of the autograd graph that shares the parameter's memory."""
+    value = parameter.detach()
+    if value.is_inference():
+        value = value.clone()
+    return value.requires_grad_(True)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from curvatlas.budget import parse_bytes
+from curvatlas.problem.chunked import HiddenLogits
 
 _CHUNKS = 2**26  # bytes for the buffers of a chunk, unless the budget is tight
 _SHARE = 16  # of a budget, at most one part in so many goes to chunks of logits
@@ -39,6 +41,46 @@ def largest_logits(model: nn.Module, targets: Any, itemsize: int) -> int:
         return 0
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     return int(targets.numel()) * widest * itemsize
+
+
+class HeadSearch:
+    """A model's head, looked for once, when logits are large."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._looked = False
+        self._found: Head | None = None
+
+    def beyond(
+        self, size: int, targets: Any, named: Mapping[str, Tensor], run: Callable[[], Any]
+    ) -> Head | None:
+        """The head if its logits of these targets take more than ``size`` bytes.
+
+        named: the model's parameters;  run: calls the model on one sample.
+        """
+        itemsize = next(iter(named.values())).dtype.itemsize
+        if largest_logits(self._model, targets, itemsize) <= size:
+            return None
+        if not self._looked:
+            with torch.no_grad():
+                self._found = find_head(self._model, named, run)
+            self._looked = True
+        found = self._found
+        if found is None or targets.numel() * found.module.out_features * itemsize <= size:
+            return None
+        return found
+
+
+def factored_logits(
+    head: Head, hidden: Tensor, named: Mapping[str, Tensor], leaves: Mapping[str, Tensor], room: int
+) -> HiddenLogits:
+    """Logits as hidden states and the head's weights; those not in ``leaves`` stay fixed."""
+
+    def value(name: str) -> Tensor:
+        return leaves[name] if name in leaves else named[name].detach()
+
+    bias = None if head.bias is None else value(head.bias)
+    return HiddenLogits(hidden, value(head.weight), bias, room)
 
 
 def find_head(model: nn.Module, named: Mapping[str, Tensor], run: Callable[[], Any]) -> Head | None:

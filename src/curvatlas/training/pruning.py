@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
 from curvatlas.operators import GaussNewton
+from curvatlas.operators.outer_diagonal import exact_outer_diagonal
 from curvatlas.problem import Problem
 from curvatlas.results import Result
-from curvatlas.spectra.diagonal import diagonal
-from curvatlas.training.exact_diagonal import exact_diagonal as read_exactly
+from curvatlas.spectra.diagonal import diagonal, read_diagonal
 from curvatlas.training.gradients import sampled_gradients
 from curvatlas.training.surgeon import inverse_blocks, remove_all, remove_first
 
@@ -127,12 +127,17 @@ def _diagonal(
     if exact is None:
         exact = problem.size <= max_products
     if exact:
-        values, products = read_exactly(problem)
+        values, products = exact_outer_diagonal(problem) or _column_by_column(problem)
     else:
         operator = GaussNewton(problem)
         values = diagonal(operator, rtol=0.01, max_products=max_products, seed=seed).values
         products = operator.products
     return values.clamp_min(0).to(problem.parameters), products
+
+
+def _column_by_column(problem: Problem) -> tuple[Tensor, int]:
+    operator = GaussNewton(problem)
+    return read_diagonal(operator), operator.products
 
 
 def _known_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
