@@ -1,8 +1,8 @@
 """From existing modules to closed forms: who is who, and back to the module's own order.
 
 ``map_module(layer)`` reads ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``, the zoo's
-blocks and Hugging Face GPT-2, BERT, ViT and Llama layers as a ``BlockSpec`` with weights; the
-weights are views of the module's own memory. ``map_norm`` does the same for norms. What the closed
+blocks and the layers of many Hugging Face families as a ``BlockSpec`` with weights; the weights are
+views of the module's own memory. ``map_norm`` does the same for norms. What the closed
 forms do not cover is refused with the reason, never approximated.
 
 Each family is one function that picks our weights out of the module's named parameters. The same
@@ -92,7 +92,7 @@ def map_module(module: nn.Module) -> MappedBlock:
 
 def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
     """The description of a layer, and the function that picks its weights by parameter name."""
-    from curvatlas.blocks.adapters_huggingface import HUGGING_FACE
+    from curvatlas.blocks.adapters_huggingface import HUGGING_FACE, reason_against
     from curvatlas.blocks.adapters_torch import TORCH
 
     for matches, read in (*TORCH, *HUGGING_FACE):
@@ -100,10 +100,16 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
             refuse_dropout(module)
             spec, pick = read(module)
             return spec, _checked(type(module).__name__, spec, pick)
+    known = reason_against(module)
+    if known is not None:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} {known}: not in the closed form, use ca.Hessian(problem)."
+        )
     raise UnmappedModuleError(
         f"{type(module).__name__} is no layer the closed forms know: they read "
-        "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and Hugging Face "
-        "GPT-2, BERT, ViT and Llama layers; use ca.Hessian(problem) for other modules."
+        "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and the layers of "
+        "Hugging Face GPT-2, GPT-Neo, OPT, BERT and its kin, ViT, BART and Whisper encoders, "
+        "Llama, Mistral, Qwen2, OLMo; use ca.Hessian(problem) for other modules."
     )
 
 
@@ -124,6 +130,8 @@ def map_norm(module: nn.Module) -> MappedNorm:
             eps = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
     elif name in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm") and weight is not None:
         norm, size, eps = "rms", weight.shape[0], float(module.variance_epsilon)  # type: ignore[arg-type]
+    elif name == "OlmoLayerNorm":  # no weights; its epsilon is written into its forward
+        norm, size, eps = "layer", int(module.normalized_shape[0]), 1e-5  # type: ignore[index]
     else:
         raise UnmappedModuleError(f"{name} is no norm the closed forms know (LayerNorm, RMSNorm).")
     return MappedNorm(

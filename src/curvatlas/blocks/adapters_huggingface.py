@@ -1,4 +1,4 @@
-"""Hugging Face layers of GPT-2, BERT, ViT and Llama, read as blocks.
+"""Hugging Face layers read as blocks: GPT-2, GPT-Neo, OPT, BERT's kin, ViT, BART, Llama's kin.
 
 Layers are recognised by class name, so that transformers is never imported here. Both the current
 and the older attribute names of ViT are understood.
@@ -60,8 +60,27 @@ def read_gpt2(module: Any) -> tuple[BlockSpec, Pick]:
     return spec, pick
 
 
+def read_gpt_neo(module: Any) -> tuple[BlockSpec, Pick]:
+    """``GPTNeoBlock``: pre-norm, causal, logits without a scale, every other layer in a window."""
+    inner = module.attn.attention
+    paths = {name: f"attn.attention.{name[0]}_proj" for name in _QKV}
+    paths |= {"output": "attn.attention.out_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+    paths |= {"norm1": "ln_1", "norm2": "ln_2"}
+    local = inner.attention_type == "local"
+    return _plain(
+        module,
+        paths,
+        heads=inner.num_heads,
+        activation=module.mlp.act,
+        norm_first=True,
+        causal=True,
+        window=int(inner.config.window_size) if local else None,
+        scale=1.0,
+    )
+
+
 def read_bert(module: Any) -> tuple[BlockSpec, Pick]:
-    """``BertLayer``: post-norm, bidirectional unless it is a decoder."""
+    """``BertLayer`` and its twins: post-norm, bidirectional unless it is a decoder."""
     _refuse_cross_attention(module)
     inner = module.attention.self
     kind = getattr(inner, "position_embedding_type", None) or "absolute"
@@ -69,74 +88,75 @@ def read_bert(module: Any) -> tuple[BlockSpec, Pick]:
         raise UnmappedModuleError(
             f"BERT with {kind} positions adds learned terms to the logits: not in the closed form."
         )
-    norm, eps = shared_norm(module.attention.output.LayerNorm, module.output.LayerNorm)
-    spec = BlockSpec(
-        d_model=inner.query.in_features,
-        n_heads=inner.num_attention_heads,
-        d_k=inner.attention_head_size,
-        d_v=inner.attention_head_size,
-        d_ff=module.intermediate.dense.out_features,
-        norm=norm,
-        eps=eps,
-        activation=activation_name(module.intermediate.intermediate_act_fn),
+    paths = {name: f"attention.self.{name}" for name in _QKV}
+    paths |= {"output": "attention.output.dense", "norm1": "attention.output.LayerNorm"}
+    paths |= {"up": "intermediate.dense", "down": "output.dense", "norm2": "output.LayerNorm"}
+    return _plain(
+        module,
+        paths,
+        heads=inner.num_attention_heads,
+        activation=module.intermediate.intermediate_act_fn,
         causal=bool(getattr(module, "is_decoder", False)),
     )
 
-    def pick(values: Mapping[str, Tensor]) -> Picked:
-        picked: Picked = {}
-        for name in _QKV:
-            picked |= take(values, name, f"attention.self.{name}")
-        return {
-            **picked,
-            **take(values, "output", "attention.output.dense"),
-            **take(values, "up", "intermediate.dense"),
-            **take(values, "down", "output.dense"),
-            **take(values, "norm1", "attention.output.LayerNorm"),
-            **take(values, "norm2", "output.LayerNorm"),
-        }
 
-    return spec, pick
+def read_distilbert(module: Any) -> tuple[BlockSpec, Pick]:
+    """DistilBERT's ``TransformerBlock``: post-norm, bidirectional."""
+    paths = {name: f"attention.{name[0]}_lin" for name in _QKV}
+    paths |= {"output": "attention.out_lin", "norm1": "sa_layer_norm"}
+    paths |= {"up": "ffn.lin1", "down": "ffn.lin2", "norm2": "output_layer_norm"}
+    return _plain(module, paths, heads=module.attention.n_heads, activation=module.ffn.activation)
+
+
+def read_albert(module: Any) -> tuple[BlockSpec, Pick]:
+    """``AlbertLayer``: post-norm, bidirectional; the same weights may serve several depths."""
+    paths = {name: f"attention.{name}" for name in _QKV}
+    paths |= {"output": "attention.dense", "norm1": "attention.LayerNorm"}
+    paths |= {"up": "ffn", "down": "ffn_output", "norm2": "full_layer_layer_norm"}
+    heads = module.attention.num_attention_heads
+    return _plain(module, paths, heads=heads, activation=module.activation)
+
+
+def read_bart(module: Any) -> tuple[BlockSpec, Pick]:
+    """OPT's decoder layers and the encoder layers of BART's kin, pre- or post-norm."""
+    name = type(module).__name__
+    paths = {name: f"self_attn.{name[0]}_proj" for name in _QKV}
+    paths |= {"output": "self_attn.out_proj", "norm1": "self_attn_layer_norm"}
+    paths |= {"up": "fc1", "down": "fc2", "norm2": "final_layer_norm"}
+    first = name in ("MBartEncoderLayer", "PegasusEncoderLayer", "WhisperEncoderLayer")
+    return _plain(
+        module,
+        paths,
+        heads=module.self_attn.num_heads,
+        activation=module.activation_fn,
+        norm_first=bool(getattr(module, "do_layer_norm_before", first)),
+        causal=name == "OPTDecoderLayer",
+    )
 
 
 def read_vit(module: Any) -> tuple[BlockSpec, Pick]:
-    """``ViTLayer``: pre-norm, bidirectional."""
-    norm, eps = shared_norm(module.layernorm_before, module.layernorm_after)
-    older = hasattr(module.attention, "attention")
-    if older:
-        inner = module.attention.attention
-        query, heads = inner.query, inner.num_attention_heads
-        up, activation = module.intermediate.dense, module.intermediate.intermediate_act_fn
-        paths = {name: f"attention.attention.{name}" for name in _QKV}
+    """``ViTLayer`` and its twins: pre-norm, bidirectional."""
+    paths = {"norm1": "layernorm_before", "norm2": "layernorm_after"}
+    if hasattr(module.attention, "attention"):  # before transformers 5
+        heads = module.attention.attention.num_attention_heads
+        activation = module.intermediate.intermediate_act_fn
+        paths |= {name: f"attention.attention.{name}" for name in _QKV}
         paths |= {"output": "attention.output.dense"}
         paths |= {"up": "intermediate.dense", "down": "output.dense"}
     else:
-        query, heads = module.attention.q_proj, module.attention.num_attention_heads
-        up, activation = module.mlp.fc1, module.mlp.activation_fn
-        paths = {name: f"attention.{name[0]}_proj" for name in _QKV}
+        heads, activation = module.attention.num_attention_heads, module.mlp.activation_fn
+        paths |= {name: f"attention.{name[0]}_proj" for name in _QKV}
         paths |= {"output": "attention.o_proj", "up": "mlp.fc1", "down": "mlp.fc2"}
-    spec = BlockSpec(
-        d_model=query.in_features,
-        n_heads=heads,
-        d_k=query.out_features // heads,
-        d_v=query.out_features // heads,
-        d_ff=up.out_features,
-        norm=norm,
-        eps=eps,
-        norm_first=True,
-        activation=activation_name(activation),
-    )
-    paths |= {"norm1": "layernorm_before", "norm2": "layernorm_after"}
-    return spec, lambda values: _pick_paths(values, paths)
+    return _plain(module, paths, heads=heads, activation=activation, norm_first=True)
 
 
 def read_llama(module: Any) -> tuple[BlockSpec, Pick]:
-    """``LlamaDecoderLayer`` and its twins: pre-RMSNorm, SwiGLU, RoPE, grouped queries, causal."""
+    """``LlamaDecoderLayer`` and its twins: pre-norm, gated, RoPE, grouped queries, causal."""
     attention, config = module.self_attn, module.self_attn.config
-    window = getattr(attention, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    if getattr(config, "clip_qkv", None) is not None:
         raise UnmappedModuleError(
-            f"{type(module).__name__} attends within a sliding window of {window}: pass the window "
-            "as a mask to a layer without one."
+            f"{type(module).__name__} clips queries, keys and values at {config.clip_qkv:g}: not "
+            "in the closed form."
         )
     norm, eps = shared_norm(module.input_layernorm, module.post_attention_layernorm)
     size = int(attention.head_dim)
@@ -154,6 +174,7 @@ def read_llama(module: Any) -> tuple[BlockSpec, Pick]:
         activation=activation_name(module.mlp.act_fn),
         gated=True,
         causal=True,
+        window=_window(attention),
         rope_base=_rope_base(config),
     )
     paths = {name: f"self_attn.{name[0]}_proj" for name in (*_QKV, "output")}
@@ -162,11 +183,51 @@ def read_llama(module: Any) -> tuple[BlockSpec, Pick]:
     return spec, lambda values: _pick_paths(values, paths)
 
 
+def _plain(
+    module: nn.Module,
+    paths: Mapping[str, str],
+    *,
+    heads: int,
+    activation: Callable[[Tensor], Tensor],
+    norm_first: bool = False,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[BlockSpec, Pick]:
+    """A block of linear layers and two norms, each at its path within the layer."""
+    query: Any = module.get_submodule(paths["query"])
+    up: Any = module.get_submodule(paths["up"])
+    norms = (module.get_submodule(paths[name]) for name in ("norm1", "norm2"))
+    norm, eps = shared_norm(*norms)
+    spec = BlockSpec(
+        d_model=query.in_features,
+        n_heads=heads,
+        d_k=query.out_features // heads,
+        d_v=query.out_features // heads,
+        d_ff=up.out_features,
+        norm=norm,
+        eps=eps,
+        norm_first=norm_first,
+        activation=activation_name(activation),
+        causal=causal,
+        window=window,
+        scale=scale,
+    )
+    return spec, lambda values: _pick_paths(values, paths)
+
+
 def _pick_paths(values: Mapping[str, Tensor], paths: Mapping[str, str]) -> Picked:
     picked: Picked = {}
     for ours, theirs in paths.items():
         picked |= take(values, ours, theirs)
     return picked
+
+
+def _window(attention: Any) -> int | None:
+    """How many keys a query sees: the layer's own word, else the model's."""
+    config = attention.config
+    size = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return int(size) if size and getattr(config, "use_sliding_window", True) else None
 
 
 def _rope_base(config: Any) -> float:
@@ -191,17 +252,51 @@ def _refuse_cross_attention(module: Any) -> None:
         )
 
 
-def _is_named(*names: str) -> Callable[[nn.Module], bool]:
+def _is_named(*names: str, within: str = "") -> Callable[[nn.Module], bool]:
+    home = f"transformers.{within}"
     return lambda module: (
-        type(module).__name__ in names and type(module).__module__.startswith("transformers.")
+        type(module).__name__ in names and type(module).__module__.startswith(home)
     )
 
+
+BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
+_BART = ("OPTDecoder", "BartEncoder", "MarianEncoder", "MBartEncoder", "PegasusEncoder")
+_VIT = ("ViT", "DeiT", "ViTMAE", "ViTMSN")
+LLAMA = ("Llama", "Mistral", "Qwen2", "Olmo")
 
 HUGGING_FACE: tuple[
     tuple[Callable[[nn.Module], bool], Callable[[Any], tuple[BlockSpec, Pick]]], ...
 ] = (
     (_is_named("GPT2Block"), read_gpt2),
-    (_is_named("BertLayer"), read_bert),
-    (_is_named("ViTLayer"), read_vit),
-    (_is_named("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"), read_llama),
+    (_is_named("GPTNeoBlock"), read_gpt_neo),
+    (_is_named(*(f"{name}Layer" for name in BERT)), read_bert),
+    (_is_named("TransformerBlock", within="models.distilbert"), read_distilbert),
+    (_is_named("AlbertLayer"), read_albert),
+    (_is_named(*(f"{name}Layer" for name in (*_BART, "WhisperEncoder"))), read_bart),
+    (_is_named(*(f"{name}Layer" for name in _VIT)), read_vit),
+    (_is_named(*(f"{name}DecoderLayer" for name in LLAMA)), read_llama),
 )
+
+_PARALLEL = "runs attention and feed-forward side by side on the same input"
+_RELATIVE = "adds learned terms of the distance to the logits"
+_AGAINST = {
+    "PhiDecoderLayer": _PARALLEL,
+    "GPTJBlock": _PARALLEL,
+    "GPTNeoXLayer": "rotates a part of each head, mostly with parallel sublayers",
+    "FalconDecoderLayer": _PARALLEL,
+    "BloomBlock": "adds a bias by distance (ALiBi) to the logits",
+    "T5Block": _RELATIVE,
+    "DebertaV2Layer": _RELATIVE,
+    "GemmaDecoderLayer": "scales its norms by 1 + weight",
+    "Gemma2DecoderLayer": "has norms on both sides of every sublayer",
+    "Qwen3DecoderLayer": "normalises queries and keys",
+    "MixtralDecoderLayer": "sends tokens to experts",
+    "Dinov2Layer": "scales its sublayers' outputs by learned gains",
+}
+
+
+def reason_against(module: nn.Module) -> str | None:
+    """Why a well-known layer is outside the closed forms, or None."""
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    return _AGAINST.get(type(module).__name__)

@@ -21,6 +21,7 @@ from curvatlas.blocks.adapters import (
     read_module,
     refuse_dropout,
 )
+from curvatlas.blocks.adapters_huggingface import BERT, LLAMA
 from curvatlas.blocks.products_head import Pooling, Readout
 from curvatlas.blocks.structure import BlockSpec
 
@@ -40,12 +41,19 @@ _LAYOUTS: dict[str, tuple[_Layout, ...]] = {
     "TransformerEncoder": (_Layout(blocks="layers", norm="norm"),),
     "GPT": (_Layout(blocks="blocks", norm="norm", head="head"),),
     "ViT": (_Layout(blocks="blocks", norm="norm", head="head", pooling="first"),),
-    "GPT2Model": (_Layout(blocks="h", norm="ln_f"),),
-    "GPT2LMHeadModel": (_Layout(blocks="transformer.h", norm="transformer.ln_f", head="lm_head"),),
-    "LlamaModel": (_Layout(blocks="layers", norm="norm"),),
-    "LlamaForCausalLM": (_Layout(blocks="model.layers", norm="model.norm", head="lm_head"),),
-    "BertEncoder": (_Layout(blocks="layer"),),
-    "BertModel": (_Layout(blocks="encoder.layer"),),
+    **dict.fromkeys(("GPT2Model", "GPTNeoModel"), (_Layout(blocks="h", norm="ln_f"),)),
+    **dict.fromkeys(
+        ("GPT2LMHeadModel", "GPTNeoForCausalLM"),
+        (_Layout(blocks="transformer.h", norm="transformer.ln_f", head="lm_head"),),
+    ),
+    **dict.fromkeys((f"{name}Model" for name in LLAMA), (_Layout(blocks="layers", norm="norm"),)),
+    **dict.fromkeys(
+        (f"{name}ForCausalLM" for name in LLAMA),
+        (_Layout(blocks="model.layers", norm="model.norm", head="lm_head"),),
+    ),
+    **dict.fromkeys((f"{name}Encoder" for name in BERT), (_Layout(blocks="layer"),)),
+    **dict.fromkeys((f"{name}Model" for name in BERT), (_Layout(blocks="encoder.layer"),)),
+    "DistilBertModel": (_Layout(blocks="transformer.layer"),),
     "ViTModel": (
         _Layout(blocks="layers", norm="layernorm"),
         _Layout(blocks="encoder.layer", norm="layernorm"),

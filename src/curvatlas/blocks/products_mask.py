@@ -22,13 +22,17 @@ def attention_mask(
     ``mask`` is boolean, True where attention is allowed: (n, L) for keys (padding), (L, L),
     (n, L, L) or (n, H, L, L) for pairs; or of floating dtype, added to the logits, with the same
     shapes except (n, L). Where n = L a boolean mask of two axes is read as (n, L).
-    ``spec.causal`` forbids keys after the query on top of it. A row that may attend to nothing
-    has no softmax and is refused.
+    ``spec.causal`` forbids keys after the query on top of it, ``spec.window`` those too far before
+    it. A row that may attend to nothing has no softmax and is refused.
     """
     allowed: Tensor | None = None
     bias: Tensor | None = None
     if spec.causal:
         allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
+        if spec.window is not None:
+            allowed = allowed.triu(1 - _window(spec.window))
+    elif spec.window is not None:
+        raise ValueError(f"a window of {spec.window} keys needs causal attention: causal=True.")
     if mask is not None:
         if mask.device != device:
             raise ValueError(f"the mask is on {mask.device}, the input on {device}.")
@@ -57,6 +61,12 @@ def attention_mask(
                 "defined; unmask at least one key of every row."
             )
     return bias, allowed
+
+
+def _window(size: int) -> int:
+    if size < 1:
+        raise ValueError(f"the window must hold at least the query's own key, got {size}.")
+    return size
 
 
 def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor:

@@ -64,6 +64,7 @@ class BlockSpec:
     gated: bool = False
     eps: float = 1e-5
     causal: bool = False
+    window: int | None = None  # causal only: keys a query sees, itself and those just before
     softmax: bool = True  # False: linear attention, A = T
     scale: float | None = None  # None: 1/√d_k
     rope_base: float | None = None  # rotary position embedding (half-split pairs, Llama layout)

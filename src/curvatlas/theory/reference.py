@@ -55,11 +55,13 @@ def attention_weights(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
     q = linear(x, weights, "query").reshape(n, length, heads, d_k).transpose(1, 2)
     k = linear(x, weights, "key").reshape(n, length, groups, d_k).transpose(1, 2)
     logits = spec.logit_scale * q @ k.repeat_interleave(heads // groups, 1).transpose(-1, -2)
+    seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+    if spec.window is not None:
+        seen = seen.triu(1 - spec.window)
     if not spec.softmax:
-        return torch.tril(logits) if spec.causal else logits
+        return logits.masked_fill(~seen, 0.0) if spec.causal else logits
     if spec.causal:
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        logits = logits.masked_fill(future, float("-inf"))
+        logits = logits.masked_fill(~seen, float("-inf"))
     return torch.softmax(logits, -1)
 
 
