@@ -171,6 +171,74 @@ def test_hugging_face_labels_are_shifted_for_causal_models_only() -> None:
     assert inner == pytest.approx(float(bert(**labelled).loss.detach()), rel=1e-6)
 
 
+@pytest.mark.huggingface
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_decoders_read_the_labels_one_place_later(family: str, repeated: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = {
+        "T5": {"d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+        "Bart": {
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 12,
+            "decoder_ffn_dim": 12,
+        },
+    }[family]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=13, d_model=8, pad_token_id=0, decoder_start_token_id=1, **options
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double().eval()
+    tokens = torch.randint(3, 13, (2, 5))
+    # Labels that repeat the tokens would be next-token labels in a model without an encoder.
+    labels = tokens.clone() if repeated else torch.randint(3, 13, (2, 4))
+    labels[0, -1] = -100
+    batch = {"input_ids": tokens, "labels": labels}
+    problem = ca.Problem(model, "cross_entropy", batch)
+    assert problem.value() == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+    given = {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+    assert ca.Problem(model, "cross_entropy", given).value() == problem.value()
+
+
+@pytest.mark.huggingface
+def test_experts_are_differentiated_in_float64() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=6,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).double().eval()
+    kept = getattr(model.config, "_experts_implementation", None)
+    tokens = torch.randint(0, 11, (2, 5))
+    problem = ca.Problem(model, "cross_entropy", {"input_ids": tokens, "labels": tokens})
+    v = torch.randn(problem.size, dtype=torch.float64)
+    step = 1e-5
+    moved = []
+    weights = [p.detach().clone() for p in model.parameters()]
+    for sign in (1, -1):
+        with torch.no_grad():
+            pieces = v.split([w.numel() for w in weights])
+            for parameter, weight, piece in zip(model.parameters(), weights, pieces, strict=True):
+                parameter.copy_(weight + sign * step * piece.view_as(weight))
+        moved.append(problem.gradient())
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    want = (moved[0] - moved[1]) / (2 * step)
+    assert oracles.relative_error(ca.Hessian(problem) @ v, want) < 1e-6
+    assert getattr(model.config, "_experts_implementation", None) == kept
+
+
 def test_label_smoothing_and_class_weights_follow_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvatlas import parallel
 from curvatlas.problem.batches import HOLD_BYTES, Batch, checked, size_in_bytes, split_batch
@@ -31,7 +31,7 @@ class BatchStream:
     data: Iterable[Any]
     loss: Loss
     device: torch.device
-    model_kind: str  # the model's class
+    model: nn.Module
     shift: bool | None  # whether labels are next-token labels; None: told from model and data
     sharded: bool  # every process sees the same data and takes its own share
 
@@ -42,6 +42,7 @@ class BatchStream:
             inputs, targets = split_batch(raw, index, shift=self._is_next_token)
             inputs = checked(inputs, what="inputs", device=self.device, index=index)
             targets = checked(targets, what="targets", device=self.device, index=index)
+            inputs = self._with_decoder_inputs(inputs, targets)
             batch = Batch(
                 inputs=inputs, targets=targets, count=self.loss.count(targets), index=index
             )
@@ -72,7 +73,10 @@ class BatchStream:
             return self.shift
         if not isinstance(labels, Tensor) or labels.ndim != 2:
             return False
-        if "CausalLM" in self.model_kind or "LMHeadModel" in self.model_kind:
+        if self._decoder_inputs() is not None:
+            return False  # its decoder reads the labels one place later
+        kind = type(self.model).__name__
+        if "CausalLM" in kind or "LMHeadModel" in kind:
             return True
         tokens = inputs.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.shape != labels.shape:
@@ -80,6 +84,25 @@ class BatchStream:
         valid = labels != -100
         # Labels that repeat the inputs can only mean the next token; masked-LM labels cover few.
         return bool(valid.any()) and bool((tokens == labels)[valid].all())
+
+    def _with_decoder_inputs(self, inputs: Any, labels: Any) -> Any:
+        """What the decoder of a sequence-to-sequence model reads, from its labels, unless given.
+
+        With ``labels`` such models make it themselves; here they never see them. Some would read
+        the encoder's tokens instead, without a word.
+        """
+        make = self._decoder_inputs()
+        if make is None or not isinstance(inputs, Mapping) or not isinstance(labels, Tensor):
+            return inputs
+        if labels.ndim != 2 or any(name.startswith("decoder_input") for name in inputs):
+            return inputs
+        return {**inputs, "decoder_input_ids": make(labels)}
+
+    def _decoder_inputs(self) -> Callable[[Tensor], Tensor] | None:
+        config = getattr(self.model, "config", None)
+        if not getattr(config, "is_encoder_decoder", False):
+            return None
+        return getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
 
 
 def _is_mine(index: int) -> bool:

@@ -85,7 +85,7 @@ class Problem:
         self._shard = shard and self.distributed
         self.data = batches_of(data)
         self._stream = BatchStream(
-            self.data, self.loss, self.device, type(self.model).__name__, shift, self._shard
+            self.data, self.loss, self.device, self.model, shift, self._shard
         )
         self._held: list[Batch] | None = None
         self.largest_samples = 1  # of any batch

@@ -165,11 +165,14 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
     """Everything a twice-differentiable forward needs, restored on the way out.
 
     Evaluation mode; math attention (fused kernels have no double backward); no encoder fast path;
-    no autocast; no key/value cache; gradients enabled even under ``no_grad``.
+    no autocast; no key/value cache; gradients enabled even under ``no_grad``; experts one by one in
+    float64, which the grouped kernel does not take.
     """
     training = [module for module in model.modules() if module.training]
     config: Any = getattr(model, "config", None)
     cached = getattr(config, "use_cache", None)
+    experts = getattr(config, "_experts_implementation", None)
+    grouped = experts == "grouped_mm" and any(p.dtype == torch.float64 for p in model.parameters())
     fast_path = torch.backends.mha.get_fastpath_enabled()
     device = next((p.device.type for p in model.parameters()), "cpu")
     with contextlib.ExitStack() as stack:
@@ -184,6 +187,8 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
                 module.training = False
             if cached:
                 config.use_cache = False
+            if grouped:
+                config._experts_implementation = "eager"
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
@@ -191,6 +196,8 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
                 module.training = True
             if cached:
                 config.use_cache = cached
+            if grouped:
+                config._experts_implementation = experts
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
