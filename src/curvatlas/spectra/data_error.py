@@ -65,7 +65,9 @@ def half_width(
         rest = deviations - middle[:, None] - np.outer(slope, apart)
         middle = middle + slope * missing
         noise = (rest**2).sum(1) / (probes - 2) * (1 / probes + missing**2 / spread)
-    variance = count / (count - 1) * float(shares**2 @ (middle**2 - noise))
+    scatter, doubt = (count / (count - 1) * float(shares**2 @ part) for part in (middle**2, noise))
+    # Where the scatter drowns in the probes' noise it is not zero but unknown below its chance.
+    variance = max(scatter - doubt, doubt * (2 / count) ** 0.5)
     return float(student.ppf(0.975, count - 1)) * float(np.sqrt(max(variance, 0.0)))
 
 

@@ -36,6 +36,8 @@ def negative_shares(probes: Probes, *, psd: bool) -> NegativeShares:
     if psd:
         return NegativeShares(0.0, (0.0, 0.0), probes.zero, 0.0, (0.0, 0.0))
     spacing = 0.0 if probes.ended else probes.spacing()
+    if probes.steps < FEWEST_STEPS:  # so few nodes resolve no more than the spread they leave open
+        spacing = max(spacing, float(np.abs(probes.betas[:, -1]).max()))
     resolution = max(_SPACINGS * spacing, probes.zero)
     negative, interval = _below_zero(probes, spacing)
     clear, clear_interval = _below(probes, -resolution)

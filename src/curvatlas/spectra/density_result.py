@@ -100,8 +100,9 @@ def exact_density(values: Tensor, products: int, *, psd: bool) -> SpectralDensit
     n = len(nodes)
     floor = zero_of(nodes, np.finfo(np.float64).eps)
     negative = 0.0 if psd else float((nodes < -floor).mean())
-    magnitude, square = np.abs(nodes).sum(), (nodes**2).sum()
-    rank = float(magnitude**2 / square) if square > 0 else 0.0
+    largest = np.abs(nodes).max()
+    relative = np.abs(nodes) / largest if largest > 0 else nodes
+    rank = float(relative.sum() ** 2 / (relative**2).sum()) if largest > 0 else 0.0
     weights = np.full(n, 1.0 / n)
     held = np.sort(np.abs(nodes)[np.abs(nodes) > floor])
     small = float(held[max(math.ceil(QUANTILE * len(held)) - 1, 0)]) if len(held) else 0.0

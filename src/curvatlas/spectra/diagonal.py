@@ -90,12 +90,12 @@ def diagonal(
     check_rtol(rtol)
     known = _closed_form(op)
     if known is not None:
-        return _exact(known, 0, torch.finfo(op.dtype).eps, "closed form")
+        return exact_diagonal(known, 0, torch.finfo(op.dtype).eps, "closed form")
     budget = min(n, 500) if max_products is None else max_products
     check_budget(budget)
     outer = outer_part(op, min(budget, n, _DEAREST)) if all_outer(op) else None
     if outer is not None:
-        return _exact(outer.diagonal, outer.products, torch.finfo(op.dtype).eps, FACTORS)
+        return exact_diagonal(outer.diagonal, outer.products, torch.finfo(op.dtype).eps, FACTORS)
     if n <= min(budget, 64):
         return _read(op)
     mark = fingerprint(op, estimate="diagonal", rtol=rtol, seed=seed, max_products=max_products)
@@ -184,9 +184,11 @@ class _Run:
         mean = self.total / m
         variance = (self.squares / m - mean**2).clamp_min(0) * m / max(m - 1, 1)
         error = (variance / m).sqrt()
+        if self.probes < 2:
+            error = torch.full_like(error, torch.inf)  # one sample does not scatter
         values = exact + mean
         size = float(values.norm())
-        relative = float(error.norm()) / size if size else 0.0
+        relative = float(error.norm()) / size if size else 0.0 if self.probes > 1 else np.inf
         half = float(student.ppf(0.975, max(m - 1, 1))) * error
         half = half + 16 * basis.eps * (exact.abs() + mean.abs())
         return DiagonalEstimate(
@@ -232,13 +234,16 @@ def _read(op: LinearOperator, spent: int = 0) -> DiagonalEstimate:
     if not bool(torch.isfinite(values).all()):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     eps = torch.finfo(op.dtype).eps
-    return _exact(values, spent + op.shape[0], eps, "column by column")
+    return exact_diagonal(values, spent + op.shape[0], eps, "column by column")
 
 
-def _exact(values: Tensor, products: int, eps: float, method: str) -> DiagonalEstimate:
+def exact_diagonal(
+    values: Tensor, products: int, eps: float, method: str, *, condition: float = 1.0
+) -> DiagonalEstimate:
+    """A diagonal known up to rounding, which ``condition`` magnifies."""
     values = values.detach().double()
-    radius = 64 * eps * values.abs() + np.finfo(np.float64).tiny
+    radius = 64 * eps * condition * values.abs() + np.finfo(np.float64).tiny
     return DiagonalEstimate(
-        values=values, interval=(values - radius, values + radius), relative_error=eps,
+        values=values, interval=(values - radius, values + radius), relative_error=eps * condition,
         products=products, converged=True, exact=True, method=method,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from curvatlas.spectra.checkpoint import undone
 
 FEWEST_PROBES = 8
 _FIRST_STEPS = 6
+_CHI_SQUARED = (9.82e-4, 5.024)  # 2.5 % and 97.5 %, one degree of freedom
 
 
 class FrobeniusSampler:
@@ -108,6 +109,13 @@ class FrobeniusSampler:
         square = exact + rest
         if square == 0.0:
             return 0.0, 0.0, 0.0
+        rounding = 32 * torch.finfo(self.op.dtype).eps * square
+        if m == 1:
+            # One number does not scatter. If M has rank one, the worst, it is tr M times χ² of one
+            # degree of freedom, which lies between these two in 95 %.
+            ends = exact + rest / _CHI_SQUARED[1], exact + rest / _CHI_SQUARED[0]
+            low, high = (float(np.sqrt(end)) for end in (max(ends[0] - rounding, 0.0), ends[1]))
+            return float(np.sqrt(square)), low, high
         variance = _variance(centred)
         skew = most = float(np.sqrt(8 / m))
         if m > 2 and variance > 0:
@@ -118,7 +126,6 @@ class FrobeniusSampler:
         rank = max(most**2 / max(skew, 1e-6) ** 2, 1.0)
         freedom = max(min((m - 1) * rank, m * (m - 1) / 2), 1.0)
         half = float(student.ppf(0.975, freedom)) * float(np.sqrt(variance / m))
-        rounding = 32 * torch.finfo(self.op.dtype).eps * square
         low = max(square - half * float(np.exp(-0.4 * skew)), exact) - rounding
         high = square + half * float(np.exp(1.2 * skew)) + rounding
         return float(np.sqrt(square)), float(np.sqrt(max(low, 0.0))), float(np.sqrt(high))

@@ -18,8 +18,9 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import generator
-from curvatlas.spectra.diagonal import DiagonalEstimate
-from curvatlas.spectra.estimate import Estimate, close_enough
+from curvatlas.spectra.dense import dense_matrix
+from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal
+from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import gauss, length, radau
@@ -30,6 +31,8 @@ Function = Callable[[Array], Array]
 # Residual relative to ‖A‖ below which a Ritz pair is taken out as known: what it misses of f is
 # quadratic in the residual.
 _CONVERGED = 1e-4
+_FEW = 64  # columns of a matrix that is inverted: fewer products than the first group of solves
+_EXACT_UP_TO = 240  # products that the shortest estimate takes: as many columns are the matrix
 
 
 def log_determinant(
@@ -69,6 +72,8 @@ def trace_function(
     n = require_symmetric(op, quantity)
     check_rtol(rtol)
     check_budget(max_products)
+    if n <= min(max_products, _EXACT_UP_TO):
+        return _from_matrix(op, function, quantity)
     random = generator(seed)
     vectors, known = _outliers(op, min(60, max_products // 3, n // 2), random)
     inside = function(known) if len(known) else known
@@ -100,6 +105,20 @@ def trace_function(
     return _estimate(inside, fine, coarse, rtol, products, quantity)
 
 
+def _from_matrix(op: LinearOperator, function: Function, quantity: str) -> Estimate:
+    matrix, products = dense_matrix(op)
+    values = torch.linalg.eigvalsh((matrix + matrix.T) / 2).cpu().numpy()
+    parts = function(values)
+    eps = torch.finfo(op.dtype).eps
+    # An eigenvalue is known to rounding of the largest, and a small one's f may be steep.
+    moved = function(values + 32 * eps * np.abs(values).max())
+    steep = float(np.abs(moved - parts).sum()) / (64 * eps)
+    return exact_estimate(
+        quantity, float(parts.sum()), scale=float(np.abs(parts).sum()) + steep,
+        eps=eps, products=products, method="the whole matrix",
+    )  # fmt: skip
+
+
 def quadratic_form(
     op: LinearOperator,
     b: Tensor,
@@ -123,7 +142,7 @@ def quadratic_form(
     basis = KrylovBasis(op, max_products + 2)
     certain = function is None and op.tags.psd and damping > 0
     f = function if function is not None else _reciprocal
-    value = low = high = 0.0
+    value = low = high = middle = 0.0
     done = not basis.add(b)
     previous = np.inf
     betas: list[float] = []
@@ -133,10 +152,11 @@ def quadratic_form(
             progress.update()
             alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
             nodes, weights = gauss(alphas, np.array(betas))
-            value = low = high = square * float(weights @ f(nodes))
+            value = low = high = middle = square * float(weights @ f(nodes))
             if betas[-1] > 0 and certain:
                 at, outer = radau(alphas, np.array(betas), damping)
                 high = square * float(outer @ f(at))
+                middle = (low + high) / 2
             elif betas[-1] > 0:
                 # no bound is known: twice the last change, which Lanczos reduces geometrically
                 change = 2 * abs(value - previous)
@@ -145,7 +165,7 @@ def quadratic_form(
             done = betas[-1] == 0.0 or (len(betas) > 2 and high - low <= 2 * rtol * abs(value))
     rounding = 64 * basis.eps * max(abs(low), abs(high))
     return Estimate(
-        quantity="quadratic form", value=(low + high) / 2, products=basis.products,
+        quantity="quadratic form", value=middle, products=basis.products,
         interval=(low - rounding, high + rounding), converged=done, exact=False,
         method="Gauss and Gauss-Radau rules" if certain else "Gauss rule",
     )  # fmt: skip
@@ -163,6 +183,15 @@ def inverse_diagonal(
     n = require_symmetric(op, "inverse_diagonal")
     check_rtol(rtol)
     check_budget(max_products)
+    if n <= min(max_products, _FEW):
+        matrix, spent = dense_matrix(op)
+        shifted = (matrix + matrix.T) / 2 + damping * torch.eye(n, dtype=matrix.dtype).to(matrix)
+        return exact_diagonal(
+            torch.linalg.inv(shifted).diagonal(), spent, torch.finfo(op.dtype).eps,
+            "the whole matrix", condition=float(torch.linalg.cond(shifted)),
+        )  # fmt: skip
+    if max_products < 4:
+        raise ValueError(f"{max_products} products are too few for inverse_diagonal: give 100.")
     random = generator(seed)
     first = min(60, max_products // 3, n // 2)
     vectors, known = _outliers(op, first, random)
@@ -172,12 +201,17 @@ def inverse_diagonal(
         exact = (vectors.double().pow(2) * weights[:, None]).sum(0)
     samples = torch.empty(n, 0, dtype=torch.float64, device=op.device)
     products, converged = first, False
-    values, half, relative = exact, exact, 1.0
-    while not converged and products < max_products:
-        signs = torch.randint(0, 2, (n, 8), generator=random, dtype=torch.int8)
+    values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
+    while not converged:
+        # Half of what is left, so that a slow solve leaves something for a second group.
+        left = max_products - products
+        count = min(8, left // 2)
+        if count == 0 or (samples.shape[1] == 0 and count < 2):
+            break
+        signs = torch.randint(0, 2, (n, count), generator=random, dtype=torch.int8)
         probes = (2 * signs - 1).to(device=op.device, dtype=op.dtype)
         outside = probes - vectors.T @ (vectors @ probes)
-        solved = solve(op, outside, damping=damping, rtol=min(rtol / 100, 1e-4))
+        solved = solve(op, outside, damping=damping, rtol=min(rtol / 100, 1e-4), max_products=left)
         products += solved.products
         samples = torch.cat([samples, (probes * solved.value).double()], 1)
         m = samples.shape[1]
@@ -228,9 +262,14 @@ def _estimate(
     error += 1.5 * abs(float(values.mean() - np.mean(coarse))) + 1e-12 * float(np.abs(inside).sum())
     return Estimate(
         quantity=quantity, value=value, interval=(value - error, value + error),
-        products=products, converged=m >= 12 and close_enough(value, error, rtol), exact=False,
+        products=products, converged=_settled(m, value, error, rtol), exact=False,
         method="Lanczos quadrature, known eigenpairs taken out",
     )  # fmt: skip
+
+
+def _settled(m: int, value: float, error: float, rtol: float) -> bool:
+    """Few probes may agree by chance: fewer than twelve have to agree four times as well."""
+    return m >= 6 and close_enough(value, error, rtol if m >= 12 else rtol / 4)
 
 
 def _reciprocal(values: Array) -> Array:

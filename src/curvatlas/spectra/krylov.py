@@ -250,6 +250,11 @@ class KrylovBasis:
 
 def _not_finite(image: Tensor, product: int) -> FloatingPointError:
     bad = int((~torch.isfinite(image)).sum())
+    if not bad:
+        return FloatingPointError(
+            f"the norm of product {product} with the operator overflows {image.dtype}: compute in "
+            "float64, or scale the loss down."
+        )
     return FloatingPointError(
         f"product {product} with the operator gave NaN or infinity in {bad} of {image.numel()} "
         "entries: check the loss and the parameters for NaN, or compute in float64."

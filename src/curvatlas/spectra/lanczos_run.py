@@ -16,7 +16,7 @@ from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, generator
 from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
 from curvatlas.spectra.eigen_search import Search
-from curvatlas.spectra.krylov import KrylovBasis, RitzPairs
+from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
 from curvatlas.spectra.refined import wanted_pairs
 from curvatlas.spectra.selection import Positions, Which, by_interest, select
 
@@ -177,13 +177,18 @@ class LanczosRun:
             k=self.k,
             tol=self.tol,
             norm=norm,
-            missed_probability=0.0 if full else self.search.separate(values, norm),
+            missed_probability=self._missed(values, norm, full, enough),
             complete_outside=(0.0, 0.0) if full else self.search.complete,
             spectrum_within=self.search.range(ritz, floor, full),
             products=basis.products,
             converged=converged,
             exact=full,
         )
+
+    def _missed(self, values: Array, norm: float, full: bool, enough: bool) -> float:
+        if full or not enough:
+            return 0.0 if full else 1.0
+        return self.search.separate(values, norm)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = self.basis.state()

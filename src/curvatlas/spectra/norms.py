@@ -15,7 +15,7 @@ from curvatlas.spectra.data_error import around, batches_of, half_width, linear_
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
-from curvatlas.spectra.requirements import check_budget, check_rtol
+from curvatlas.spectra.requirements import check_budget, check_rtol, require_precision
 
 _DATA_PROBES = 6
 
@@ -50,6 +50,7 @@ def spectral_norm(
     above, because the random start would have shown it.
     """
     check_rtol(rtol)
+    require_precision(op, "spectral_norm")
     if min(op.shape) == 0:
         raise ValueError("spectral_norm: the operator is empty.")
     if op.tags.symmetric:
@@ -106,6 +107,7 @@ def frobenius_norm(
     ``data_error``: where the operator knows its batches, measure their scatter too.
     """
     check_rtol(rtol)
+    require_precision(op, "frobenius_norm")
     if min(op.shape) == 0:
         raise ValueError("frobenius_norm: the operator is empty.")
     found = _closed_form(op) or _estimate(op, rtol, seed, max_products, checkpoint)
@@ -186,15 +188,18 @@ def _closed_form(op: LinearOperator) -> Estimate | None:
 
 
 def _read_columns(op: LinearOperator, spent: int) -> Estimate:
-    n, total = op.shape[1], 0.0
+    n, value = op.shape[1], 0.0
     for start in range(0, n, 64):
         stop = min(start + 64, n)
         block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
         block[start:stop].fill_diagonal_(1)
-        total += float((op @ block).double().pow(2).sum())
-    if not np.isfinite(total):
+        images = (op @ block).double()
+        # Scaled first: squares of entries below 1e-162 or above 1e154 are not numbers any more.
+        largest = float(images.abs().max())
+        if largest > 0:
+            value = float(np.hypot(value, largest * float(torch.linalg.norm(images / largest))))
+    if not np.isfinite(value):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
-    value = float(np.sqrt(total))
     return exact_estimate(
         "Frobenius norm", value, scale=value, eps=torch.finfo(op.dtype).eps,
         products=spent + n, method="column by column",

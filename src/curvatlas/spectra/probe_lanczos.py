@@ -37,7 +37,9 @@ def recurrences(
         found = torch.bmm(earlier, image.unsqueeze(2))
         image = image - torch.bmm(earlier.transpose(1, 2), found).squeeze(2)
         betas[step] = torch.linalg.vector_norm(image, dim=1)
-        kept[:, step + 1] = image / betas[step, :, None].clamp_min(torch.finfo(op.dtype).tiny)
+        beta = betas[step, :, None]
+        # An invariant space, or a norm that underflows, has no next direction.
+        kept[:, step + 1] = torch.where(beta > 0, image / torch.where(beta > 0, beta, 1.0), 0.0)
     result = torch.stack([alphas, betas]).double().cpu().numpy()
     if not np.isfinite(result).all():
         raise FloatingPointError(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from curvatlas.operators.base import LinearOperator
+
+_COARSEST = 1e-4  # relative rounding: orthogonal vectors need float32 at least
 
 
 def require_square(op: LinearOperator, what: str) -> int:
     """The size n of an n × n operator."""
+    require_precision(op, what)
     rows, columns = op.shape
     if rows != columns:
         raise ValueError(
@@ -16,6 +21,15 @@ def require_square(op: LinearOperator, what: str) -> int:
     if rows == 0:
         raise ValueError(f"{what}: the operator is empty (0 × 0).")
     return rows
+
+
+def require_precision(op: LinearOperator, what: str) -> None:
+    """float32 or float64."""
+    if not op.dtype.is_floating_point or torch.finfo(op.dtype).eps > _COARSEST:
+        raise ValueError(
+            f"{what} needs an operator in float32 or float64, got {op.dtype}: call model.float() "
+            "or model.double() first."
+        )
 
 
 def require_symmetric(op: LinearOperator, what: str) -> int:

@@ -69,7 +69,9 @@ def solve(
     count = columns.shape[1]
     budget = min(4 * n, 2000) * count if max_products is None else max_products
     check_budget(budget)
-    iterations = max((budget - count) // count, 1)
+    if budget < count:
+        raise ValueError(f"{budget} products do not reach for {count} right-hand sides: give more.")
+    iterations = budget // count - 1  # the last product is for the residual
     run = _conjugate_gradients if method == "cg" else _minres
     x, used, message = run(op, columns, damping, rtol, iterations)
     residual = columns - (op @ x + damping * x)
@@ -77,9 +79,10 @@ def solve(
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     norms = torch.linalg.vector_norm(columns, dim=0).clamp_min(torch.finfo(op.dtype).tiny)
     relative = float((torch.linalg.vector_norm(residual, dim=0) / norms).max())
-    # The recurrence's residual drifts from the true one by rounding: forgive a factor of ten.
-    floor = 10 * max(rtol, 10 * torch.finfo(op.dtype).eps)
-    converged = relative <= floor
+    # The recurrence's residual drifts from the true one by rounding: where it has reached the
+    # tolerance, a factor of ten is forgiven.
+    goal = max(rtol, 10 * torch.finfo(op.dtype).eps)
+    converged = relative <= (10 * goal if message == "reached rtol" else goal)
     if not converged and message == "reached rtol":
         message = "stopped at the least-squares solution: b is partly outside the range"
     return Solution(
@@ -153,6 +156,11 @@ def _minres(
                 raise FloatingPointError("a product with the operator gave NaN or infinity.")
             image = image - alpha * v
             after = torch.linalg.vector_norm(image, dim=0)
+            if not bool(torch.isfinite(after).all()):
+                raise FloatingPointError(
+                    f"the norm of a product overflows {b.dtype}: compute in float64, or scale the "
+                    "loss down."
+                )
             scale = torch.maximum(scale, alpha.abs() + after + beta)
             third = s_before * beta
             second = c * (c_before * beta) + s * alpha

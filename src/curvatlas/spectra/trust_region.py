@@ -101,7 +101,7 @@ def _small(action: Array, size: float, radius: float) -> tuple[Array, float]:
         return vectors @ step(0.0), 0.0
     floor = max(0.0, -float(values[0]))
     low = floor + 1e-14 * max(size / radius, abs(float(values[0])), 1e-300)
-    high = floor + size / radius + 1e-300
+    high = floor + (1 + 1e-8) * size / radius + 1e-300  # rounding: the step there is not longer
     if np.linalg.norm(step(low)) <= radius:
         # Hard case: g has no part along the lowest eigenvector; go along it to the boundary.
         inside = step(low)
