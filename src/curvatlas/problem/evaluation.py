@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from curvatlas.errors import DifferentiationError, ProblemError
+from curvatlas.problem.weight_norm import exact_weight_norm
 
 _NO_SECOND_DERIVATIVE = (
     "is not implemented",
@@ -166,7 +167,7 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
 
     Evaluation mode; math attention (fused kernels have no double backward); no encoder fast path;
     no autocast; no key/value cache; gradients enabled even under ``no_grad``; experts one by one in
-    float64, which the grouped kernel does not take.
+    float64, which the grouped kernel does not take; weight normalisation written out.
     """
     training = [module for module in model.modules() if module.training]
     config: Any = getattr(model, "config", None)
@@ -180,6 +181,7 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.autocast(device_type=device, enabled=False))
+        stack.enter_context(exact_weight_norm(model))
         if stay_double:
             stack.enter_context(_StayDouble().with_pauses(model))
         try:
