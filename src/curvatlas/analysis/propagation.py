@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.propagation_capture import Capture, capture
-from curvatlas.analysis.propagation_entries import Wanted, dense_entries, free_entries
+from curvatlas.analysis.propagation_entries import (
+    Wanted,
+    dense_entries,
+    free_entries,
+    sweep_entries,
+)
 from curvatlas.analysis.propagation_local import Samples, samples_interact
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
 from curvatlas.anatomy import anatomy_of
@@ -23,6 +28,9 @@ from curvatlas.problem.losses import Loss, main_tensor
 # skip (4), Jacobian and second derivative, their products, the copies handed out, and those that
 # norms and spectra make (benchmarks/costs.py: 25 in use, the rest held by the allocator).
 ALIVE = 36
+# Blocks from which one sweep is cheaper than products at every entry: half of the time at 16, a
+# quarter at 32 (benchmarks/atlas_deep.py --depths).
+_SWEEP_FROM = 16
 _DENSE_UP_TO = 2048  # tokens · width beyond which products are cheaper than 2·n² entries
 
 
@@ -34,7 +42,10 @@ class CurvaturePropagationAnalyzer:
         entropy for integer targets, mean squared error for real ones; without targets,
         cross-entropy if the model has a head and mean squared error otherwise.
     budget: memory for dense matrices; beyond it (or 2048 entries a sample) products are used.
-    probes: products an entry when matrix-free.
+    probes: products an entry when matrix-free. A sweep takes three times as many, for all entries.
+    sweep: whether a matrix-free account of all blocks comes from one sweep, linear in the depth
+        (norms less certain, traces more), or from products at every entry, quadratic in it.
+        None: the sweep from 16 blocks on.
 
     Without targets the loss is that of the model's own predictions: for cross-entropy the most
     likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
@@ -48,6 +59,7 @@ class CurvaturePropagationAnalyzer:
         budget: int | str | None = None,
         probes: int = 8,
         method: str = "auto",
+        sweep: bool | None = None,
         seed: int = 0,
     ) -> None:
         if method not in ("auto", "dense", "matrix-free"):
@@ -59,6 +71,7 @@ class CurvaturePropagationAnalyzer:
         self.budget = budget
         self.probes = probes
         self.method = method
+        self.sweep = sweep
         self.seed = seed
         self.history: list[CurvatureFlow] = []
 
@@ -98,17 +111,21 @@ class CurvaturePropagationAnalyzer:
         x: the model's input, or a mapping of keyword arguments (``labels`` are its targets).
         layers: the blocks to account for, by their numbers, or how many of them, evenly spaced
             with the first and the last. None: all. What stands outside the blocks always counts.
-            A matrix-free entry costs what lies behind it: all of them grow with the square of the
-            depth, a fixed number of blocks in proportion to it.
+            Without matrices, a deep model's come from one sweep (see ``sweep``), linear in the
+            depth. Blocks asked for by number get products of their own, each through all that
+            lies behind it: their norms are known better and spectral norms bracketed closer.
         """
         problem, origin = self._problem(x, target)
         problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)
-            chosen = _chosen_layers(layers, captured)
+            chosen = None if layers is None else _chosen_layers(layers, captured)
             method, entries = self._entries(
-                problem, batch, captured, lambda node: node.layer is None or node.layer in chosen
+                problem,
+                batch,
+                captured,
+                None if chosen is None else lambda n: n.layer is None or n.layer in chosen,
             )
             found = list(entries)
             loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
@@ -142,8 +159,10 @@ class CurvaturePropagationAnalyzer:
     # --- what stands behind them ----------------------------------------------------------------
 
     def _entries(
-        self, problem: Problem, batch: Batch, captured: Capture, wanted: Wanted
+        self, problem: Problem, batch: Batch, captured: Capture, wanted: Wanted | None
     ) -> tuple[str, Iterator[FlowEntry]]:
+        """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
+        every = wanted or (lambda _: True)
         view = Samples(1 if samples_interact(batch, captured) else batch.samples)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
         room = default_budget() if self.budget is None else parse_bytes(self.budget)
@@ -152,10 +171,17 @@ class CurvaturePropagationAnalyzer:
         if self.method == "dense" or (self.method == "auto" and fits):
             everything = 6 * len(captured.nodes) * one
             keep = everything <= room
-            return "dense", dense_entries(problem, batch, captured, view, keep=keep, wanted=wanted)
-        return "matrix-free", free_entries(
-            problem, batch, captured, view, probes=self.probes, seed=self.seed, wanted=wanted
-        )
+            return "dense", dense_entries(problem, batch, captured, view, keep=keep, wanted=every)
+        blocks = len({node.layer for node in captured.nodes if node.layer is not None})
+        deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
+        probes, seed = self.probes, self.seed
+        if wanted is None and deep:
+            found = sweep_entries(problem, batch, captured, view, probes=probes, seed=seed)
+        else:
+            found = free_entries(
+                problem, batch, captured, view, probes=probes, seed=seed, wanted=every
+            )
+        return "matrix-free", found
 
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
@@ -197,11 +223,9 @@ class CurvaturePropagationAnalyzer:
         return Problem(self.model, loss, [data], shift=shift), origin
 
 
-def _chosen_layers(layers: int | Sequence[int] | None, captured: Capture) -> set[int]:
+def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:
     """The numbers of the blocks asked for; an int spreads that many from the first to the last."""
     known = sorted({node.layer for node in captured.nodes if node.layer is not None})
-    if layers is None:
-        return set(known)
     if isinstance(layers, int):
         if layers < 1:
             raise ValueError(f"layers is a number of blocks, at least 1, or a list; got {layers}.")

@@ -13,14 +13,24 @@ from torch import Tensor
 from curvatlas.analysis.atlas_dense import largest_singular
 from curvatlas.analysis.propagation_capture import Capture, Node
 from curvatlas.analysis.propagation_dense import Step, propagate
-from curvatlas.analysis.propagation_free import FreeProducts, Product, orthonormal, probe
+from curvatlas.analysis.propagation_free import (
+    FreeProducts,
+    Probed,
+    Product,
+    orthonormal,
+    probe,
+)
 from curvatlas.analysis.propagation_local import Samples, is_sum
 from curvatlas.analysis.propagation_result import FlowEntry, Measure
+from curvatlas.analysis.propagation_sweep import Sweep
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 
 _SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
 Wanted = Callable[[Node], bool]  # which activations, and the sublayers that make them
+# A sweep of this many probes takes less time than one product an entry at 4 layers, a third of it
+# at 12, and knows traces twice as well (benchmarks/atlas_deep.py).
+SWEPT = 3
 _PARTS = ("total", "passed_on", "created_here")
 
 
@@ -146,11 +156,12 @@ def free_entries(
     probes: int,
     seed: int,
     wanted: Wanted,
+    products: FreeProducts | None = None,
 ) -> Iterator[FlowEntry]:
-    """The same entries, estimated from ``probes`` products each."""
-    products = FreeProducts(problem, batch, capture)
+    """The same entries, estimated from ``probes`` products each with what lies behind them."""
+    products = products or FreeProducts(problem, batch, capture)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    behind: dict[Node, Measure] = {}
+    behind: dict[Node, Probed] = {}
     known: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
 
     def at(node: Node) -> Probes:
@@ -165,8 +176,13 @@ def free_entries(
         return basis, (moved + created, moved, created)
 
     def entry(place: Place, found: Probes) -> FlowEntry:
+        basis, images = found
+        probed = [probe(image, basis, view.count) for image in images]
+        behind.setdefault(place.node, probed[0])  # the activation comes before its sublayers
+        parts = dict(zip(_PARTS, probed, strict=True))
         slope = products.slopes.get(place.node)
-        return _estimated(place, found[1], found[0], view, slope, behind.get(place.node))
+        before = behind[place.node] if place.node in products.slopes else None
+        return _estimated(place, parts, slope, before)
 
     for node in track(capture.last, "propagation: head"):
         head = Node("head", "head", None, node.tensor)
@@ -177,12 +193,8 @@ def free_entries(
     nodes = [node for node in reversed(capture.nodes) if wanted(node)]
     for node in track(nodes, "propagation"):
         own = known.pop(node) if node in known else at(node)
-        found = entry(Place(node, "activation", node, node.name), own)
-        behind[node] = found.measures["total"]
-        yield found
-        parents = node.parents[:1] if node.kind == "residual" else node.parents
-        for parent in parents:
-            name = node.name if len(parents) == 1 else f"{node.name} ← {parent.name}"
+        yield entry(Place(node, "activation", node, node.name), own)
+        for parent, name in _inputs_of(node):
             if is_sum(node):  # passes the very same matrix on and creates nothing
                 basis, (whole, _, created) = own
                 seen = basis, (whole, whole, torch.zeros_like(created))
@@ -199,17 +211,46 @@ def free_entries(
             yield entry(Place(node, "sublayer", parent, name), seen)
 
 
+def sweep_entries(
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
+) -> Iterator[FlowEntry]:
+    """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
+
+    Where the model has no cut behind an activation (an encoder that every layer of a decoder
+    reads), and for the head, each entry takes products of its own as in ``free_entries``.
+    """
+    products = FreeProducts(problem, batch, capture)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    sweep = Sweep(products, view.count, probes=SWEPT * probes, generator=generator)
+    reached = capture.nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
+    beyond = set(capture.nodes[reached + 1 :])
+    yield from free_entries(
+        problem, batch, capture, view, probes=probes, seed=seed + 1, products=products,
+        wanted=lambda node: node.kind == "head" or node in beyond,
+    )  # fmt: skip
+    for node, site in track(sweep.activations(), "propagation", total=reached + 1):
+        slope = products.slopes[node]
+        own = site.found
+        place = Place(node, "activation", node, node.name)
+        yield _estimated(place, own, slope, None)
+        for parent, name in _inputs_of(node):
+            found = sweep.through(node, parent, site).found
+            place = Place(node, "sublayer", parent, name)
+            yield _estimated(place, found, slope, own["total"])
+
+
+def _inputs_of(node: Node) -> list[tuple[Node, str]]:
+    """The inputs that have an entry of the node's sublayer, and its name."""
+    # A sum passes the same matrix on to each of its inputs.
+    parents = node.parents[:1] if node.kind == "residual" else node.parents
+    if len(parents) == 1:
+        return [(parents[0], node.name)]
+    return [(parent, f"{node.name} ← {parent.name}") for parent in parents]
+
+
 def _estimated(
-    place: Place,
-    images: tuple[Tensor, Tensor, Tensor],
-    basis: Tensor,
-    view: Samples,
-    slope: Tensor | None,
-    behind: Measure | None,
+    place: Place, found: dict[str, Probed], slope: Tensor | None, behind: Probed | None
 ) -> FlowEntry:
-    found = {
-        part: probe(image, basis, view.count) for part, image in zip(_PARTS, images, strict=True)
-    }
     whole = found["total"]
     amplification, interval = None, None
     if place.kind == "sublayer" and behind is not None and behind.norm_interval[0] > 0:
@@ -234,6 +275,7 @@ def _estimated(
         spectral_interval=whole.spectral,
         eigenvalues=None,
         token_trace=whole.token_trace,
+        token_trace_error=whole.token_error,
         token_norm=None,
         gradient_scale=float("nan") if slope is None else float(torch.linalg.norm(slope.detach())),
         amplification=amplification,

@@ -15,7 +15,7 @@ from curvatlas.analysis.propagation_local import cut, is_sum, pull
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
-_TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
+TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
 
 Product = Callable[[Tensor], Tensor]  # of K vectors in the activation's shape: (K, *shape)
 
@@ -34,11 +34,11 @@ class FreeProducts:
         value = problem.loss.value(capture.outputs, batch.targets)
         slopes = torch.autograd.grad(value, tensors, create_graph=True)
         self.slopes = dict(zip(capture.nodes, slopes, strict=True))
-        self._outputs, rebuild = differentiable_leaves(capture.outputs)
-        fixed = [z.detach().requires_grad_(True) for z in self._outputs]
+        self.outputs, rebuild = differentiable_leaves(capture.outputs)
+        fixed = [z.detach().requires_grad_(True) for z in self.outputs]
         loss = problem.loss.value(rebuild(fixed), batch.targets)
         self._deltas = torch.autograd.grad(loss, fixed, materialize_grads=True)
-        self._lambda = output_curvature(problem.loss, self._outputs, rebuild, batch.targets)
+        self._lambda = output_curvature(problem.loss, self.outputs, rebuild, batch.targets)
         self.readers: dict[Node, list[Node]] = {node: [] for node in capture.nodes}
         for node in capture.nodes:
             for parent in node.parents:
@@ -103,12 +103,12 @@ class FreeProducts:
         parents = self.capture.last
         u = [d.detach().clone().requires_grad_(True) for d in self._deltas]
         with cut(parents):
-            (slope,) = torch.autograd.grad(self._outputs, [node.tensor], u, create_graph=True)
+            (slope,) = torch.autograd.grad(self.outputs, [node.tensor], u, create_graph=True)
 
         def passed(v: Tensor) -> Tensor:
             with cut(parents):
                 moved = pull(slope, u, v)
-                return _gradient(self._outputs, node.tensor, self._lambda(moved))
+                return _gradient(self.outputs, node.tensor, self._lambda(moved))
 
         def created(v: Tensor) -> Tensor:
             with cut(parents):
@@ -136,7 +136,19 @@ class Probed:
     trace: float
     trace_interval: tuple[float, float]
     spectral: tuple[float, float]
-    token_trace: Tensor
+    token_trace: Tensor  # (samples, tokens)
+    token_error: Tensor  # its standard error
+
+
+NOTHING = Probed(
+    norm=0.0,
+    norm_interval=(0.0, 0.0),
+    trace=0.0,
+    trace_interval=(0.0, 0.0),
+    spectral=(0.0, 0.0),
+    token_trace=torch.zeros(0),
+    token_error=torch.zeros(0),
+)
 
 
 def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
@@ -148,16 +160,19 @@ def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
     low, high = (float(np.sqrt(max(float(end), 0.0))) for end in energy.interval())
     norm = float(np.sqrt(max(float(energy.value), 0.0)))
     trace = size / count * float((flat * q).sum())
-    reach = _TAIL * float(np.sqrt(2 / count * max(0.0, 1 - count / size))) * norm
+    reach = TAIL * float(np.sqrt(2 / count * max(0.0, 1 - count / size))) * norm
     ends = tuple(float(np.sqrt(max(float(end), 0.0))) for end in energy.spectral_interval())
-    tokens = size / count * (images * basis).double().sum(0)  # (samples, tokens, width)
+    tokens = size * (images * basis).double()  # (K, samples, tokens, width)
+    tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).cpu()
+    left = max(0.0, 1 - count / size) / count
     return Probed(
         norm=norm,
         norm_interval=(low, high),
         trace=trace,
         trace_interval=(trace - reach, trace + reach),
         spectral=(ends[0], ends[1]),
-        token_trace=tokens.reshape(samples, -1, tokens.shape[-1]).sum(-1).cpu(),
+        token_trace=tokens.mean(0),
+        token_error=tokens.std(0) * left**0.5,
     )
 
 

@@ -55,6 +55,7 @@ class FlowEntry(Result):
     amplification: float | None  # sublayer: ‖total‖ over the norm at its output
     amplification_interval: Interval | None
     exact: bool
+    token_trace_error: Tensor | None = None  # (samples, tokens) standard errors; None: exact
 
     @property
     def norm(self) -> float:
