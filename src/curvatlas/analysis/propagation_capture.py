@@ -162,7 +162,8 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
         prefix = f"blocks.{piece.layer}." if piece.layer is not None else ""
         inside_attention = ".query_norm." in piece.name or ".key_norm." in piece.name
         if piece.sublayer == "norm" and not inside_attention:
-            name = piece.name.rpartition(".")[0]
+            # "final_norm.gamma.1", where encoder and decoder have one each, is "final_norm.1"
+            name = ".".join(part for part in piece.name.split(".") if part != piece.role)
             found[path, name] = _Watched(path, name, "norm", piece.layer, take_input=True)
         elif piece.sublayer == "attention":
             kind = "cross_attention" if piece.role.startswith("cross_") else "attention"
@@ -300,7 +301,10 @@ def _name_residuals(nodes: tuple[Node, ...]) -> None:
     for node in nodes:
         branches = [p for p in node.parents if p.kind in ("attention", "ffn")]
         if node.kind == "residual" and not branches and node.layer is None and not node.parents:
-            node.name, node.kind = "embedding.sum", "embedding"
+            # a decoder has an embedding of its own
+            name = "embedding.sum" if "embedding.sum" not in taken else "embedding.sum.1"
+            node.name, node.kind = name, "embedding"
+            taken.add(name)
         if node.kind != "residual" or not branches:
             continue
         node.aliases.append(node.name)
