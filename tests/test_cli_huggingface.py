@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,31 @@ def test_a_masked_model_guesses_masked_tokens(
     assert code == 0, err
     targets = json.loads(out)["results"]["model.subject"]["targets"]
     assert 3 <= targets < 24  # only the masked ones count
+
+
+def test_a_model_from_text_to_text_takes_pairs_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "t5"
+    config = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    (tmp_path / "sea.txt").write_text(_TEXT)
+    code, _, err = _run(["analyze", "t5", "sea.txt", *_QUICK], tmp_path, capsys, monkeypatch)
+    assert code == 2
+    assert "input_ids and labels" in err
+    pairs = {"input_ids": torch.randint(3, 20, (3, 6)), "labels": torch.randint(3, 20, (3, 4))}
+    np.savez(tmp_path / "pairs.npz", **{name: value.numpy() for name, value in pairs.items()})
+    code, out, err = _run(
+        ["analyze", "t5", "pairs.npz", "--json", *_QUICK], tmp_path, capsys, monkeypatch
+    )
+    assert code == 0, err
+    model = transformers.T5ForConditionalGeneration.from_pretrained(folder).double().eval()
+    loss = json.loads(out)["results"]["model.subject"]["loss"]
+    assert loss == pytest.approx(float(model(**pairs).loss.detach()), rel=1e-6)
 
 
 def test_pickled_weights_are_refused(

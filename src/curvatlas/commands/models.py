@@ -21,6 +21,7 @@ _HEADS = {  # ending of a Hugging Face architecture → the class that loads it
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForImageClassification": "AutoModelForImageClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
 }
 
 
@@ -105,7 +106,10 @@ def _from_folder(folder: Path) -> nn.Module:
         architecture = (config.architectures or [""])[0]
         loader = next((a for end, a in _HEADS.items() if architecture.endswith(end)), None)
         if loader is None:
-            raise ValueError(f"its architecture {architecture!r} has no head with a loss")
+            raise ValueError(
+                f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
+                "function that makes the model instead (pkg.module:make_model)"
+            )
         model = getattr(transformers, loader).from_pretrained(
             folder, config=config, use_safetensors=True, **safe
         )

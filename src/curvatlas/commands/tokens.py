@@ -25,6 +25,11 @@ def token_windows(
     seed: int,
 ) -> Any:
     """(inputs, targets) one token apart, or the mapping a Hugging Face model takes."""
+    if getattr(getattr(model.model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{model.name} maps one text to another and {path} holds one: give an .npz or "
+            ".safetensors file with input_ids and labels."
+        )
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MOST_TEXT)
