@@ -49,7 +49,7 @@ _PUBLIC: dict[str, str] = {
     "diagonal": "curvatlas.spectra.diagonal",
     "frobenius_norm": "curvatlas.spectra.norms",
     "spectral_norm": "curvatlas.spectra.norms",
-    "inverse_diagonal": "curvatlas.spectra.functions",
+    "inverse_diagonal": "curvatlas.spectra.inverse_diagonal",
     "log_determinant": "curvatlas.spectra.functions",
     "newton_step": "curvatlas.spectra.trust_region",
     "quadratic_form": "curvatlas.spectra.functions",

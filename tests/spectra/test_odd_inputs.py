@@ -152,3 +152,68 @@ def test_a_small_spread_over_batches_is_not_called_none() -> None:
         interval = ca.trace(Alike((matrix + matrix.flip(0, 1)) / 2), seed=seed).data_interval
         assert interval is not None
         assert interval[1] > interval[0]
+
+
+SKEW = torch.randn(100, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "budget": (lambda: ca.trace(SpectrumOperator(bulk()), max_products=1.5), "whole number"),  # type: ignore[arg-type]
+    "tolerance": (lambda: ca.trace(SpectrumOperator(bulk()), rtol="1 %"), "between 0 and 1"),  # type: ignore[arg-type]
+    "seed": (lambda: ca.eigenpairs(SpectrumOperator(bulk()), seed=0.5), "whole number of 64 bits"),  # type: ignore[arg-type]
+    "storage": (
+        lambda: ca.eigenpairs(SpectrumOperator(bulk()), storage=torch.int8),
+        "floating-point type",
+    ),
+    "damping": (
+        lambda: ca.log_determinant(SpectrumOperator(bulk()), damping=float("nan")),
+        "damping must be a finite number",
+    ),
+    "right-hand side": (
+        lambda: ca.solve(SpectrumOperator(bulk()), torch.tensor(1.0)),
+        r"b must be a tensor \(300,\)",
+    ),
+    "function": (
+        lambda: ca.trace_function(SpectrumOperator(bulk()), np.log),
+        "not finite at the eigenvalue",
+    ),
+    "constant": (
+        lambda: ca.trace_function(SpectrumOperator(bulk()), lambda _: 1.0),  # type: ignore[arg-type, return-value]
+        "one number for each",
+    ),
+    "singular form": (
+        lambda: ca.quadratic_form(SpectrumOperator(0 * bulk()), bulk()),
+        "not finite at the eigenvalue 0",
+    ),
+    "singular inverse": (
+        lambda: ca.inverse_diagonal(SpectrumOperator(0 * bulk()), damping=0.0),
+        "singular: take damping",
+    ),
+    "endless step": (
+        lambda: ca.newton_step(SpectrumOperator(bulk()), bulk().abs(), radius=float("inf")),
+        "negative curvature.*finite radius",
+    ),
+    "skew form": (
+        lambda: ca.quadratic_form(DenseOperator(SKEW), SKEW[0], damping=100.0),
+        "not symmetric",
+    ),
+    "skew step": (
+        lambda: ca.newton_step(DenseOperator(SKEW), SKEW[0], radius=1.0),
+        "not symmetric",
+    ),
+    "skew determinant": (
+        lambda: ca.log_determinant(DenseOperator(SKEW), damping=100.0),
+        "not symmetric",
+    ),
+    "skew inverse": (
+        lambda: ca.inverse_diagonal(DenseOperator(SKEW), damping=100.0),
+        "not symmetric",
+    ),
+    "skew density": (lambda: ca.spectral_density(DenseOperator(SKEW)), "not symmetric"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_input_is_refused_in_one_clear_line(name: str) -> None:
+    call, words = WRONG[name]
+    with pytest.raises(ValueError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)

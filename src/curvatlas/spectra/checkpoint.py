@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -280,4 +281,6 @@ def undone(random: torch.Generator) -> Iterator[None]:
 
 def generator(seed: int) -> torch.Generator:
     """Random numbers are drawn on the CPU, so that every device sees the same probes."""
-    return torch.Generator().manual_seed(seed)
+    if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be a whole number of 64 bits, got {seed!r}.")
+    return torch.Generator().manual_seed(int(seed))

@@ -24,12 +24,12 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
-from curvatlas.spectra.dense import dense_matrix
+from curvatlas.spectra.dense import symmetric_matrix
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.lean_density import LeanDensity
 from curvatlas.spectra.probe_lanczos import recurrences
-from curvatlas.spectra.requirements import check_budget, require_symmetric
+from curvatlas.spectra.requirements import check_budget, refuse_asymmetric, require_symmetric
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
 _GROUP_BYTES = 2**30  # for the vectors of the probes that go through the operator together
@@ -57,8 +57,8 @@ def spectral_density(
     n = require_symmetric(op, "spectral_density")
     check_budget(max_products)
     if n <= max_products or (isinstance(op, MatrixOperator) and n <= _EXACT_UP_TO):
-        matrix, products = dense_matrix(op)
-        values = torch.linalg.eigvalsh((matrix + matrix.T) / 2).cpu()
+        matrix, products = symmetric_matrix(op, "spectral_density")
+        values = torch.linalg.eigvalsh(matrix).cpu()
         return exact_density(values, products, psd=op.tags.psd)
     if not reorthogonalise:
         if deflate:
@@ -118,12 +118,7 @@ class _Run:
                     self.file.save(*self._state())
         self.file.save(*self._state())
         ritz = self.basis.ritz()
-        asymmetry = self.basis.asymmetry()
-        if asymmetry > min(1e-2, 1e3 * self.basis.eps**0.5):
-            raise ValueError(
-                f"the operator is not symmetric (relative {asymmetry:.1e}): spectral_density needs "
-                "a symmetric one."
-            )
+        refuse_asymmetric(self.basis, "spectral_density")
         coupling = float(np.linalg.norm(self.basis.coefficients[self.basis.multiplied :]))
         return summarise(
             size=self.op.shape[0], outliers=ritz.values, coupling=coupling,

@@ -65,6 +65,8 @@ def eigenpairs(
     n/world entries of each vector (``parallel.Shards`` says which).
     """
     n = require_symmetric(op, "eigenpairs")
+    if storage is not None and not storage.is_floating_point:
+        raise ValueError(f"storage must be a floating-point type, got {storage}.")
     wanted = _check(n, k, which, tol, bounded)
     if max_products is None:
         max_products = min(n, 1000 + 40 * k)
@@ -103,7 +105,7 @@ def _check(n: int, k: int, which: str, tol: float, bounded: float | None) -> int
         raise ValueError(f"which must be one of {', '.join(WHICH)}, got {which!r}.")
     if not isinstance(k, int | np.integer) or k < 1 or k > n:
         raise ValueError(f"k must be an integer between 1 and the operator's size {n}, got {k!r}.")
-    if not tol > 0:
+    if not isinstance(tol, int | float | np.number) or not tol > 0:
         raise ValueError(f"tol must be positive, got {tol!r}.")
     if bounded is not None and not bounded > 0:
         raise ValueError(f"bounded must be positive or None, got {bounded!r}.")

@@ -1,4 +1,4 @@
-r"""tr f(A), log-determinants, quadratic forms bᵀ f(A) b and the diagonal of the inverse.
+r"""tr f(A), log-determinants and quadratic forms bᵀ f(A) b.
 
 tr f(A) = Σ_i f(θ_i) + E[uᵀ f(A) u], the sum over converged eigenpairs, u on the sphere of radius √d
 in the complement of their vectors. uᵀ f(A) u is integrated by the Gauss rule of u's own Lanczos run
@@ -18,20 +18,24 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import generator
-from curvatlas.spectra.dense import dense_matrix
-from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal
+from curvatlas.spectra.dense import symmetric_matrix
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import gauss, length, radau
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_symmetric
-from curvatlas.spectra.solve import solve
+from curvatlas.spectra.requirements import (
+    check_budget,
+    check_damping,
+    check_rtol,
+    check_vector,
+    refuse_asymmetric,
+    require_symmetric,
+)
 
 Function = Callable[[Array], Array]
 # Residual relative to ‖A‖ below which a Ritz pair is taken out as known: what it misses of f is
 # quadratic in the residual.
 _CONVERGED = 1e-4
-_FEW = 64  # columns of a matrix that is inverted: fewer products than the first group of solves
 _EXACT_UP_TO = 240  # products that the shortest estimate takes: as many columns are the matrix
 
 
@@ -44,6 +48,7 @@ def log_determinant(
     max_products: int = 2000,
 ) -> Estimate:
     """log det(A + damping·I) of a positive definite A + damping·I."""
+    check_damping(damping)
 
     def logarithm(values: Array) -> Array:
         shifted = values + damping
@@ -75,8 +80,8 @@ def trace_function(
     if n <= min(max_products, _EXACT_UP_TO):
         return _from_matrix(op, function, quantity)
     random = generator(seed)
-    vectors, known = _outliers(op, min(60, max_products // 3, n // 2), random)
-    inside = function(known) if len(known) else known
+    vectors, known = outliers(op, min(60, max_products // 3, n // 2), random)
+    inside = _applied(function, known) if len(known) else known
     steps = max(min(30, (max_products - 60) // 6, n - len(known)), 2)
     d = n - len(known)
     fine: list[float] = []
@@ -106,12 +111,12 @@ def trace_function(
 
 
 def _from_matrix(op: LinearOperator, function: Function, quantity: str) -> Estimate:
-    matrix, products = dense_matrix(op)
-    values = torch.linalg.eigvalsh((matrix + matrix.T) / 2).cpu().numpy()
-    parts = function(values)
+    matrix, products = symmetric_matrix(op, quantity)
+    values = torch.linalg.eigvalsh(matrix).cpu().numpy()
+    parts = _applied(function, values)
     eps = torch.finfo(op.dtype).eps
     # An eigenvalue is known to rounding of the largest, and a small one's f may be steep.
-    moved = function(values + 32 * eps * np.abs(values).max())
+    moved = _applied(function, values + 32 * eps * np.abs(values).max())
     steep = float(np.abs(moved - parts).sum()) / (64 * eps)
     return exact_estimate(
         quantity, float(parts.sum()), scale=float(np.abs(parts).sum()) + steep,
@@ -136,8 +141,8 @@ def quadratic_form(
     n = require_symmetric(op, "quadratic_form")
     check_rtol(rtol)
     check_budget(max_products)
-    if b.shape != (n,):
-        raise ValueError(f"b must be ({n},), got {tuple(b.shape)}.")
+    check_damping(damping)
+    check_vector(b, n, "b")
     square = float(b.double().pow(2).sum())
     basis = KrylovBasis(op, max_products + 2)
     certain = function is None and op.tags.psd and damping > 0
@@ -152,7 +157,7 @@ def quadratic_form(
             progress.update()
             alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
             nodes, weights = gauss(alphas, np.array(betas))
-            value = low = high = middle = square * float(weights @ f(nodes))
+            value = low = high = middle = square * float(weights @ _applied(f, nodes))
             if betas[-1] > 0 and certain:
                 at, outer = radau(alphas, np.array(betas), damping)
                 high = square * float(outer @ f(at))
@@ -163,6 +168,7 @@ def quadratic_form(
                 low, high = value - change, value + change
             previous = value
             done = betas[-1] == 0.0 or (len(betas) > 2 and high - low <= 2 * rtol * abs(value))
+    refuse_asymmetric(basis, "quadratic_form")
     rounding = 64 * basis.eps * max(abs(low), abs(high))
     return Estimate(
         quantity="quadratic form", value=middle, products=basis.products,
@@ -171,65 +177,7 @@ def quadratic_form(
     )  # fmt: skip
 
 
-def inverse_diagonal(
-    op: LinearOperator,
-    *,
-    damping: float,
-    rtol: float = 0.1,
-    seed: int = 0,
-    max_products: int = 2000,
-) -> DiagonalEstimate:
-    """diag (A + damping·I)⁻¹ by solves with Rademacher probes, known eigenpairs taken out first."""
-    n = require_symmetric(op, "inverse_diagonal")
-    check_rtol(rtol)
-    check_budget(max_products)
-    if n <= min(max_products, _FEW):
-        matrix, spent = dense_matrix(op)
-        shifted = (matrix + matrix.T) / 2 + damping * torch.eye(n, dtype=matrix.dtype).to(matrix)
-        return exact_diagonal(
-            torch.linalg.inv(shifted).diagonal(), spent, torch.finfo(op.dtype).eps,
-            "the whole matrix", condition=float(torch.linalg.cond(shifted)),
-        )  # fmt: skip
-    if max_products < 4:
-        raise ValueError(f"{max_products} products are too few for inverse_diagonal: give 100.")
-    random = generator(seed)
-    first = min(60, max_products // 3, n // 2)
-    vectors, known = _outliers(op, first, random)
-    exact = torch.zeros(n, dtype=torch.float64, device=op.device)
-    if len(known):
-        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=op.device)
-        exact = (vectors.double().pow(2) * weights[:, None]).sum(0)
-    samples = torch.empty(n, 0, dtype=torch.float64, device=op.device)
-    products, converged = first, False
-    values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
-    while not converged:
-        # Half of what is left, so that a slow solve leaves something for a second group.
-        left = max_products - products
-        count = min(8, left // 2)
-        if count == 0 or (samples.shape[1] == 0 and count < 2):
-            break
-        signs = torch.randint(0, 2, (n, count), generator=random, dtype=torch.int8)
-        probes = (2 * signs - 1).to(device=op.device, dtype=op.dtype)
-        outside = probes - vectors.T @ (vectors @ probes)
-        solved = solve(op, outside, damping=damping, rtol=min(rtol / 100, 1e-4), max_products=left)
-        products += solved.products
-        samples = torch.cat([samples, (probes * solved.value).double()], 1)
-        m = samples.shape[1]
-        error = samples.std(1) / m**0.5
-        values = exact + samples.mean(1)
-        relative = float(error.norm() / values.norm())
-        half = float(student.ppf(0.975, m - 1)) * error + rtol / 100 * values.abs()
-        converged = solved.converged and relative <= rtol
-        if not solved.converged:
-            break
-    return DiagonalEstimate(
-        values=values, interval=(values - half, values + half), relative_error=relative,
-        products=products, converged=converged, exact=False,
-        method="solves with Rademacher probes",
-    )  # fmt: skip
-
-
-def _outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[Tensor, Array]:
+def outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[Tensor, Array]:
     """Rows (k, n) and values (k,) of the eigenpairs that ``steps`` Lanczos steps determine."""
     basis = KrylovBasis(op, steps + 2)
     basis.add_random(random)
@@ -237,6 +185,7 @@ def _outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[
         basis.expand()
     if basis.multiplied == 0:
         return torch.empty(0, op.shape[0], dtype=op.dtype, device=op.device), np.zeros(0)
+    refuse_asymmetric(basis, "a function of a matrix")
     ritz = basis.ritz()
     limit = max(_CONVERGED, 100 * basis.eps) * float(np.abs(ritz.values).max())
     settled = ritz.residuals <= limit
@@ -248,7 +197,7 @@ def _integral(function: Function, alphas: Array, betas: Array, dtype: torch.dtyp
     scale = float(np.abs(alphas).max()) + float(np.abs(betas).max())
     s = length(betas, scale, torch.finfo(dtype).eps)
     nodes, weights = gauss(alphas[:s], betas[:s])
-    return float(weights @ function(nodes))
+    return float(weights @ _applied(function, nodes))
 
 
 def _estimate(
@@ -265,6 +214,23 @@ def _estimate(
         products=products, converged=_settled(m, value, error, rtol), exact=False,
         method="Lanczos quadrature, known eigenpairs taken out",
     )  # fmt: skip
+
+
+def _applied(function: Function, values: Array) -> Array:
+    """function(values), refused where it is not a finite number for every value."""
+    with np.errstate(all="ignore"):
+        found = np.asarray(function(values), dtype=np.float64)
+    if found.shape != values.shape:
+        raise ValueError(
+            f"the function must give one number for each of an array of eigenvalues, got the shape "
+            f"{found.shape} for {values.shape}."
+        )
+    if not np.isfinite(found).all():
+        bad = float(values[~np.isfinite(found)][0])
+        raise ValueError(
+            f"the function is not finite at the eigenvalue {bad:.3g}: take damping, or another one."
+        )
+    return found
 
 
 def _settled(m: int, value: float, error: float, rtol: float) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.spectra.krylov import KrylovBasis
 
 _COARSEST = 1e-4  # relative rounding: orthogonal vectors need float32 at least
 
@@ -44,12 +47,44 @@ def require_symmetric(op: LinearOperator, what: str) -> int:
 
 
 def check_budget(max_products: int) -> None:
-    """A budget of products is a positive number."""
+    """A budget of products is a positive whole number."""
+    if not isinstance(max_products, int | np.integer):
+        raise ValueError(f"max_products must be a whole number, got {max_products!r}.")
     if max_products < 1:
         raise ValueError(f"max_products must be at least 1, got {max_products}.")
 
 
 def check_rtol(rtol: float) -> None:
     """A relative tolerance lies between 0 and 1."""
-    if not 0 < rtol < 1:
+    if not isinstance(rtol, int | float | np.number) or not 0 < rtol < 1:
         raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
+
+
+def check_damping(damping: float) -> None:
+    """A finite number, of either sign."""
+    if not isinstance(damping, int | float | np.number) or not np.isfinite(damping):
+        raise ValueError(f"damping must be a finite number, got {damping!r}.")
+
+
+def check_vector(vector: Tensor, n: int, what: str) -> None:
+    """A vector (n,) of finite numbers."""
+    if not isinstance(vector, Tensor) or vector.shape != (n,):
+        got = tuple(vector.shape) if isinstance(vector, Tensor) else type(vector).__name__
+        raise ValueError(f"{what} must be a tensor ({n},), got {got}.")
+    if not bool(torch.isfinite(vector).all()):
+        raise ValueError(f"{what} contains NaN or infinity.")
+
+
+def largest_asymmetry(dtype: torch.dtype) -> float:
+    """Relative asymmetry that rounding explains."""
+    return float(min(1e-2, 1e3 * torch.finfo(dtype).eps ** 0.5))
+
+
+def refuse_asymmetric(basis: KrylovBasis, what: str) -> None:
+    """Raise when the products that made ``basis`` are not those of a symmetric operator."""
+    asymmetry = basis.asymmetry()
+    if asymmetry > largest_asymmetry(basis.op.dtype):
+        raise ValueError(
+            f"the operator is not symmetric (relative {asymmetry:.1e}): {what} needs a symmetric "
+            "one."
+        )

@@ -15,7 +15,12 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_symmetric
+from curvatlas.spectra.requirements import (
+    check_budget,
+    check_damping,
+    check_rtol,
+    require_symmetric,
+)
 
 Method = Literal["auto", "cg", "minres"]
 
@@ -57,8 +62,10 @@ def solve(
     """
     n = require_symmetric(op, "solve")
     check_rtol(rtol)
-    if b.shape[0] != n or b.ndim not in (1, 2):
-        raise ValueError(f"b must be ({n},) or ({n}, K), got {tuple(b.shape)}.")
+    check_damping(damping)
+    if not isinstance(b, Tensor) or b.ndim not in (1, 2) or b.shape[0] != n or not b.numel():
+        got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
+        raise ValueError(f"b must be a tensor ({n},) or ({n}, K), got {got}.")
     if not bool(torch.isfinite(b).all()):
         raise ValueError("the right-hand side contains NaN or infinity.")
     if method not in ("auto", "cg", "minres"):

@@ -44,6 +44,8 @@ def trace(
     """
     require_square(op, "trace")
     check_rtol(rtol)
+    if max_products is not None:
+        check_budget(max_products)
     found = _closed_form(op) or _through_factors(op, rtol, seed, max_products, checkpoint)
     found = found or _estimate(op, rtol, seed, max_products, checkpoint)
     return _with_data_error(op, found, seed) if data_error else found

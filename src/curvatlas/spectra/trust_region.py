@@ -18,7 +18,13 @@ from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array, KrylovBasis
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_symmetric
+from curvatlas.spectra.requirements import (
+    check_budget,
+    check_rtol,
+    check_vector,
+    refuse_asymmetric,
+    require_symmetric,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +59,7 @@ def newton_step(
     """The trust-region step for the model gᵀs + ½ sᵀA s; max_products: default min(n, 200)."""
     n = require_symmetric(op, "newton_step")
     check_rtol(rtol)
-    if gradient.shape != (n,):
-        raise ValueError(f"the gradient must be ({n},), got {tuple(gradient.shape)}.")
+    check_vector(gradient, n, "the gradient")
     if not radius > 0:
         raise ValueError(f"radius must be positive, got {radius!r}.")
     budget = min(n, 200) if max_products is None else max_products
@@ -76,6 +81,7 @@ def newton_step(
             done = residual <= rtol or last == 0.0
             if done or basis.products >= budget:
                 break
+    refuse_asymmetric(basis, "newton_step")
     model = size * h[0] + 0.5 * float(h @ action @ h)
     return NewtonStep(
         value=basis.vectors(h[:, None]).squeeze(1),
@@ -99,6 +105,11 @@ def _small(action: Array, size: float, radius: float) -> tuple[Array, float]:
 
     if values[0] > 0 and np.linalg.norm(step(0.0)) <= radius:
         return vectors @ step(0.0), 0.0
+    if not np.isfinite(radius):
+        raise ValueError(
+            f"the model falls without end along negative curvature ({values[0]:.3g}): give a "
+            "finite radius."
+        )
     floor = max(0.0, -float(values[0]))
     low = floor + 1e-14 * max(size / radius, abs(float(values[0])), 1e-300)
     high = floor + (1 + 1e-8) * size / radius + 1e-300  # rounding: the step there is not longer
