@@ -117,7 +117,7 @@ def _scale_name(chosen: AtlasMap) -> str:
     if chosen.quantity == "coupling":
         return "‖H$_{ij}$‖ / √(‖H$_{ii}$‖ ‖H$_{jj}$‖)"
     symbol = {"frobenius": "‖·‖$_F$", "spectral": "‖·‖$_2$"}[chosen.quantity]
-    return f"log$_{{10}}$ {symbol} (loss / parameter²; grey: zero up to rounding)"
+    return f"log$_{{10}}$ {symbol} (loss / parameter²)\ngrey: zero up to rounding"
 
 
 def _draw(axes: Any, chosen: AtlasMap, limits: tuple[float, float], *, first: bool) -> Any:
@@ -191,7 +191,7 @@ def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None 
             xerr=np.maximum([value - low, high - value], 0), error_kw={"linewidth": 0.7},
         )  # fmt: skip
     axes.set_yticks(places + 0.4 - step / 2, names, fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names), -0.6)  # downwards, without the wide margins of a tall figure
     axes.axvline(0, color="0.5", linewidth=0.6)
     reach = max(float(one.values.abs().max()) for one in maps)
     if maps[0].quantity == "trace" and reach > 0:

@@ -102,11 +102,17 @@ def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
         title = "curvature at each sublayer's input"
         axes.set_xlabel("layer")
     with np.errstate(divide="ignore", invalid="ignore"):
-        image = axes.imshow(np.log10(values), cmap="viridis", aspect="auto")
+        exponents = np.log10(values)
+    exponents[~np.isfinite(exponents)] = np.nan
+    axes.set_facecolor("0.8")
+    image = axes.imshow(exponents, cmap="viridis", aspect="auto")
     axes.set_yticks(*_thinned(rows, 24), fontsize=7)
     axes.set_xticks(*_thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
     axes.set_title(title, fontsize=10)
-    figure.colorbar(image, ax=axes, label="log$_{10}$ ‖S‖$_F$", shrink=0.9)
+    label = "log$_{10}$ ‖S‖$_F$"
+    if np.isnan(exponents).any():
+        label += "\ngrey: not told from zero"
+    figure.colorbar(image, ax=axes, label=label, shrink=0.9)
 
 
 def _thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:

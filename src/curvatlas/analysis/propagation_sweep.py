@@ -32,9 +32,9 @@ from curvatlas.analysis.propagation_pairs import Group, Pairs, Sketch, pairs_of
 
 _ANCHORS = 5
 _JOINTS = 4
-_MORE = 3
+_MORE = 4
 _WORSE = 1.5  # times the error at the last anchor, and the floor of K pairs, 2/K
-_TOO_NOISY = 0.3  # relative error of a norm between two cuts
+_TOO_NOISY = 0.3  # relative error of a norm beside the cuts
 _ENTRIES = 2**25  # numbers in the widest tensor of one batched pass
 
 
@@ -172,9 +172,16 @@ class Sweep:
         signs = self._signs(node)
         created = signs, self._apply(product, signs)
         found = Site(passed.with_fresh(created), passed, created, self._pairs, self.samples)
-        if self._single(node) and found.error > _TOO_NOISY and self._spare(node):
+        single = self._single(node)
+        # One is kept for a sublayer alone: the first norm, of small inputs, creates most of all.
+        if found.error <= _TOO_NOISY or not self._spare(node, kept=0 if single else 1):
+            return found
+        if single:
             return self._afresh(node)
-        return found
+        self.anchors.append(node)
+        image = self._apply(self.products.passed_by(reader, node), signs)
+        total, passed = Sketch(fresh=(signs, image + created[1])), Sketch(fresh=(signs, image))
+        return Site(total, passed, created, None, self.samples)
 
     # --- how the pairs travel ---------------------------------------------------------------------
 
@@ -198,10 +205,10 @@ class Sweep:
         worse = known.error > _WORSE * max(self._error, 2 / self.probes)
         return worse and self._spare(self.cuts[number])
 
-    def _spare(self, node: Node) -> bool:
+    def _spare(self, node: Node, *, kept: int = 0) -> bool:
         """Whether one more product to the end is left; they are spread over the depth."""
         depth = 1 - self.capture.nodes.index(node) / len(self.capture.nodes)
-        return len(self.anchors) < 1 + (_ANCHORS + _MORE) * depth
+        return len(self.anchors) < 1 + kept + (_ANCHORS + _MORE) * depth
 
     def _afresh(self, node: Node) -> Site:
         self.anchors.append(node)
