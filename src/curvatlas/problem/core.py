@@ -31,8 +31,6 @@ from curvatlas.problem.losses import Loss, main_tensor
 from curvatlas.problem.named_losses import as_loss
 from curvatlas.problem.parameter_choice import Parameters, choose_parameters
 
-_nothing = contextlib.nullcontext
-
 
 class Problem:
     r"""The objective L(θ) = Σ_b c_b ℓ_b(θ) / Σ_b c_b over batches b with c_b valid targets.
@@ -170,16 +168,10 @@ class Problem:
     def with_data(self, data: Any) -> Problem:
         """The same model, loss and parameters on other data."""
         return Problem(
-            self.model,
-            self.loss,
-            data,
-            parameters=list(self.parameter_names),
-            shift=self._shift,
-            keep_float64=self.keep_float64,
-            checkpoint_activations=self.checkpoint_activations,
-            distributed=self.distributed,
-            shard=self._shard,
-        )
+            self.model, self.loss, data, parameters=list(self.parameter_names), shift=self._shift,
+            keep_float64=self.keep_float64, checkpoint_activations=self.checkpoint_activations,
+            distributed=self.distributed, shard=self._shard,
+        )  # fmt: skip
 
     def with_model(self, model: nn.Module) -> Problem:
         """The same problem for a copy of the model with other weights."""
@@ -223,7 +215,8 @@ class Problem:
     def _called(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         values = {n: leaves[n] if n in leaves else p.detach() for n, p in self._everything.items()}
         try:
-            with checkpointed(self.model) if self.checkpoint_activations else _nothing():
+            scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
+            with scope(self.model):
                 return call(self.model, values, batch.inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if isinstance(error, RuntimeError) and "not enough memory" in str(error):
