@@ -84,6 +84,7 @@ class Pairs:
     square: Deleted  # ‖S‖_F²
     dots: Array  # (samples, K, K) of the first group, u_k · y_l
     lengths: Array  # (K,) of its y, squared
+    least_variance: float  # of the square, from the pairs of a fresh group
     trace: float
     trace_variance: float
     least_spectral: float  # lower bound of ‖S‖₂; 0 where it was not asked for
@@ -123,7 +124,9 @@ class Pairs:
     def probed(self, anchor: Pairs | None = None) -> Probed:
         """Values and 95 % intervals; anchor: where the far pairs came from."""
         square = self.square if anchor is None else self._without_noise(anchor)
-        value, variance = max(square.value, 0.0), square.variance
+        value = max(square.value, 0.0)
+        # Few lengths spread too little when one direction holds the norm; their pairs know it.
+        variance = max(square.variance, self.least_variance)
         energy = Energy(
             np.array(value), np.array(variance), np.array(0.0),
             np.array(len(square.without) - 1.0), np.array(0.0),
@@ -160,13 +163,18 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
     spread = (own**2 + own * np.swapaxes(own, 2, 3)).sum((0, 1))[apart].mean()
 
     weights = np.einsum("skglh,slhkg->kl", dots, dots)
+    least_variance = 0.0
     if sketch.fresh is not None:
+        images = y.reshape(samples, count, len(groups), -1)[:, :, -1]
+        grams = (images @ images.mT).double().cpu().numpy()
+        least_variance = 2 / count * float((grams**2).sum(0)[apart].mean())
         local = (own[:, -1] * np.swapaxes(own[:, -1], 1, 2)).sum(0)
         weights = weights - local + _means(_squares(sketch.fresh[1]))
     return Pairs(
         square=_over_pairs(weights),
         dots=own[:, 0],
         lengths=_squares(groups[0][1]),
+        least_variance=least_variance,
         trace=float(tokens.sum((1, 2)).mean()),
         trace_variance=float(spread) / count,
         least_spectral=_least_spectral(
