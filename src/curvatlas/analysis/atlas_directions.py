@@ -19,6 +19,7 @@ _FULL_UP_TO = 512  # entries of a block whose whole covariance is kept
 MOST = 40  # directions kept of a larger block
 WAITING = 0.6  # samples, as a share of these, gathered before they are merged
 _FEWEST = 4  # directions worth keeping
+_ENOUGH = 3 * MOST  # samples, after which more would cost time and teach little
 
 
 class Directions:
@@ -34,14 +35,14 @@ class Directions:
         self._most = kept
         self.samples = 0
         small = size <= _FULL_UP_TO
-        empty = torch.zeros(size, 0, dtype=dtype, device=device)
+        empty = torch.zeros(0, size, dtype=dtype, device=device)
         self._covariance = empty.new_zeros(size, size) if small else None
         self._kept = empty
         self._waiting: list[Tensor] = []
 
     @property
     def learns(self) -> bool:
-        return self._covariance is not None or self._most >= _FEWEST
+        return self.samples < _ENOUGH and (self._covariance is not None or self._most >= _FEWEST)
 
     def add(self, samples: Tensor) -> None:
         """samples: (k, n), each scaled by how much it matters."""
@@ -51,29 +52,29 @@ class Directions:
         if self._covariance is not None:
             self._covariance.addmm_(samples.T, samples)
             return
-        self._waiting.append(samples.T.contiguous())
-        if sum(block.shape[1] for block in self._waiting) >= WAITING * self._most:
+        self._waiting.append(samples)
+        if sum(len(block) for block in self._waiting) >= WAITING * self._most:
             self._merge()
 
     def _merge(self) -> None:
-        """Keep the leading left singular vectors, scaled, of all samples so far."""
+        """Keep the leading right singular vectors, scaled, of all samples so far, as rows."""
         if not self._waiting:
             return
-        stacked = torch.cat([self._kept, *self._waiting], dim=1)
+        stacked = torch.cat([self._kept, *self._waiting])  # (k, n)
         self._waiting = []
-        values, vectors = torch.linalg.eigh((stacked.T @ stacked).double())
+        values, vectors = torch.linalg.eigh((stacked @ stacked.T).double())
         vectors = vectors.flip(1)[:, : min(self._most, int((values > 1e-6 * values[-1]).sum()))]
-        self._kept = stacked @ vectors.to(stacked.dtype)
+        self._kept = vectors.T.to(stacked.dtype) @ stacked
 
     def basis(self) -> Tensor:
         """(n, r) orthonormal, leading direction first; r = 0 before the first sample."""
         if not self.samples:
-            return torch.zeros(self.size, 0, dtype=torch.float64)
+            return torch.zeros(self.size, 0, dtype=self._kept.dtype)
         if self._covariance is not None:
             vectors: Tensor = torch.linalg.eigh(self._covariance.double().cpu()).eigenvectors
-            return vectors.flip(1)
+            return vectors.flip(1).to(self._kept.dtype)
         self._merge()
-        return orthonormal(self._kept.double().cpu())
+        return orthonormal(self._kept.T.cpu())
 
 
 def orthonormal(columns: Tensor) -> Tensor:
@@ -83,19 +84,19 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def coded_probes(basis: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(n, q) float64 probes x_c of the module's equation, orthogonal, scaled so that E XXᵀ = I."""
+    """(n, q) probes x_c of the module's equation, orthogonal, scaled so that E XXᵀ = I."""
     size, known = basis.shape
-    probes = torch.zeros(size, count, dtype=torch.float64)
+    probes = torch.zeros(size, count, dtype=basis.dtype)
     rest = size - known
     if rest > 0:
         # Isotropic where nothing is known; fewer columns where the complement has fewer dimensions.
         some = min(count, rest)
-        draw = torch.randn(size, some, generator=generator, dtype=torch.float64)
+        draw = torch.randn(size, some, generator=generator, dtype=basis.dtype)
         draw -= basis @ (basis.T @ draw)
         probes[:, :some] = orthonormal(draw) * (rest / some) ** 0.5
     if known > 0:
-        signs = torch.randint(0, 2, (known,), generator=generator).double() * 2 - 1
-        classes = torch.zeros(known, count, dtype=torch.float64)
+        signs = torch.randint(0, 2, (known,), generator=generator).to(basis.dtype) * 2 - 1
+        classes = torch.zeros(known, count, dtype=basis.dtype)
         places = torch.arange(known)
         classes[places, places % count] = signs
         probes += basis @ classes

@@ -116,24 +116,24 @@ class Sketch:
 
     def _learn(self, j: int, results: dict[str, Tensor], grams: Array) -> None:
         """Keep what the products of column j say about the row spaces of all other columns."""
-        norms = np.sqrt(np.trace(grams, axis1=-2, axis2=-1))  # (parts, rows)
-        floor = _UNSEEN * norms[0].max()
-        outer, functional = (self._pieces(results[part]) for part in ("outer", "functional"))
+        norms = np.sqrt(np.trace(grams[1:], axis1=-2, axis2=-1))  # (2, rows): each weighs the same
+        floor = _UNSEEN * np.sqrt(np.trace(grams[0], axis1=-2, axis2=-1).max())
+        scale = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > floor)
+        outer, functional = (self._pieces(results[part]) for part in PARTS[1:])
+        cross = np.stack(
+            [(a @ b.T).double().cpu().numpy() for a, b in zip(outer, functional, strict=True)]
+        )
+        both = np.block([[grams[1], cross], [cross.swapaxes(-1, -2), grams[2]]])  # (rows, 2q, 2q)
+        scale = np.repeat(scale.T, grams.shape[-1], axis=1)  # (rows, 2q)
+        vectors = np.linalg.eigh(scale[:, :, None] * both * scale[:, None, :])[1]
+        leading = vectors[..., ::-1][..., :_SAMPLES].swapaxes(-1, -2) * scale[:, None, :]
+        mixed = torch.from_numpy(leading).to(outer[0])  # (rows, samples, 2q)
+        q = grams.shape[-1]
         for i, directions in enumerate(self._directions):
             # Its own probes would no longer be independent of what was learnt from them.
-            if i == j or not directions.learns:
+            if i == j or not directions.learns or not scale[i].any():
                 continue
-            known = [
-                piece[i] / float(norm)
-                for piece, norm in ((outer, norms[1, i]), (functional, norms[2, i]))
-                if norm > floor
-            ]
-            if not known:
-                continue
-            both = torch.cat(known)  # (2q, n): each part weighs the same
-            vectors = torch.linalg.eigh((both @ both.T).double()).eigenvectors
-            leading = vectors.flip(1)[:, :_SAMPLES].T.to(both.dtype)
-            directions.add(leading @ both)
+            directions.add(mixed[i, :, :q] @ outer[i] + mixed[i, :, q:] @ functional[i])
 
     # --- energies -------------------------------------------------------------------------------
 
