@@ -149,20 +149,23 @@ def test_estimates_of_real_models_lie_in_their_intervals(name: str) -> None:
     model, batch, loss = families.make(name)
     problem = ca.Problem(model, loss, batch)
     exact = ca.atlas(problem, method="dense")
-    sketch = ca.atlas(problem, method="sketch", products=8 * len(exact.names), seed=1)
-    assert sketch.products <= 8 * len(exact.names)
+    most = 8 * len(exact.names)
+    sketches = [ca.atlas(problem, method="sketch", products=most, seed=s) for s in (1, 2, 3)]
+    assert all(sketch.products <= most for sketch in sketches)
     for part in PARTS:
         for view in ("block", "role", "layer", "model"):
             for quantity, least in (("frobenius", 0.93), ("spectral", 0.95), ("trace", 0.85)):
                 truth = exact.view(view, quantity, part).values
-                found = sketch.view(view, quantity, part)
                 slack = 1e-9 * float(exact.view(view, "frobenius", part).values.max())
-                held = (found.low - slack <= truth) & (truth <= found.high + slack)
-                # an entry and its transpose are one estimate
-                distinct = held if held.ndim == 1 else held[tuple(torch.triu_indices(*held.shape))]
-                misses = int((~distinct).sum())
-                # two by chance among few: over a dozen seeds 97 to 99 % of all entries hold
-                assert misses <= max(2.0, (1 - least) * len(distinct)), (part, view, quantity)
+                misses, entries = 0, 0
+                for sketch in sketches:
+                    found = sketch.view(view, quantity, part)
+                    held = (found.low - slack <= truth) & (truth <= found.high + slack)
+                    # an entry and its transpose are one estimate
+                    upper = tuple(torch.triu_indices(*held.shape)) if held.ndim == 2 else ...
+                    misses += int((~held[upper]).sum())
+                    entries += held[upper].numel()
+                assert misses <= max(1.0, (1 - least) * entries), (part, view, quantity)
 
 
 def test_fused_projections_are_mapped_to_their_true_roles() -> None:
