@@ -121,6 +121,23 @@ def _bert() -> Case:
     return BertForSequenceClassification(config), batch, "cross_entropy"
 
 
+# of BART and the families built like it
+BART_SIZES = {
+    "vocab_size": VOCABULARY,
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 12,
+    "decoder_ffn_dim": 12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+
+
 def _hf_vit() -> Case:
     from transformers import ViTConfig as HFViTConfig
     from transformers import ViTForImageClassification

@@ -350,20 +350,11 @@ def test_active_dropout_is_refused() -> None:
 @pytest.mark.huggingface
 def test_activations_of_an_encoder_and_a_decoder_have_names_of_their_own() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.BartConfig(
-        vocab_size=13,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=12,
-        decoder_ffn_dim=12,
-        max_position_embeddings=8,
-    )
+    config = transformers.BartConfig(**families.BART_SIZES)
     torch.manual_seed(0)
     model = transformers.BartForConditionalGeneration(config).double().eval()
-    batch = {"input_ids": torch.randint(3, 13, (1, 4)), "labels": torch.randint(3, 13, (1, 3))}
+    tokens = torch.randint(3, families.VOCABULARY, (1, 7))
+    batch = {"input_ids": tokens[:, :4], "labels": tokens[:, 4:]}
     analyzer = ca.CurvaturePropagationAnalyzer(model, "cross_entropy")
     flow = analyzer.analyze_curvature_flow(batch)
     for entries in (flow.activations, flow.sublayers):

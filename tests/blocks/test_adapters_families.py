@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import families
 from curvatlas.blocks.adapters import UnmappedModuleError, map_module
 from curvatlas.blocks.block import TransformerBlockHessian
 from curvatlas.blocks.stack import BlockStack
@@ -26,20 +27,6 @@ SIZES = {
     "num_hidden_layers": 2,
     "intermediate_size": 12,
     "vocab_size": 11,
-}
-BART = {
-    "d_model": WIDTH,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 12,
-    "decoder_ffn_dim": 12,
-    "vocab_size": 11,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
 }
 Case = tuple[nn.Module, Callable[[Tensor], Tensor]]
 
@@ -92,7 +79,7 @@ def _opt(first: bool) -> Case:
 
 
 def _bart(name: str, **options: Any) -> Case:
-    config = getattr(transformers, f"{name}Config")(**BART | options)
+    config = getattr(transformers, f"{name}Config")(**families.BART_SIZES | options)
     layer = getattr(transformers, f"{name}Model")(config).encoder.layers[0]
     return layer, lambda x: layer(x, attention_mask=None)
 

@@ -176,25 +176,17 @@ def test_hugging_face_labels_are_shifted_for_causal_models_only() -> None:
 @pytest.mark.parametrize("repeated", [False, True])
 def test_decoders_read_the_labels_one_place_later(family: str, repeated: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    options = {
-        "T5": {"d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
-        "Bart": {
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 12,
-            "decoder_ffn_dim": 12,
-        },
-    }[family]
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=13, d_model=8, pad_token_id=0, decoder_start_token_id=1, **options
-    )
+    t5 = {
+        "vocab_size": families.VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1,
+        "num_heads": 2, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    options = t5 if family == "T5" else families.BART_SIZES
+    config = getattr(transformers, f"{family}Config")(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double().eval()
-    tokens = torch.randint(3, 13, (2, 5))
+    tokens = torch.randint(3, families.VOCABULARY, (2, 5))
     # Labels that repeat the tokens would be next-token labels in a model without an encoder.
-    labels = tokens.clone() if repeated else torch.randint(3, 13, (2, 4))
+    labels = tokens.clone() if repeated else torch.randint(3, families.VOCABULARY, (2, 4))
     labels[0, -1] = -100
     batch = {"input_ids": tokens, "labels": labels}
     problem = ca.Problem(model, "cross_entropy", batch)

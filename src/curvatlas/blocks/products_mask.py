@@ -27,12 +27,14 @@ def attention_mask(
     """
     allowed: Tensor | None = None
     bias: Tensor | None = None
+    if spec.window is not None and not spec.causal:
+        raise ValueError(f"a window of {spec.window} keys needs causal attention: causal=True.")
+    if spec.window is not None and spec.window < 1:
+        raise ValueError(f"the window must hold at least the query's own key, got {spec.window}.")
     if spec.causal:
         allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
         if spec.window is not None:
-            allowed = allowed.triu(1 - _window(spec.window))
-    elif spec.window is not None:
-        raise ValueError(f"a window of {spec.window} keys needs causal attention: causal=True.")
+            allowed = allowed.triu(1 - spec.window)
     if mask is not None:
         if mask.device != device:
             raise ValueError(f"the mask is on {mask.device}, the input on {device}.")
@@ -61,12 +63,6 @@ def attention_mask(
                 "defined; unmask at least one key of every row."
             )
     return bias, allowed
-
-
-def _window(size: int) -> int:
-    if size < 1:
-        raise ValueError(f"the window must hold at least the query's own key, got {size}.")
-    return size
 
 
 def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor:

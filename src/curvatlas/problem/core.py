@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -178,7 +179,9 @@ class Problem:
         other = Problem.__new__(Problem)
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
         other.model, other._everything = model, whole_parameters(model)
-        other._head, other._steady = head.HeadSearch(model), None  # both belong to the model
+        # these belong to the model they were made for
+        other._stream = dataclasses.replace(self._stream, model=model)
+        other._head, other._steady = head.HeadSearch(model), None
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
