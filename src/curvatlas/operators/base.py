@@ -1,9 +1,10 @@
-"""Linear operators: a shape, tags, and a product with columns."""
+"""Linear operators: a shape, tags, and a product with columns; sums and products of operators."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
 from curvatlas.budget import available_bytes, readable
+
+if TYPE_CHECKING:
+    from curvatlas.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,14 @@ class Tags:
 
 
 class LinearOperator:
-    """A real matrix known through its products; subclasses give ``_columns`` and the properties."""
+    """A real matrix known through its products; subclasses give ``_columns`` and the properties.
+
+    ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A``, ``A @ B``, ``A.T`` and ``A[rows, columns]``
+    are operators again (``operators/algebra.py``); nothing is multiplied before a product is taken.
+    """
+
+    __array_ufunc__ = None  # NumPy leaves ``array @ op`` and ``np.float64(2) * op`` to the operator
+    __iter__ = None  # without it, ``op[i]`` would make an operator a sequence
 
     def __init__(
         self,
@@ -48,9 +59,25 @@ class LinearOperator:
             return self._columns(columns)
         raise TypeError(f"{type(self).__name__} has no transposed product.")
 
+    def _problem_on(self, axis: int) -> Problem | None:
+        """The problem whose flat vector the rows (axis 0) or columns (axis 1) stand for, if any."""
+        return None
+
     def __matmul__(self, right: Any) -> Any:
-        """``op @ v`` for (n,) or (n, K) tensors; NumPy arrays give NumPy arrays."""
+        """``op @ v`` for (n,) or (n, K) tensors, NumPy arrays alike; ``A @ B`` for an operator.
+
+        Operators of a Problem also take one tensor a parameter, as a list, a tuple or a mapping by
+        name, each in the parameter's shape or with a last axis of K columns, and give the same.
+        """
+        if isinstance(right, LinearOperator):
+            from curvatlas.operators import algebra
+
+            return algebra.product(self, right)
+        if isinstance(right, (list, tuple, Mapping)):
+            return self._by_parameter(right)
         if isinstance(right, np.ndarray):
+            if np.iscomplexobj(right):
+                raise TypeError(f"{self!r} is real: multiply the two parts of a complex array.")
             tensor = torch.from_numpy(np.ascontiguousarray(right))
             tensor = tensor.to(device=self.device, dtype=self.dtype)
             return (self @ tensor).cpu().numpy()
@@ -62,6 +89,21 @@ class LinearOperator:
         result = self._columns(columns)
         return result.squeeze(-1) if right.ndim == 1 else result
 
+    def _by_parameter(self, tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Any:
+        entering, leaving = self._problem_on(1), self._problem_on(0)
+        if entering is None:
+            raise TypeError(
+                f"{self!r} takes tensors and arrays: a {type(tensors).__name__} of tensors needs "
+                "an operator over the parameters of a Problem."
+            )
+        image = self @ entering.layout.flat(tensors)
+        if leaving is None:
+            return image
+        pieces = leaving.layout.shaped(image)
+        if isinstance(tensors, Mapping):
+            return dict(zip(leaving.layout.names, pieces, strict=True))
+        return tuple(pieces) if isinstance(tensors, tuple) else pieces
+
     def matvec(self, vector: Tensor) -> Tensor:
         """The same as ``op @ vector``."""
         result: Tensor = self @ vector
@@ -70,7 +112,83 @@ class LinearOperator:
     @property
     def T(self) -> LinearOperator:
         """The transpose as an operator (the operator itself when it is symmetric)."""
-        return self if self.tags.symmetric else _Transpose(self)
+        return self if self.tags.symmetric else Transpose(self)
+
+    def transpose(self) -> LinearOperator:
+        """The same as ``op.T``."""
+        return self.T
+
+    def __rmatmul__(self, left: Any) -> Any:
+        """``v @ op`` = vᵀA for v (m,) or rows (K, m), or one tensor a parameter."""
+        if isinstance(left, (list, tuple, Mapping)):
+            return self.T @ left
+        if not isinstance(left, (Tensor, np.ndarray)):
+            return NotImplemented
+        return (self.T @ left.T).T if left.ndim == 2 else self.T @ left
+
+    def __add__(self, other: Any) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.add(self, other)
+
+    def __radd__(self, other: Any) -> LinearOperator:
+        if isinstance(other, int) and other == 0:
+            return self  # the start of sum([...])
+        from curvatlas.operators import algebra
+
+        return algebra.add(self, other)
+
+    def __sub__(self, other: Any) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.add(self, other, sign=-1)
+
+    def __rsub__(self, other: Any) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.add(self, other)  # says what is wrong
+
+    def __neg__(self) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.scale(self, -1.0)
+
+    def __mul__(self, factor: Any) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.scale(self, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.scale(self, divisor, divide=True)
+
+    def __getitem__(self, key: Any) -> LinearOperator:
+        """``op[rows, columns]``: those rows × those columns as an operator; ``op[rows]``: a block
+        on the diagonal.
+
+        Rows and columns are whole numbers, ranges, slices, lists, integer tensors or arrays, or
+        masks; over the parameters of a Problem also names, roles and globs. Every chosen row meets
+        every chosen column, as in ``matrix[rows][:, columns]``.
+        """
+        rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
+        return self._submatrix(self._places(rows, axis=0), self._places(columns, axis=1))
+
+    def _places(self, selector: Any, *, axis: int) -> Tensor:
+        """Positions (k,) int64 that a selector picks of the rows (axis 0) or columns (axis 1)."""
+        problem = self._problem_on(axis)
+        if problem is None or is_index(selector) or isinstance(selector, slice):
+            return places_of(selector, self.shape[axis])
+        from curvatlas.operators.views import pieces_of
+
+        return torch.cat([piece.indices for piece in pieces_of(problem, selector)])
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        from curvatlas.operators import algebra
+
+        return algebra.Submatrix(self, rows, columns)
 
     def dense(self) -> Tensor:
         """The whole (m, n) matrix, column block by column block."""
@@ -134,22 +252,30 @@ def _check_columns(operator: LinearOperator, right: Tensor) -> None:
         )
 
 
-class _Transpose(LinearOperator):
+class Transpose(LinearOperator):
+    """Aᵀ of an operator that is not symmetric."""
+
     def __init__(self, original: LinearOperator) -> None:
         m, n = original.shape
         super().__init__((n, m), dtype=original.dtype, device=original.device)
-        self._original = original
+        self.original = original
 
     def _columns(self, columns: Tensor) -> Tensor:
-        self._original.products += columns.shape[1]
-        return self._original._adjoint_columns(columns)
+        self.original.products += columns.shape[1]
+        return self.original._adjoint_columns(columns)
 
     def _adjoint_columns(self, columns: Tensor) -> Tensor:
-        return self._original._columns(columns)
+        return self.original._columns(columns)
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return self.original._problem_on(1 - axis)
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        return self.original._submatrix(columns, rows).T
 
     @property
     def T(self) -> LinearOperator:
-        return self._original
+        return self.original
 
 
 class MatrixOperator(LinearOperator):
@@ -172,3 +298,59 @@ class MatrixOperator(LinearOperator):
 
     def _dense(self) -> Tensor:
         return self.matrix.clone()
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        chosen = self.matrix[rows.to(self.device)][:, columns.to(self.device)]
+        block = torch.equal(rows, columns)
+        return MatrixOperator(chosen, tags=self.tags if block else None)
+
+
+def is_index(selector: Any) -> bool:
+    """Whether a selector speaks of positions: numbers, ranges, slices, arrays, masks."""
+    if isinstance(selector, (int, np.integer, np.ndarray, Tensor, range)):
+        return True
+    if isinstance(selector, slice):
+        return selector != slice(None)
+    return isinstance(selector, Sequence) and any(
+        isinstance(item, (int, float, np.number, np.bool_)) for item in selector
+    )
+
+
+def places_of(selector: Any, size: int) -> Tensor:
+    """Positions (k,) int64 among ``size`` that an index picks; negative ones count from the end."""
+    if isinstance(selector, slice):
+        return _some(torch.arange(size)[_forward(selector)], selector)
+    if isinstance(selector, range):
+        selector = list(selector)
+    try:
+        places = torch.as_tensor(selector, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"rows and columns are chosen by whole numbers, ranges, slices or masks, got "
+            f"{selector!r}."
+        ) from error
+    if places.ndim > 1:
+        raise IndexError(f"an index has one axis, got the shape {tuple(places.shape)}.")
+    if places.dtype == torch.bool:
+        if places.shape != (size,):
+            raise IndexError(f"a mask has one entry for each of {size}, got {tuple(places.shape)}.")
+        return _some(torch.nonzero(places).squeeze(1), "a mask of zeros")
+    if places.numel() and (places.is_floating_point() or places.is_complex()):
+        raise TypeError(f"indices are whole numbers, got {places.dtype}.")
+    places = _some(places.reshape(-1).to(torch.int64), selector)
+    low, high = int(places.min()), int(places.max())
+    if low < -size or high >= size:
+        raise IndexError(f"index {low if low < -size else high} is outside of {size} entries.")
+    return torch.where(places < 0, places + size, places)
+
+
+def _forward(selector: slice) -> slice:
+    if selector.step is not None and selector.step < 0:
+        raise IndexError(f"a slice goes forward, got the step {selector.step}: give a range.")
+    return selector
+
+
+def _some(places: Tensor, selector: Any) -> Tensor:
+    if not len(places):
+        raise IndexError(f"{selector!r} selects nothing.")
+    return places

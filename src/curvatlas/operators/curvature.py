@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from curvatlas import parallel
-from curvatlas.anatomy import Slice
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
@@ -22,7 +21,7 @@ from curvatlas.problem import Batch, Problem
 from curvatlas.problem.guards import listed
 from curvatlas.problem.head import logit_room
 
-Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, or slice(None)
+Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, an index, or slice(None)
 
 
 class CurvatureOperator(LinearOperator):
@@ -209,24 +208,21 @@ class CurvatureOperator(LinearOperator):
     # --- views ----------------------------------------------------------------------------------
 
     def __getitem__(self, key: Selector) -> LinearOperator:
-        """``op[rows, columns]`` by role, parameter name or glob; ``op[rows]``: a diagonal block."""
-        from curvatlas.operators.views import BlockView
+        """``op[rows, columns]`` by role, parameter name, glob or index; ``op[rows]``: a diagonal
+        block.
+
+        Indices are positions in the flat vector: ``op[[0, 2], 5:9]`` is 2 × 4.
+        """
+        from curvatlas.operators.views import BlockView, pieces_of
 
         rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
-        return BlockView(self, self._slices(rows), self._slices(columns))
+        return BlockView(self, pieces_of(self.problem, rows), pieces_of(self.problem, columns))
 
-    def _slices(self, selector: Selector) -> tuple[Slice, ...]:
-        anatomy = self.problem.anatomy
-        if isinstance(selector, slice):
-            if selector != slice(None):
-                raise KeyError("only ':' selects all; otherwise name a role, such as 'value'.")
-            return tuple(anatomy.slices)
-        if isinstance(selector, Slice):
-            return (selector,)
-        if isinstance(selector, str):
-            return tuple(anatomy.select(selector))
-        found = dict.fromkeys(piece for item in selector for piece in self._slices(item))
-        return tuple(found)
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        return self[rows, columns]
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return self.problem
 
     # --- others ---------------------------------------------------------------------------------
 
@@ -249,15 +245,6 @@ class CurvatureOperator(LinearOperator):
     def release(self) -> None:
         """Free the kept graphs; the next product builds them anew."""
         self._full = self._partial = None
-
-    def __matmul__(self, right: Any) -> Any:
-        """Also takes one tensor per parameter, in the parameters' shapes, and gives the same."""
-        if isinstance(right, (list, tuple)):
-            layout = self.problem.layout
-            result = self @ layout.join(right, like=torch.empty(0, dtype=self.dtype))
-            pieces = layout.split(result.unsqueeze(1))
-            return type(right)(piece.squeeze(0) for piece in pieces)
-        return super().__matmul__(right)
 
 
 def _probe_batch(problem: Problem) -> Batch:
