@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
 import families
+import huggingface_models
+import oracles
 from curvatlas.analysis.atlas_blocks import VIEWS, blocks_of, groups_of
 from curvatlas.analysis.atlas_entries import entries
 from curvatlas.analysis.atlas_figures import compare_atlases, entry_heat_map
+from curvatlas.anatomy import anatomy_of
 from curvatlas.operators.parts import PARTS
+from curvatlas.problem.evaluation import evaluation
 
 OPERATORS = {"total": ca.Hessian, "outer": ca.GaussNewton, "functional": ca.FunctionalHessian}
 
@@ -287,3 +294,123 @@ def test_entries_are_the_dense_matrix_in_the_order_of_the_roles() -> None:
     assert found.plot("outer") is not None
     with pytest.raises(ValueError, match="parts are total, outer, functional"):
         found.plot("inner")
+
+
+# --- coarse maps ----------------------------------------------------------------------------------
+
+# Norms inside embeddings or heads, stages, shared layers, experts, no attention at all.
+COARSE = [
+    "albert", "bart", "beit", "bert", "bloom", "codegen", "convbert", "data2vec-text", "deberta",
+    "deberta-v2", "distilbert", "electra", "ernie", "esmc", "falcon", "fnet", "git", "gpt2",
+    "gpt_neox", "jamba", "llama", "longformer", "mamba", "mamba2", "mbart", "megatron-bert",
+    "mixtral", "modernbert", "mpnet", "mpt", "opt", "plbart", "rembert", "roberta",
+    "roberta-prelayernorm", "roformer", "rwkv", "squeezebert", "swin", "swinv2", "t5", "vilt",
+    "vit", "xlm-roberta", "xlnet", "xmod",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", COARSE)
+def test_sublayers_and_layers_of_every_family_share_out_the_parameters(family: str) -> None:
+    model = huggingface_models.tiny_model(family)
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for by in ("sublayer", "layer"):
+        blocks = blocks_of(anatomy_of(model), by=by)
+        assert len({block.name for block in blocks}) == len(blocks)
+        assert sum(block.size for block in blocks) == total
+        places = torch.cat([block.indices for block in blocks])
+        assert torch.equal(places.sort().values, torch.arange(total))
+
+
+SMALLEST = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 5}
+# family → its model, and what each block of the coarse map is made of, by parameter names
+SUBLAYERS = {
+    "bert": (
+        {"head": "SEQUENCE_CLASSIFICATION", "hidden_size": 4, "vocab_size": 7, **SMALLEST},
+        {
+            "embedding": r"embeddings\.\w+_embeddings",
+            "embedding.norm": r"embeddings\.LayerNorm",
+            "blocks.0.attention": r"attention\.(self|output\.dense)",
+            "blocks.0.norm": r"layer\..*LayerNorm",
+            "blocks.0.ffn": r"layer\.0\.(intermediate|output)\.dense",
+            "head": r"pooler|classifier",
+        },
+    ),
+    "bloom": (
+        {"hidden_size": 4, "n_head": 2, "n_layer": 1, "vocab_size": 7},
+        {
+            "embedding": r"word_embeddings\.",
+            "embedding.norm": r"word_embeddings_layernorm",
+            "blocks.0.norm": r"h\..*layernorm",
+            "blocks.0.attention": r"self_attention\.",
+            "blocks.0.ffn": r"mlp",
+            "final_norm": r"ln_f",
+        },
+    ),
+    "beit": (
+        {"hidden_size": 4, "num_channels": 1, **SMALLEST},
+        {
+            "embedding": r"embeddings\.",
+            "blocks.0.attention": r"attention\.",
+            "blocks.0.norm": r"layers\..*layernorm",
+            "blocks.0.ffn": r"mlp",
+            "blocks.0.other": r"lambda_",
+            "head": r"classifier",
+            "head.norm": r"pooler\.layernorm",
+        },
+    ),
+}  # fmt: skip
+
+
+def coarse_case(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in float64 with weights of size one half, and a batch with labels."""
+    model = huggingface_models.tiny_model(family, **SUBLAYERS[family][0]).double()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    if family == "beit":
+        images = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+        return model, {"pixel_values": images, "labels": torch.tensor([0, 2])}
+    tokens = torch.randint(3, 7, (2, 4))
+    labels = torch.tensor([0, 2]) if family == "bert" else tokens
+    return model, {"input_ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize("family", SUBLAYERS)
+def test_the_sublayer_map_is_that_of_the_dense_hessian(family: str) -> None:
+    model, batch = coarse_case(family)
+    atlas = ca.atlas(ca.Problem(model, "cross_entropy", batch), by="sublayer")
+    oracle = oracles.with_hand_written_norms(copy.deepcopy(model))
+    oracle.set_attn_implementation("eager")
+    with evaluation(oracle, stay_double=True):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = oracle(**inputs).logits, batch["labels"]
+        if labels.ndim == 2:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        value = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+        matrix = oracles.hessian(value, list(oracle.parameters()))
+    names = [n for n, p in model.named_parameters() for _ in range(p.numel())]
+    patterns = SUBLAYERS[family][1]
+    places = {
+        block: torch.tensor([k for k, name in enumerate(names) if re.search(pattern, name)])
+        for block, pattern in patterns.items()
+    }
+    assert set(atlas.names) == set(patterns)
+    assert atlas.sizes == {block: len(places[block]) for block in atlas.names}
+    assert sum(atlas.sizes.values()) == len(matrix)
+    frobenius, _ = true_norms(matrix, [places[block] for block in atlas.names])
+    traces = torch.stack([matrix.diagonal()[places[block]].sum() for block in atlas.names])
+    tolerance = {"atol": 1e-10 * float(frobenius.max()), "rtol": 1e-8}
+    assert torch.allclose(atlas.frobenius["total"].values, frobenius, **tolerance)
+    assert torch.allclose(atlas.trace["total"].values, traces, **tolerance)
+
+
+def test_the_sketched_sublayer_map_has_the_blocks_of_the_dense_one() -> None:
+    model, batch = coarse_case("bert")
+    problem = ca.Problem(model, "cross_entropy", batch)
+    exact = ca.atlas(problem, by="sublayer")
+    sketched = ca.atlas(problem, by="sublayer", method="sketch")
+    assert sketched.sizes == exact.sizes
+    truth, found = exact.frobenius["total"].values, sketched.frobenius["total"]
+    slack = 1e-9 * float(truth.max())
+    inside = (found.low - slack <= truth) & (truth <= found.high + slack)
+    assert float(inside.double().mean()) > 0.9

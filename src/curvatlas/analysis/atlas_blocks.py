@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,20 +69,27 @@ def blocks_of(
 
 
 def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
+    """One block a layer, or a sublayer of a layer; what has no layer goes by its place.
+
+    A place outside the layers may hold several sublayers (the token table and the norm of BERT's
+    embeddings): the one it is named after keeps its name, the others are added to it
+    ("embedding", "embedding.norm").
+    """
     groups: dict[tuple[str, str], list[Slice]] = {}
     for piece in anatomy.slices:
         own = _block(piece.name, [piece])
         groups.setdefault((own.layer, own.sublayer if by == "sublayer" else ""), []).append(piece)
+    sublayers = Counter(layer for layer, _ in groups)
     blocks = []
     for (layer, sublayer), slices in groups.items():
-        first = slices[0]
-        place = layer if first.layer is None else f"blocks.{first.layer}"
-        name = place if not sublayer or first.layer is None else f"{place}.{sublayer}"
-        role = sublayer if sublayer and first.layer is not None else name
+        outside = slices[0].layer is None
+        place = layer if outside else f"blocks.{slices[0].layer}"
+        alone = outside and (sublayers[layer] == 1 or sublayer == layer)
+        name = place if alone or not sublayer else f"{place}.{sublayer}"
         blocks.append(
             Block(
                 name=name,
-                role=role if sublayer else layer,
+                role=layer if not sublayer else name if outside else sublayer,
                 layer=layer,
                 sublayer=sublayer or "all",
                 slices=tuple(slices),
