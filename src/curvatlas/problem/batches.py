@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -62,15 +63,19 @@ class Batch:
         )
 
 
-def batches_of(data: Any) -> Iterable[Any]:
-    """Whatever the user passed, as an iterable of raw batches that can be walked repeatedly."""
-    if isinstance(data, Tensor):
+def batches_of(data: Any, *, dtype: torch.dtype) -> Iterable[Any]:
+    """Whatever the user passed, as an iterable of raw batches that can be walked repeatedly.
+
+    NumPy arrays become tensors, of ``dtype`` where they hold floating numbers.
+    """
+    if isinstance(data, (Tensor, np.ndarray)):
+        kind = "tensor" if isinstance(data, Tensor) else "array"
         raise ProblemError(
-            "data is a single tensor: pass (inputs, targets), a mapping with 'labels', "
+            f"data is a single {kind}: pass (inputs, targets), a mapping with 'labels', "
             "a list of batches or a DataLoader."
         )
     if isinstance(data, Mapping) or _is_pair(data):
-        return [data]
+        return _WithTensors([data], dtype)
     if isinstance(data, Iterator):
         raise ProblemError(
             f"data is a one-shot iterator ({type(data).__name__}) and curvature needs many passes: "
@@ -83,16 +88,51 @@ def batches_of(data: Any) -> Iterable[Any]:
             f"data ({type(data).__name__}) can be walked only once and curvature needs many "
             "passes: pass list(data)."
         )
-    return data
+    return _WithTensors(data, dtype)
+
+
+@dataclass(frozen=True)
+class _WithTensors:
+    """Raw batches with their NumPy arrays as tensors."""
+
+    data: Iterable[Any]
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, raw in enumerate(self.data):
+            yield _as_tensors(raw, self.dtype, index)
+
+
+def _as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
+    """The batch with every NumPy array copied into a tensor, floats as ``dtype``, integers int64.
+
+    The dtype follows the parameters because NumPy's own default is float64 whatever the model is.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        if leaf.dtype.kind == "f":
+            return torch.tensor(leaf, dtype=dtype)
+        if leaf.dtype.kind == "i":
+            return torch.tensor(leaf, dtype=torch.int64)
+        if leaf.dtype.kind in "bu":
+            return torch.tensor(leaf)
+        raise ProblemError(
+            f"batch {index} holds a NumPy array of {leaf.dtype}: floating numbers, integers and "
+            "booleans become tensors, others do not."
+        )
+
+    return tree_map(convert, raw)
 
 
 def _is_pair(data: Any) -> bool:
-    """(inputs, targets): a tuple or list of two, the second of which is a tensor."""
+    """(inputs, targets): a tuple or list of two, the second of which is a tensor or an array."""
     return (
         isinstance(data, (tuple, list))
         and len(data) == 2
-        and isinstance(data[1], Tensor)
-        and isinstance(data[0], (Tensor, tuple, Mapping))
+        and isinstance(data[1], (Tensor, np.ndarray))
+        and isinstance(data[0], (Tensor, np.ndarray, tuple, Mapping))
     )
 
 

@@ -27,6 +27,7 @@ from curvatlas.problem.evaluation import (
     unwrap,
     whole_parameters,
 )
+from curvatlas.problem.function_model import as_module
 from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss, main_tensor
 from curvatlas.problem.named_losses import as_loss
@@ -40,10 +41,15 @@ class Problem:
     batch. The flat vector θ follows ``model.named_parameters()`` (trainable ones; tied ones once).
 
     model: any ``nn.Module`` that can be differentiated twice; wrappers (DDP, compile) are removed.
+        Or a function of its parameters, ``model(parameters, inputs)``, with ``parameters={name:
+        tensor}``.
     loss: ``"cross_entropy"``, ``"mse"``, a torch loss module, or ``(outputs, targets) -> mean``.
     data: one batch, a list of batches or a re-iterable loader. A batch is ``(inputs, targets)`` or
         a mapping with ``labels``; causal language models have their labels shifted by one.
-    parameters: names, globs, roles or parameters that vary; the others are held fixed.
+        NumPy arrays are copied, floats into the parameters' dtype. A mapping of inputs is passed by
+        keyword, or as one argument where the model takes one and none of the keys.
+    parameters: names, globs, roles, regular expressions (``re.compile``, searched in the names) or
+        parameters that vary; the others are held fixed.
     count: number of valid targets of a callable loss (default: entries, ignoring −100).
     shift: whether ``labels`` are next-token labels (default: told from the model and the data).
     keep_float64: keep float64 models in float64 where libraries round to float32 inside
@@ -56,11 +62,11 @@ class Problem:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[..., Any],
         loss: str | Callable[[Any, Any], Tensor] | Loss,
         data: Any,
         *,
-        parameters: Parameters | None = None,
+        parameters: Parameters | Mapping[str, Tensor] | None = None,
         count: Callable[[Any], float] | None = None,
         shift: bool | None = None,
         keep_float64: bool = True,
@@ -68,7 +74,8 @@ class Problem:
         distributed: bool | None = None,
         shard: bool = False,
     ) -> None:
-        self.model = unwrap(model)
+        module, varying = as_module(model, parameters)
+        self.model = unwrap(module)
         self.loss = as_loss(loss, count=count)
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
@@ -77,12 +84,12 @@ class Problem:
         refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
-        self.parameter_names = choose_parameters(self.model, self._everything, parameters)
+        self.parameter_names = choose_parameters(self.model, self._everything, varying)
         first = self._everything[self.parameter_names[0]]
         self.dtype, self.device = first.dtype, first.device
         self._shift = shift
         self._shard = shard and self.distributed
-        self.data = batches_of(data)
+        self.data = batches_of(data, dtype=self.dtype)
         self._stream = BatchStream(
             self.data, self.loss, self.device, self.model, shift, self._shard
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -207,10 +208,33 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     """The model's output with its parameters replaced by ``values``."""
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
     with _without_sharding_hooks(model):
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
             return torch.func.functional_call(model, dict(values), (), dict(inputs))
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         return torch.func.functional_call(model, dict(values), arguments)
+
+
+def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is itself the model's argument, rather than arguments by name.
+
+    It is where forward takes one argument and knows none of the keys: ``forward(self, data)`` for
+    {"x": …, "y": …}. A tuple decides it: the inputs ``(mapping,)`` are one argument.
+    """
+    described = getattr(model, "input_signature", None)
+    signature = described() if callable(described) else inspect.signature(model.forward)
+    if any(key in signature.parameters for key in inputs):
+        return False
+    try:
+        signature.bind(**inputs)
+    except TypeError:
+        pass
+    else:
+        return False
+    try:
+        signature.bind(inputs)
+    except TypeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Which parameters vary: all trainable ones, or those that names, globs and roles pick."""
+"""Which parameters vary: all trainable ones, or those that names, patterns and roles pick."""
 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from curvatlas.anatomy import anatomy_of
 from curvatlas.errors import ProblemError
 from curvatlas.problem.guards import listed
 
-Parameters = str | nn.Parameter | Sequence["str | nn.Parameter"]
+_One = str | re.Pattern[str] | nn.Parameter
+Parameters = _One | Sequence[_One]
 
 
 def choose_parameters(
@@ -27,11 +29,18 @@ def choose_parameters(
             )
         return trainable
     chosen: set[str] = set()
-    for item in [wanted] if isinstance(wanted, (str, nn.Parameter)) else wanted:
+    for item in [wanted] if isinstance(wanted, (str, re.Pattern, nn.Parameter)) else wanted:
         if isinstance(item, str):
             chosen |= set(_matching(model, everything, item))
-        else:
+        elif isinstance(item, re.Pattern):
+            chosen |= _searched(everything, item)
+        elif isinstance(item, Tensor):
             chosen |= {name for name, p in everything.items() if p is item}
+        else:
+            raise ProblemError(
+                "parameters= takes names, globs, roles, re.compile(...) and parameters, got a "
+                f"{type(item).__name__}."
+            )
     if not chosen:
         raise ProblemError("parameters= selects nothing.")
     return tuple(name for name in everything if name in chosen)
@@ -52,4 +61,14 @@ def _matching(model: nn.Module, everything: Mapping[str, Tensor], pattern: str) 
                 f"{pattern!r} is only a part of the fused parameter {name!r}: take the whole "
                 "parameter here and the part by H[rows, columns]."
             )
+    return names
+
+
+def _searched(everything: Mapping[str, Tensor], pattern: re.Pattern[str]) -> set[str]:
+    names = {name for name in everything if pattern.search(name)}
+    if not names:
+        raise ProblemError(
+            f"no parameter's name contains {pattern.pattern!r}: there are "
+            f"{listed(list(everything))}."
+        )
     return names
