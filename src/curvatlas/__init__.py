@@ -37,6 +37,7 @@ _PUBLIC: dict[str, str] = {
     "GaussNewton": "curvatlas.operators.hessian",
     "Hessian": "curvatlas.operators.hessian",
     "IdentityOperator": "curvatlas.operators.algebra",
+    "Jacobian": "curvatlas.operators.jacobian",
     "LinearOperator": "curvatlas.operators.base",
     "MatrixOperator": "curvatlas.operators.base",
     "Tags": "curvatlas.operators.base",

@@ -156,10 +156,10 @@ class Problem:
             distributed=self.distributed,
         )  # fmt: skip
 
-    def batches(self) -> Iterator[Batch]:
-        """The batches with at least one valid target, in order."""
+    def batches(self, *, ignored: bool = False) -> Iterator[Batch]:
+        """The batches with at least one valid target, in order; ``ignored``: the others as well."""
         for batch in self._held if self._held is not None else self._stream:
-            if batch.count > 0:
+            if batch.count > 0 or ignored:
                 yield batch
 
     @property
