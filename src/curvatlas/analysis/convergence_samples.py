@@ -152,7 +152,8 @@ class _Sampler:
 
             def loss(values: dict[str, Tensor]) -> Tensor:
                 raw = call(self.problem.model, {**self._fixed, **values}, inputs)
-                return self.problem.loss.value(self.problem.loss.outputs_of(raw), targets)
+                loss = self.problem.loss
+                return loss.value(loss.arranged(loss.outputs_of(raw), targets), targets)
 
             def slope(values: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
                 gradient, value = torch.func.grad_and_value(loss)(values)

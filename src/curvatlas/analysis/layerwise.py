@@ -161,7 +161,7 @@ def activation_curvature(
             leaves = problem.leaves()
             fixed = {n: p.detach() for n, p in problem.model.named_parameters() if n not in leaves}
             raw = call(problem.model, {**leaves, **fixed}, batch.inputs)
-            value = problem.loss.value(problem.loss.outputs_of(raw), batch.targets)
+            value = problem.loss.value(problem.read(raw, batch), batch.targets)
             paths = list(caught)
             slopes: Any = torch.autograd.grad(
                 value, [caught[p] for p in paths], create_graph=True, allow_unused=True

@@ -121,9 +121,7 @@ def _run(
         }
         inputs = tree_map(_differentiable, batch.inputs)
         raw = call(model, values, inputs)
-    outputs = problem.loss.outputs_of(raw)
-    problem.loss.check(outputs, batch.targets)
-    return outputs
+    return problem.read(raw, batch)
 
 
 def _differentiable(leaf: Any) -> Any:

@@ -117,7 +117,7 @@ def outer_role_traces(
     with problem.evaluating(), bar("tr H_o", total=len(pieces)) as progress:
         for place, piece in enumerate(pieces):
             draw = torch.Generator().manual_seed(seed * 1_000_003 + first * 1009 + place)
-            share = piece.count / problem.total_count
+            share = piece.count / problem.normaliser
             leaves = problem.leaves()
             outputs = problem.outputs(piece, leaves)
             for number in range(probes):

@@ -101,7 +101,7 @@ class Line:
             device=problem.device,
             distributed=problem.distributed,
         )
-        return [float(v) for v in (total / problem.total_count).tolist()]
+        return [float(v) for v in (total / problem.normaliser).tolist()]
 
 
 class Difference:

@@ -55,7 +55,7 @@ class Descent:
                 grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
                 total[:-1].add_(layout.join(grads, like=total), alpha=batch.count)
                 total[-1] += batch.count * loss.detach()
-        total /= problem.total_count
+        total /= problem.normaliser
         return float(total[-1]), total[:-1]
 
     def run(

@@ -115,7 +115,7 @@ class CurvatureOperator(LinearOperator):
             kept.plan_for(count * parts)
             with problem.evaluating():
                 for place, (valid, linear) in enumerate(kept):
-                    share = valid / problem.total_count
+                    share = valid / problem.normaliser
                     step = min(linear.columns_at_once, kept.columns_that_fit())
                     for start in range(0, count, step):
                         some = slice(start, min(start + step, count))

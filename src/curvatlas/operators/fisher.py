@@ -12,7 +12,7 @@ from curvatlas.errors import ProblemError
 from curvatlas.operators.base import Tags
 from curvatlas.operators.curvature import CurvatureOperator
 from curvatlas.operators.linearisation import Linearisation, OuterLinearisation
-from curvatlas.problem import Batch, CallableLoss, CrossEntropy, Problem
+from curvatlas.problem import Batch, CrossEntropy, Problem
 from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.losses import Rebuild
 from curvatlas.problem.output_curvature import factored_product
@@ -47,7 +47,7 @@ class Fisher(CurvatureOperator):
             raise ValueError(f"kind is 'empirical', 'mc' or 'exact', got {kind!r}.")
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        if kind != "empirical" and isinstance(problem.loss, CallableLoss):
+        if kind != "empirical" and not problem.loss.likelihood:
             raise ProblemError(
                 f"the {kind} Fisher needs a likelihood and {problem.loss.name!r} is not known as "
                 "one: use loss='cross_entropy' or 'mse', kind='empirical', or GaussNewton."

@@ -41,7 +41,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
                 progress.update(1)
     if not bool(torch.isfinite(total).all()):
         raise NonFiniteError("the Gauss-Newton diagonal is not finite at these weights.")
-    return total / problem.total_count, passes
+    return total / problem.normaliser, passes
 
 
 def _fewer_outputs_than_weights(problem: Problem) -> bool:

@@ -107,7 +107,7 @@ class SampleFactors:
                         if not checked and not self._samples_are_apart(part, factors):
                             return None
                         checked = True
-                        total += part.count / problem.total_count * self._squares(part, factors)
+                        total += part.count / problem.normaliser * self._squares(part, factors)
         except (RuntimeError, ProblemError):
             return None  # an operation without a rule for vmap, or with a look at its values
         return total if bool(torch.isfinite(total).all()) else None

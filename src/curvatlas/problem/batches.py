@@ -17,8 +17,6 @@ from curvatlas.errors import NonFiniteError, ProblemError
 # order even when the loader shuffles or augments; larger data are streamed.
 HOLD_BYTES = 2**30
 
-_LABELS = "labels"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -136,39 +134,19 @@ def _is_pair(data: Any) -> bool:
     )
 
 
-def split_batch(raw: Any, index: int, *, shift: Callable[[Any, Any], bool]) -> tuple[Any, Any]:
-    """(inputs, targets) of one raw batch; next-token labels are shifted onto their logits."""
-    if isinstance(raw, Mapping):
-        if raw.get(_LABELS) is None:
-            raise ProblemError(
-                f"batch {index} is a mapping without {_LABELS!r}: it has {sorted(map(str, raw))}."
-            )
-        inputs = {key: value for key, value in raw.items() if key != _LABELS}
-        labels = raw[_LABELS]
-        if shift(inputs, labels):
-            # Position t predicts token t+1: move the labels instead of cutting the logits.
-            ignored = torch.full_like(labels[:, :1], -100)
-            labels = torch.cat([labels[:, 1:], ignored], dim=1)
-        return inputs, labels
-    if isinstance(raw, (tuple, list)) and len(raw) == 2:
-        return raw[0], raw[1]
-    if isinstance(raw, (tuple, list)) and len(raw) > 2:
-        return tuple(raw[:-1]), raw[-1]
-    raise ProblemError(
-        f"batch {index} is a {type(raw).__name__}: expected (inputs, targets) or a mapping with "
-        f"{_LABELS!r}."
-    )
-
-
 def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:
-    """The tree on ``device``, detached; NaN and infinities are refused with their place."""
+    """A copy of the tree on ``device``; NaN and infinities are refused with their place.
+
+    A copy, because loaders may fill the same memory again, and because inference tensors cannot be
+    saved for backward.
+    """
 
     def prepare(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # one that PyTorch does not look into, such as BatchEncoding
+            return checked(dict(leaf), what=what, device=device, index=index)
         if not isinstance(leaf, Tensor):
             return leaf
-        moved = leaf.detach().to(device)
-        if moved.is_inference():
-            moved = moved.clone()  # inference tensors cannot be saved for backward
+        moved = leaf.detach().to(device, copy=True)
         if moved.is_floating_point() and not bool(torch.isfinite(moved).all()):
             bad = int((~torch.isfinite(moved)).sum())
             raise NonFiniteError(

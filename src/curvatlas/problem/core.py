@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,8 +17,9 @@ from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
 from curvatlas.problem import guards, head
 from curvatlas.problem.batch_stream import BatchStream
-from curvatlas.problem.batches import Batch, batches_of, described
+from curvatlas.problem.batches import Batch, batches_of, checked, described
 from curvatlas.problem.checkpointing import checkpointed
+from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
     call,
     evaluation,
@@ -30,7 +32,8 @@ from curvatlas.problem.evaluation import (
 from curvatlas.problem.function_model import as_module
 from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss, main_tensor
-from curvatlas.problem.named_losses import as_loss
+from curvatlas.problem.named_losses import as_loss, refuse_options
+from curvatlas.problem.objective import Objective, OwnLoss, settled
 from curvatlas.problem.parameter_choice import Parameters, choose_parameters
 
 
@@ -43,15 +46,20 @@ class Problem:
     model: any ``nn.Module`` that can be differentiated twice; wrappers (DDP, compile) are removed.
         Or a function of its parameters, ``model(parameters, inputs)``, with ``parameters={name:
         tensor}``.
-    loss: ``"cross_entropy"``, ``"mse"``, a torch loss module, or ``(outputs, targets) -> mean``.
+    loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, a loss of ``torch.nn`` (module or
+        function; a sum stays a sum), any ``(outputs, targets) -> mean``, or ``"model"``: the loss
+        that a Hugging Face model computes from its labels (also the default, for such a model).
     data: one batch, a list of batches or a re-iterable loader. A batch is ``(inputs, targets)`` or
-        a mapping with ``labels``; causal language models have their labels shifted by one.
-        NumPy arrays are copied, floats into the parameters' dtype. A mapping of inputs is passed by
-        keyword, or as one argument where the model takes one and none of the keys.
+        a mapping with ``labels``, which mean what they mean to the model: the loss is held to
+        the model's own on the first batch. NumPy arrays are copied, floats into the parameters'
+        dtype. A mapping of inputs is passed by keyword, or as one argument where the model takes
+        one and none of the keys.
     parameters: names, globs, roles, regular expressions (``re.compile``, searched in the names) or
         parameters that vary; the others are held fixed.
     count: number of valid targets of a callable loss (default: entries, ignoring −100).
-    shift: whether ``labels`` are next-token labels (default: told from the model and the data).
+    reduction: ``"sum"`` for a callable loss that returns a sum over the targets.
+    shift: whether targets are next-token labels, to be moved by one (default: as the model does
+        it for ``labels`` of a mapping; targets of a pair stay where they are).
     keep_float64: keep float64 models in float64 where libraries round to float32 inside
         (Llama's norms, eager softmax); False follows the model as it is.
     checkpoint_activations: keep only the inputs of the model's repeated blocks and compute what is
@@ -63,11 +71,12 @@ class Problem:
     def __init__(
         self,
         model: nn.Module | Callable[..., Any],
-        loss: str | Callable[[Any, Any], Tensor] | Loss,
-        data: Any,
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None = None,
+        data: Any = None,
         *,
         parameters: Parameters | Mapping[str, Tensor] | None = None,
         count: Callable[[Any], float] | None = None,
+        reduction: Reduction | None = None,
         shift: bool | None = None,
         keep_float64: bool = True,
         checkpoint_activations: bool = False,
@@ -76,7 +85,6 @@ class Problem:
     ) -> None:
         module, varying = as_module(model, parameters)
         self.model = unwrap(module)
-        self.loss = as_loss(loss, count=count)
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
@@ -87,12 +95,15 @@ class Problem:
         self.parameter_names = choose_parameters(self.model, self._everything, varying)
         first = self._everything[self.parameter_names[0]]
         self.dtype, self.device = first.dtype, first.device
-        self._shift = shift
         self._shard = shard and self.distributed
+        if data is None:
+            raise ProblemError("no data: pass Problem(model, loss, data).")
         self.data = batches_of(data, dtype=self.dtype)
-        self._stream = BatchStream(
-            self.data, self.loss, self.device, self.model, shift, self._shard
-        )
+        if loss is None or (isinstance(loss, str) and loss == "model"):
+            refuse_options(count=count, reduction=reduction)
+            self._requested: tuple[Loss | None, bool | None] = (None, shift)
+        else:
+            self._requested = (as_loss(loss, count=count, reduction=reduction), shift)
         self._held: list[Batch] | None = None
         self.largest_samples = 1  # of any batch
         self._total: float | None = None
@@ -137,16 +148,41 @@ class Problem:
         """First pass: check and count; hold the batches when they are small enough."""
 
         def fill(numbers: Tensor) -> None:
-            found = self._stream.first_pass()
-            self._held, self.largest_samples = found.held, found.largest_samples
-            numbers[0], numbers[1] = found.total, found.seen
+            raws = iter(self.data)
+            first = next(raws, None)
+            self._objective = self._settled(first)
+            self._stream = BatchStream(self.data, self._objective, self.device, self._shard)
+            if first is None:
+                return
+            summary = self._stream.first_pass(itertools.chain([first], raws))
+            self._held, self.largest_samples = summary.held, summary.largest_samples
+            numbers[0], numbers[1] = summary.total, summary.seen
 
         total, seen = self._sum(fill, [2], dtype=torch.float64).tolist()
         if not seen:
             raise ProblemError("the data are empty: there is no batch to differentiate.")
         if total <= 0:
             raise ProblemError("no valid target in the data: every target is ignored.")
-        self._total = total
+        self._total = self._summed_total = total
+
+    def _settled(self, first: Any) -> Objective:
+        """The objective of data that begin with the raw batch ``first`` (None: no data)."""
+        loss, shift = self._requested
+        if first is None:
+            return Objective(loss or OwnLoss(), self.model, shift)
+
+        def forward(inputs: Any) -> Any:
+            moved = checked(inputs, what="inputs", device=self.device, index=0)
+            batch = Batch(inputs=moved, targets=None, count=1.0, index=0)
+            with self.evaluating(), torch.no_grad():
+                return self._called(batch, {})
+
+        return settled(self.model, loss, shift, first, forward)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that is differentiated."""
+        return self._objective.loss
 
     def _sum(
         self, fill: Callable[[Tensor], None], shape: list[int], *, dtype: torch.dtype | None = None
@@ -173,13 +209,25 @@ class Problem:
         assert self._total is not None
         return self._total
 
+    @property
+    def normaliser(self) -> float:
+        """What Σ_b c_b ℓ_b is divided by: the number of valid targets, or 1 where L is a sum."""
+        return self.total_count / self._summed_total if self.loss.summed else self.total_count
+
     def with_data(self, data: Any) -> Problem:
         """The same model, loss and parameters on other data."""
+        loss, shift = self._requested
         return Problem(
-            self.model, self.loss, data, parameters=list(self.parameter_names), shift=self._shift,
-            keep_float64=self.keep_float64, checkpoint_activations=self.checkpoint_activations,
-            distributed=self.distributed, shard=self._shard,
-        )  # fmt: skip
+            self.model,
+            loss,
+            data,
+            parameters=list(self.parameter_names),
+            shift=shift,
+            keep_float64=self.keep_float64,
+            checkpoint_activations=self.checkpoint_activations,
+            distributed=self.distributed,
+            shard=self._shard,
+        )
 
     def with_model(self, model: nn.Module) -> Problem:
         """The same problem for a copy of the model with other weights."""
@@ -187,12 +235,17 @@ class Problem:
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
         other.model, other._everything = model, whole_parameters(model)
         # these belong to the model they were made for
-        other._stream = dataclasses.replace(self._stream, model=model)
+        other._objective = dataclasses.replace(self._objective, model=model)
+        other._stream = dataclasses.replace(self._stream, objective=other._objective)
         other._head, other._steady = head.HeadSearch(model), None
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
-        """The same problem on some of this process's own batches."""
+        """The same problem on some of this process's own batches.
+
+        A loss that is a sum is scaled to all targets, so that the batches' shares of them weigh
+        their operators to the whole, as for a mean.
+        """
         other = Problem.__new__(Problem)
         other.__dict__.update(self.__dict__)
         other._held, other.distributed, other._steady = list(batches), False, None
@@ -218,7 +271,11 @@ class Problem:
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
-        outputs = self.loss.outputs_of(self._called(batch, leaves))
+        return self.read(self._called(batch, leaves), batch)
+
+    def read(self, raw: Any, batch: Batch) -> Any:
+        """What the loss reads of a model's return value, checked against the targets."""
+        outputs = self.loss.arranged(self.loss.outputs_of(raw), batch.targets)
         self.loss.check(outputs, batch.targets)
         return outputs
 
@@ -253,13 +310,15 @@ class Problem:
             return read(batch.part(0, 1, self.loss.count), {})
 
         last = None
-        if self.loss.factored:
+        if self.loss.factored and not self._objective.labels_in_call:
             last = self._head.beyond(room // 2, batch.targets, self._everything, try_one)
         if last is None:
             return self.outputs(batch, leaves)
         with head.without(last):
             hidden = read(batch, leaves)
         logits = head.factored_logits(last, hidden, self._everything, leaves, room)
+        if logits.shape[:-1] != batch.targets.shape or batch.targets.is_floating_point():
+            return self.outputs(batch, leaves)  # another layout, or class probabilities
         self.loss.check(logits, batch.targets)
         return logits
 
@@ -289,7 +348,7 @@ class Problem:
                     guards.check_finite_loss(value, batch.index)
                     total += batch.count * value
 
-        return float(self._sum(fill, [1], dtype=torch.float64)) / self.total_count
+        return float(self._sum(fill, [1], dtype=torch.float64)) / self.normaliser
 
     def gradient(self) -> Tensor:
         """∇L(θ) as a flat vector (P,)."""
@@ -304,7 +363,7 @@ class Problem:
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
                     total.add_(self.layout.join(grads, like=total), alpha=batch.count)
 
-        return self._sum(fill, [self.size]).div_(self.total_count)
+        return self._sum(fill, [self.size]).div_(self.normaliser)
 
     def __repr__(self) -> str:
         size = f"{self.total_count:.0f} targets"

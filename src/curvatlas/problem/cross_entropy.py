@@ -1,9 +1,9 @@
-"""Softmax cross-entropy, of whole logits or of logits in factors."""
+"""Softmax cross-entropy, of whole logits or of logits in factors; negative log-likelihood."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,29 @@ from curvatlas.errors import ProblemError
 from curvatlas.problem.chunked import ChunkedSoftmax, HiddenLogits
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Rebuild, Uniform, main_tensor
 
+Reduction = Literal["mean", "sum"]
+
 
 class CrossEntropy(Loss):
-    r"""Softmax cross-entropy; targets are class indices, ``ignore_index`` marks what to skip.
+    r"""Softmax cross-entropy with targets of class indices or of class probabilities.
 
-    δ_i = (π_i − q_i)/N,   Λ_i = (diag π_i − π_i π_iᵀ)/N,   N valid targets.
+    Target i puts the mass m_i ≥ 0 on the classes, s_i = Σ_c m_ic, and n is the normaliser:
+
+        ℓ = Σ_i (s_i log Σ_c exp Z_ic − m_i·Z_i) / n
+        δ_i = (s_i π_i − m_i)/n,   Λ_i = s_i (diag π_i − π_i π_iᵀ)/n.
+
+    Class y_i, weights w, smoothing ε over C classes:  m_i = (1 − ε) w_y e_y + (ε/C) w, n = Σ_i w_y,
+    both zero where y_i is ``ignore_index``. Probabilities q_i:  m_i = w ⊙ ((1 − ε) q_i + ε/C) and
+    n counts the targets. This is what ``torch.nn.functional.cross_entropy`` computes.
+
+    Logits are (..., C) and classes (...); with ``classes_first`` torch's own layout (B, C, ...) is
+    read wherever the shapes allow it, also where they allow both.
     """
 
     name = "cross_entropy"
     convex = True
     additive = True
-    factored = True
+    likelihood = True
 
     def __init__(
         self,
@@ -31,54 +43,141 @@ class CrossEntropy(Loss):
         ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
         class_weights: Tensor | None = None,
+        classes_first: bool = False,
+        reduction: Reduction = "mean",
     ) -> None:
-        if class_weights is not None and label_smoothing > 0:
-            raise ProblemError(
-                "cross_entropy with class weights and label smoothing together is not supported: "
-                "pass a callable (outputs, targets) -> mean loss instead."
-            )
+        if class_weights is not None and bool((class_weights < 0).any()):
+            raise ProblemError(f"{self.name} takes class weights of at least zero.")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.class_weights = class_weights
+        self.classes_first = classes_first
+        self.summed = reduction == "sum"
+
+    @property
+    def factored(self) -> bool:
+        # Weights and smoothing together give every token its own mixture of targets.
+        return self.class_weights is None or not self.label_smoothing
+
+    def tensors(self) -> list[Tensor]:
+        return [] if self.class_weights is None else [self.class_weights]
+
+    # --- shapes ----------------------------------------------------------------------------------
 
     def outputs_of(self, raw: Any) -> Tensor:
         return main_tensor(raw, self.name)
 
-    def check(self, outputs: Tensor, targets: Any) -> None:
-        if not isinstance(targets, Tensor) or targets.is_floating_point():
-            kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+    def class_axis(self, shape: torch.Size, targets: Any) -> int:
+        """Where the classes lie in logits of this shape: 1 or −1."""
+        if not self.classes_first or len(shape) < 3 or not isinstance(targets, Tensor):
+            return -1
+        places = shape if targets.is_floating_point() else (shape[0], *shape[2:])
+        return 1 if tuple(places) == tuple(targets.shape) else -1
+
+    def arranged(self, outputs: Tensor, targets: Any) -> Tensor:
+        return outputs.movedim(self.class_axis(outputs.shape, targets), -1)
+
+    def check(self, outputs: Tensor | HiddenLogits, targets: Any) -> None:
+        if not isinstance(targets, Tensor):
             raise ProblemError(
-                f"cross_entropy takes integer class targets (torch.long), got {kind}."
+                f"{self.name} takes a tensor of classes or of class probabilities as targets, got "
+                f"{type(targets).__name__}."
             )
-        if tuple(outputs.shape[:-1]) != tuple(targets.shape):
+        classes = outputs.shape[-1]
+        if self.class_weights is not None and self.class_weights.shape != (classes,):
             raise ProblemError(
-                f"cross_entropy takes logits (..., classes) and targets (...): logits of shape "
+                f"{self.name} has class weights of shape {tuple(self.class_weights.shape)} and the "
+                f"model {classes} classes."
+            )
+        if targets.is_floating_point():
+            self._check_probabilities(outputs, targets)
+            return
+        if tuple(outputs.shape[:-1]) != tuple(targets.shape):
+            hint = "" if self.classes_first else " (for logits (B, classes, ...) pass the torch.nn "
+            hint += "" if self.classes_first else "module as the loss)"
+            raise ProblemError(
+                f"{self.name} takes logits (..., classes) and targets (...): logits of shape "
                 f"{tuple(outputs.shape)} expect targets {tuple(outputs.shape[:-1])}, "
-                f"got {tuple(targets.shape)}."
+                f"got {tuple(targets.shape)}{hint}."
             )
         valid = targets[targets != self.ignore_index]
-        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= outputs.shape[-1]):
+        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= classes):
             raise ProblemError(
-                f"class targets must lie in 0..{outputs.shape[-1] - 1}, got values from "
+                f"class targets must lie in 0..{classes - 1}, got values from "
                 f"{int(valid.min())} to {int(valid.max())} (ignore_index is {self.ignore_index})."
             )
 
-    def count(self, targets: Tensor) -> float:
+    def _check_probabilities(self, outputs: Tensor | HiddenLogits, targets: Tensor) -> None:
+        if tuple(self._probabilities(targets).shape) != tuple(outputs.shape):
+            raise ProblemError(
+                f"{self.name} takes integer class targets (torch.long), or probabilities of the "
+                f"logits' shape {tuple(outputs.shape)}; got {targets.dtype} targets of shape "
+                f"{tuple(targets.shape)}."
+            )
+        if self.ignore_index >= 0:
+            raise ProblemError(
+                f"ignore_index={self.ignore_index} has no meaning for targets that are class "
+                "probabilities: leave it out."
+            )
+        if bool((targets < 0).any()):
+            raise ProblemError(f"{self.name} takes class probabilities of at least zero.")
+
+    def _probabilities(self, targets: Tensor) -> Tensor:
+        """Class probabilities with the classes on the last axis."""
+        return targets.movedim(1, -1) if self.classes_first and targets.ndim > 2 else targets
+
+    # --- masses ----------------------------------------------------------------------------------
+
+    def count(self, targets: Any) -> float:
+        if not isinstance(targets, Tensor):
+            return 1.0  # ``check`` will say what is wrong with it
+        if targets.is_floating_point():
+            return float(self._probabilities(targets)[..., 0].numel())
         return float(self._row_weights(targets, torch.float64).sum())
 
+    def _classes(self, targets: Tensor) -> Tensor:
+        """Class indices with a class in range where a target is ignored."""
+        return torch.where(targets == self.ignore_index, 0, targets).long()
+
     def _row_weights(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        """w_y of every target, zero where it is ignored."""
         valid = targets != self.ignore_index
         if self.class_weights is None:
             return valid.to(dtype)
         weights = self.class_weights.to(device=targets.device, dtype=dtype)
-        return weights[targets.clamp_min(0)] * valid
+        classes = self._classes(targets).clamp(0, len(weights) - 1)  # ``check`` names bad classes
+        return weights[classes] * valid
+
+    def _masses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        """s (...) and n."""
+        dtype = outputs.dtype
+        count = self.count(targets)
+        weights = None if self.class_weights is None else self.class_weights.to(outputs)
+        if targets.is_floating_point():
+            mass = self._probabilities(targets).to(dtype)
+            if self.label_smoothing:
+                smooth = self.label_smoothing / mass.shape[-1]
+                mass = mass * (1 - self.label_smoothing) + smooth
+            return (mass if weights is None else mass * weights).sum(-1), count
+        rows = self._row_weights(targets, dtype)
+        if weights is None or not self.label_smoothing:
+            return rows, count
+        valid = (targets != self.ignore_index).to(dtype)
+        mean = weights.mean()
+        return (1 - self.label_smoothing) * rows + self.label_smoothing * mean * valid, count
+
+    # --- value and curvature ---------------------------------------------------------------------
 
     def value(self, outputs: Tensor | HiddenLogits, targets: Tensor) -> Tensor:
         if isinstance(outputs, HiddenLogits):
             return self.chunked(outputs, targets).value(outputs)
         weights = None if self.class_weights is None else self.class_weights.to(outputs)
+        rows = outputs.reshape(-1, outputs.shape[-1])
+        if targets.is_floating_point():
+            mass = self._probabilities(targets).reshape(rows.shape).to(rows)
+            return F.cross_entropy(rows, mass, weight=weights, label_smoothing=self.label_smoothing)
         return F.cross_entropy(
-            outputs.reshape(-1, outputs.shape[-1]),
+            rows,
             targets.reshape(-1).long(),
             weight=weights,
             ignore_index=self.ignore_index,
@@ -86,8 +185,8 @@ class CrossEntropy(Loss):
         )
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
-        rows = self._row_weights(targets, outputs.dtype)
-        scale = (rows / rows.sum()).unsqueeze(-1)  # (..., 1)
+        mass, count = self._masses(outputs, targets)
+        scale = (mass / count).unsqueeze(-1)  # (..., 1)
         probabilities = outputs.detach().softmax(-1)
 
         def product(w: Tensor) -> Tensor:
@@ -97,19 +196,19 @@ class CrossEntropy(Loss):
 
         return product
 
-    def root_product(self, outputs: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+    def root_product(self, outputs: Tensor, targets: Tensor, noise: Tensor) -> Tensor | None:
         # B = diag √π − π √πᵀ: B Bᵀ = diag π − π πᵀ because √π has length one.
-        rows = self._row_weights(targets, outputs.dtype)
+        mass, count = self._masses(outputs, targets)
         probabilities = outputs.detach().softmax(-1)
-        found = probabilities.sqrt().mul_(noise)
-        found.addcmul_(probabilities, found.sum(-1, keepdim=True), value=-1)
-        return found.mul_((rows / rows.sum()).sqrt_().unsqueeze(-1))
+        root = probabilities.sqrt().mul_(noise)
+        root.addcmul_(probabilities, root.sum(-1, keepdim=True), value=-1)
+        return root.mul_((mass / count).sqrt_().unsqueeze(-1))
 
     def chunked(self, outputs: HiddenLogits, targets: Tensor) -> ChunkedSoftmax:
         """The same loss of logits in factors."""
         rows = self._row_weights(targets, outputs.dtype)
         return ChunkedSoftmax(
-            targets,
+            self._classes(targets),
             rows / rows.sum(),
             smoothing=self.label_smoothing,
             rows_at_once=ChunkedSoftmax.rows_that_fit(outputs),
@@ -129,6 +228,8 @@ class CrossEntropy(Loss):
         found = [slopes[i] for i in present_factors(whole, outputs)]
         return value, [slope for slope in found if slope is not None]
 
+    # --- single targets --------------------------------------------------------------------------
+
     def residual_classes(
         self, outputs: HiddenLogits, targets: Tensor, levels: list[Tensor] | None = None
     ) -> tuple[ChunkedSoftmax, list[Tensor]]:
@@ -143,11 +244,21 @@ class CrossEntropy(Loss):
         return chunked, [chunked.drawn_classes(outputs, level) for level in levels]
 
     def residual(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        rows = self._row_weights(targets, outputs.dtype).unsqueeze(-1)
         classes = outputs.shape[-1]
-        truth = F.one_hot(targets.long().clamp_min(0), classes).to(outputs.dtype)
-        truth = truth * (1 - self.label_smoothing) + self.label_smoothing / classes
-        return (outputs.detach().softmax(-1) - truth) * rows, 1
+        weights = outputs.new_ones(classes)
+        if self.class_weights is not None:
+            weights = self.class_weights.to(outputs)
+        smooth = weights * (self.label_smoothing / classes)
+        if targets.is_floating_point():
+            truth = self._probabilities(targets).to(outputs) * weights
+            target_mass = truth * (1 - self.label_smoothing) + smooth
+        else:
+            truth = F.one_hot(self._classes(targets), classes).to(outputs.dtype)
+            own = self._row_weights(targets, outputs.dtype).unsqueeze(-1)
+            valid = (targets != self.ignore_index).to(outputs.dtype).unsqueeze(-1)
+            target_mass = truth * own * (1 - self.label_smoothing) + smooth * valid
+        total = target_mass.sum(-1, keepdim=True)
+        return outputs.detach().softmax(-1) * total - target_mass, 1
 
     def target_count(self, outputs: Tensor, targets: Tensor) -> float:
         return self.count(targets)
@@ -155,11 +266,48 @@ class CrossEntropy(Loss):
     def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
         probabilities = outputs.detach().softmax(-1)
         cumulative = probabilities.cumsum(-1)
-        level = uniform(targets.shape).to(outputs).unsqueeze(-1) * cumulative[..., -1:]
+        level = uniform(outputs.shape[:-1]).to(outputs).unsqueeze(-1) * cumulative[..., -1:]
         drawn = torch.searchsorted(cumulative, level).clamp_max(outputs.shape[-1] - 1)
         truth = torch.zeros_like(probabilities).scatter_(-1, drawn, 1.0)
-        rows = self._row_weights(targets, outputs.dtype).unsqueeze(-1)
-        return (probabilities - truth) * rows.sqrt()
+        mass, _ = self._masses(outputs, targets)
+        return (probabilities - truth) * mass.sqrt().unsqueeze(-1)
+
+
+class NegativeLogLikelihood(CrossEntropy):
+    r"""``nn.NLLLoss``: −Σ_i w_y Z_iy / Σ_i w_y of log-probabilities Z; linear in Z, so Λ = 0."""
+
+    name = "nll"
+    likelihood = False
+    linear = True
+
+    @property
+    def factored(self) -> bool:
+        return False
+
+    def check(self, outputs: Tensor | HiddenLogits, targets: Any) -> None:
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            raise ProblemError(f"nll takes integer classes (torch.long), got {targets.dtype}.")
+        super().check(outputs, targets)
+
+    def value(self, outputs: Tensor | HiddenLogits, targets: Tensor) -> Tensor:
+        assert isinstance(outputs, Tensor)
+        rows = self._row_weights(targets, outputs.dtype)
+        picked = outputs.gather(-1, self._classes(targets).unsqueeze(-1)).squeeze(-1)
+        # An ignored place may hold an infinite log-probability: it must not become 0 · ∞.
+        return -(rows * picked.masked_fill(rows == 0, 0.0)).sum() / rows.sum()
+
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        return torch.zeros_like
+
+    def root_product(self, outputs: Tensor, targets: Tensor, noise: Tensor) -> Tensor:
+        return torch.zeros_like(noise)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        truth = F.one_hot(self._classes(targets), outputs.shape[-1]).to(outputs.dtype)
+        return -truth * self._row_weights(targets, outputs.dtype).unsqueeze(-1), 1
+
+    def sample_residual(self, outputs: Tensor, targets: Any, uniform: Uniform) -> Tensor:
+        return Loss.sample_residual(self, outputs, targets, uniform)
 
 
 def present_factors(logits: HiddenLogits, leaves: list[Tensor]) -> list[int]:

@@ -21,18 +21,39 @@ Rebuild = Callable[[list[Tensor]], Any]  # the differentiable tensors of an outp
 
 
 class Loss:
-    """A mean over valid targets of outputs Z; ``convex`` says that Λ is positive semidefinite."""
+    """A mean over valid targets of outputs Z; ``convex`` says that Λ is positive semidefinite.
+
+    The objective of a Problem is Σ_b c_b ℓ_b / Σ_b c_b with c_b the ``count`` and ℓ_b the ``value``
+    of batch b, or Σ_b c_b ℓ_b where the loss is ``summed``.
+    """
 
     name = "loss"
     convex = False
     # Whether a batch may be split into samples: true for sums over independent targets.
     additive = False
-    # Whether ``value`` and the curvature also take logits in factors (``HiddenLogits``).
-    factored = False
+    # Whether the objective is the sum over targets instead of their mean.
+    summed = False
+    # Whether targets can be drawn from the model's predictions (``sample_residual``).
+    likelihood = False
+    # Whether the value is linear in the outputs: then Λ and H_o are zero.
+    linear = False
+
+    @property
+    def factored(self) -> bool:
+        """Whether ``value`` and the curvature also take logits in factors (``HiddenLogits``)."""
+        return False
 
     def outputs_of(self, raw: Any) -> Any:
         """What the loss reads from the model's return value."""
         return raw
+
+    def arranged(self, outputs: Any, targets: Any) -> Any:
+        """The outputs with their axes in the order the other methods expect."""
+        return outputs
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors the value depends on beside outputs and targets, such as class weights."""
+        return []
 
     def check(self, outputs: Any, targets: Any) -> None:
         """Raise ProblemError when shapes or types do not fit."""
@@ -83,7 +104,7 @@ class Loss:
         """The residual with targets drawn from the model's own predictive distribution."""
         raise ProblemError(
             f"a Monte-Carlo Fisher needs a likelihood and {self.name!r} is not known as one: "
-            "use loss='cross_entropy' or 'mse', or kind='empirical'."
+            "use loss='cross_entropy', 'mse' or 'bce_with_logits', or kind='empirical'."
         )
 
 

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from curvatlas.errors import ProblemError
-from curvatlas.problem.cross_entropy import CrossEntropy
-from curvatlas.problem.losses import IGNORE_INDEX, Loss
-from curvatlas.problem.mean_squared_error import MeanSquaredError
+from curvatlas.problem.cross_entropy import CrossEntropy, NegativeLogLikelihood, Reduction
+from curvatlas.problem.losses import IGNORE_INDEX, Loss, main_tensor
+from curvatlas.problem.mean_squared_error import (
+    BinaryCrossEntropy,
+    MeanSquaredError,
+    refuse_weight_per_sample,
+)
 
 
 class CallableLoss(Loss):
-    """Any ``(outputs, targets) -> mean loss``; a batch is one unit and is never split."""
+    """Any ``(outputs, targets) -> mean loss`` (or sum); a batch is one unit and is never split."""
 
     def __init__(
         self,
         function: Callable[[Any, Any], Tensor],
         *,
         count: Callable[[Any], float] | None = None,
+        reduction: Reduction = "mean",
     ) -> None:
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self._count = count
+        self.summed = reduction == "sum"
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether the user has said how targets are counted."""
+        return self._count is not None
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
         result = self.function(outputs, targets)
@@ -34,7 +48,8 @@ class CallableLoss(Loss):
             raise ProblemError(
                 f"the loss {self.name!r} must return a scalar tensor (a mean), got {got}."
             )
-        return result.reshape(())
+        scalar = result.reshape(())
+        return scalar / self.count(targets) if self.summed else scalar
 
     def count(self, targets: Any) -> float:
         if self._count is not None:
@@ -49,42 +64,220 @@ class CallableLoss(Loss):
             return float(first.numel())
         return float((first != IGNORE_INDEX).sum())
 
+    def tensors(self) -> list[Tensor]:
+        """Those of a loss that is a module."""
+        if not isinstance(self.function, nn.Module):
+            return []
+        return [*self.function.parameters(), *self.function.buffers()]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the mean of a torch loss is over, and what is known of its shape."""
+
+    unit: Literal["entries", "vectors", "samples"]
+    same_shape: bool = True  # targets have the outputs' shape
+    linear: bool = False
+
+
+_TORCH_LOSSES: dict[type[nn.Module], _Kind] = {
+    nn.L1Loss: _Kind("entries"),
+    nn.SmoothL1Loss: _Kind("entries"),
+    nn.HuberLoss: _Kind("entries"),
+    nn.PoissonNLLLoss: _Kind("entries"),
+    nn.KLDivLoss: _Kind("entries", linear=True),
+    nn.BCELoss: _Kind("entries"),
+    nn.SoftMarginLoss: _Kind("entries"),
+    nn.HingeEmbeddingLoss: _Kind("entries"),
+    nn.MultiLabelSoftMarginLoss: _Kind("vectors"),
+    nn.MultiLabelMarginLoss: _Kind("samples"),
+    nn.MultiMarginLoss: _Kind("samples", same_shape=False),
+}
+# Losses of more than two arguments, or with weights of their own.
+_OTHER_ARGUMENTS: tuple[type[nn.Module], ...] = (
+    nn.CTCLoss,
+    nn.GaussianNLLLoss,
+    nn.MarginRankingLoss,
+    nn.CosineEmbeddingLoss,
+    nn.TripletMarginLoss,
+    nn.TripletMarginWithDistanceLoss,
+    nn.AdaptiveLogSoftmaxWithLoss,
+)
+# Functions that take the same options as a module.
+_MODULE_OF: dict[Callable[..., Any], Callable[..., nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss,
+    F.multi_margin_loss: nn.MultiMarginLoss,
+}
+
+
+class TorchLoss(Loss):
+    """A loss module of torch whose mean or sum runs over known units; Λ by double backward.
+
+    All of them are sums over samples and convex in the outputs.
+    """
+
+    additive = True
+    convex = True
+
+    def __init__(self, module: nn.Module, kind: _Kind) -> None:
+        self._module, self._kind = module, kind
+        self._unit = "samples" if module.reduction == "batchmean" else kind.unit
+        self.name = type(module).__name__
+        self.summed = module.reduction == "sum"
+        self.linear = kind.linear
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._module.buffers())
+
+    def outputs_of(self, raw: Any) -> Tensor:
+        return main_tensor(raw, self.name)
+
+    def check(self, outputs: Tensor, targets: Any) -> None:
+        if not isinstance(targets, Tensor):
+            raise ProblemError(
+                f"{self.name} takes a tensor of targets, got {type(targets).__name__}."
+            )
+        expected = outputs.shape if self._kind.same_shape else outputs.shape[:-1]
+        if targets.shape != expected:
+            raise ProblemError(
+                f"{self.name} takes targets of shape {tuple(expected)} with outputs "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}."
+            )
+        for weight in self.tensors():
+            refuse_weight_per_sample(weight, outputs, self.name)
+
+    def count(self, targets: Any) -> float:
+        """The units of a mean; samples, of which a sum has as many as it likes."""
+        if not isinstance(targets, Tensor) or not targets.ndim:
+            return 1.0
+        if self.summed or self._unit == "samples":
+            return float(targets.shape[0])
+        return float(targets.numel() // (targets.shape[-1] if self._unit == "vectors" else 1))
+
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        fitting = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+        result: Tensor = self._module.to(outputs.device)(outputs, fitting)
+        return result / self.count(targets) if self.summed else result
+
 
 def as_loss(
     loss: str | Callable[[Any, Any], Tensor] | Loss,
     *,
     count: Callable[[Any], float] | None = None,
+    reduction: Reduction | None = None,
 ) -> Loss:
-    """``"cross_entropy"``, ``"mse"``, a torch loss module or any callable, as a ``Loss``."""
-    if count is not None:
-        if isinstance(loss, (str, Loss)):
-            raise ProblemError("count= belongs to a callable loss; built-in ones count themselves.")
-        return CallableLoss(loss, count=count)
+    """A name, a torch loss (module, function or ``functools.partial``) or any callable."""
+    if isinstance(loss, (str, Loss)):
+        refuse_options(count=count, reduction=reduction)
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, str):
-        known: dict[str, Callable[[], Loss]] = {
-            "cross_entropy": CrossEntropy,
-            "mse": MeanSquaredError,
-        }
-        if loss not in known:
+        return _by_name(loss)
+    if not callable(loss):
+        raise ProblemError(f"a loss is a name or a callable, got {type(loss).__name__}.")
+    if count is None and reduction is None:
+        module = loss if isinstance(loss, nn.Module) else _as_module(loss)
+        torch_loss = None if module is None else _from_module(module)
+        if torch_loss is not None:
+            return torch_loss
+    return CallableLoss(loss, count=count, reduction=reduction or "mean")
+
+
+def refuse_options(**options: object) -> None:
+    """Options of a callable loss, given with another one."""
+    for name, value in options.items():
+        if value is not None:
             raise ProblemError(
-                f"unknown loss {loss!r}: use 'cross_entropy', 'mse' or a callable "
-                "(outputs, targets) -> mean loss."
+                f"{name}= belongs to a callable loss; built-in ones count themselves."
             )
-        return known[loss]()
-    if isinstance(loss, (nn.CrossEntropyLoss, nn.MSELoss)):
-        if loss.reduction != "mean":
-            raise ProblemError(
-                f"{type(loss).__name__} must have reduction='mean', got {loss.reduction!r}."
-            )
-        if isinstance(loss, nn.MSELoss):
-            return MeanSquaredError()
-        return CrossEntropy(
-            ignore_index=loss.ignore_index,
-            label_smoothing=loss.label_smoothing,
-            class_weights=loss.weight,
+
+
+def _by_name(name: str) -> Loss:
+    known: dict[str, Callable[[], Loss]] = {
+        "cross_entropy": CrossEntropy,
+        "mse": MeanSquaredError,
+        "bce_with_logits": BinaryCrossEntropy,
+    }
+    if name not in known:
+        raise ProblemError(
+            f"unknown loss {name!r}: use 'cross_entropy', 'mse', 'bce_with_logits', 'model' (the "
+            "model's own) or a callable (outputs, targets) -> mean loss."
         )
-    if callable(loss):
-        return CallableLoss(loss)
-    raise ProblemError(f"a loss is a name or a callable, got {type(loss).__name__}.")
+    return known[name]()
+
+
+def _as_module(function: Callable[..., Any]) -> nn.Module | None:
+    """The module that computes what a function of ``torch.nn.functional`` does."""
+    options: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        options = {**function.keywords, **options}
+        function = function.func
+    make = _MODULE_OF.get(function)
+    if make is None:
+        return None
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise ProblemError(f"{getattr(function, '__name__', function)}: {error}.") from error
+
+
+def _from_module(module: nn.Module) -> Loss | None:
+    """A loss of torch by what it computes; None for other modules."""
+    kind = type(module)
+    if kind in _OTHER_ARGUMENTS:
+        raise ProblemError(
+            f"{kind.__name__} takes more than (outputs, targets): pass a callable "
+            "(outputs, targets) -> mean loss that hands it its arguments."
+        )
+    reduction: Any = getattr(module, "reduction", "mean")
+    torch_own = kind in _TORCH_LOSSES or kind in _CLOSED
+    allowed = ("mean", "sum", "batchmean") if kind is nn.KLDivLoss else ("mean", "sum")
+    if torch_own and reduction not in allowed:
+        raise ProblemError(
+            f"{kind.__name__} must have a reduction of {' or '.join(map(repr, allowed))}, "
+            f"got {reduction!r}."
+        )
+    if kind in _CLOSED:
+        return _CLOSED[kind](module)
+    if torch_own:
+        return TorchLoss(module, _TORCH_LOSSES[kind])
+    if reduction != "mean" and isinstance(reduction, str):
+        raise ProblemError(
+            f"{kind.__name__} has reduction={reduction!r} and a callable loss must return a mean: "
+            "pass reduction='sum' to the Problem if it is a sum over the targets."
+        )
+    return None
+
+
+_CLOSED: dict[type[nn.Module], Callable[[Any], Loss]] = {
+    nn.MSELoss: lambda m: MeanSquaredError(reduction=m.reduction),
+    nn.BCEWithLogitsLoss: lambda m: BinaryCrossEntropy(
+        weight=m.weight, pos_weight=m.pos_weight, reduction=m.reduction
+    ),
+    nn.CrossEntropyLoss: lambda m: CrossEntropy(
+        ignore_index=m.ignore_index,
+        label_smoothing=m.label_smoothing,
+        class_weights=m.weight,
+        classes_first=True,
+        reduction=m.reduction,
+    ),
+    nn.NLLLoss: lambda m: NegativeLogLikelihood(
+        ignore_index=m.ignore_index,
+        class_weights=m.weight,
+        classes_first=True,
+        reduction=m.reduction,
+    ),
+}

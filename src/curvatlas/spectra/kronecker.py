@@ -181,7 +181,7 @@ def _blocks(problem: Problem, *, corrected: bool) -> Iterator[KroneckerBlock]:
     pulled: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
     for batch in track(problem.batches(), "KFAC"):
-        share = batch.count / problem.total_count
+        share = batch.count / problem.normaliser
         for name, inputs, slopes in _passes(problem, layers, batch):
             if slopes is None:
                 a = inputs.flatten(0, -2)
@@ -219,7 +219,7 @@ def _corrected(
     """λ = Σ_s (U_Gᵀ D_s U_A)²."""
     exact = {name: torch.zeros_like(values) for name, (_, _, values) in bases.items()}
     for batch in track(problem.batches(), "EKFAC"):
-        share = batch.count / problem.total_count
+        share = batch.count / problem.normaliser
         for name, inputs, slopes in _passes(problem, layers, batch):
             if slopes is None or name not in bases:
                 continue
