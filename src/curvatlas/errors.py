@@ -13,3 +13,7 @@ class NonFiniteError(ProblemError):
 
 class DifferentiationError(RuntimeError):
     """The model cannot be differentiated twice, or its second derivative is inconsistent."""
+
+
+class ConvergenceError(RuntimeError):
+    """An iteration stopped before its tolerance, where only a settled number may be returned."""

@@ -1,28 +1,38 @@
-r"""(A + damping·I) x = b by conjugate gradients (positive definite) or MINRES (indefinite).
+r"""(A + damping·I) x = b by conjugate gradients (positive definite), MINRES (indefinite) or LSMR
+(not symmetric), least squares by LSMR, and the inverse as an operator.
 
-Hestenes and Stiefel 1952; Paige and Saunders 1975. Several right-hand sides go through the operator
-together, each with its own coefficients.
+Hestenes and Stiefel 1952; Paige and Saunders 1975; Fong and Saunders 2011. Several right-hand sides
+go through the operator together, each with its own coefficients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator
+from curvatlas.errors import ConvergenceError
+from curvatlas.operators.algebra import DiagonalOperator, IdentityOperator
+from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
 from curvatlas.progress import bar
 from curvatlas.results import Result
+from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
     check_budget,
     check_damping,
     check_rtol,
+    require_precision,
+    require_square,
     require_symmetric,
 )
 
-Method = Literal["auto", "cg", "minres"]
+if TYPE_CHECKING:
+    from curvatlas.problem import Problem
+
+Method = Literal["auto", "cg", "minres", "lsmr"]
+_NAMES = {"cg": "conjugate gradients", "minres": "MINRES", "lsmr": "LSMR"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,34 +63,42 @@ def solve(
     rtol: float = 1e-6,
     max_products: int | None = None,
     method: Method = "auto",
+    preconditioner: Preconditioner | None = None,
 ) -> Solution:
     """Solve for b (n,) or (n, K) until every residual is below rtol ‖b‖.
 
-    auto: conjugate gradients when the operator is tagged psd and damped, MINRES otherwise.
+    auto: conjugate gradients when the operator is tagged psd and damped, or there is a
+        preconditioner; MINRES otherwise. "lsmr" takes operators that are not symmetric, at two
+        products a step.
     max_products: default 4 n, at most 2000, for each column. A singular operator gives the
-    least-squares solution under MINRES, marked not converged if b is outside its range.
+        least-squares solution under MINRES, marked not converged if b is outside its range.
+    preconditioner: for conjugate gradients, something close to (A + damping·I)⁻¹ that is symmetric
+        and positive definite: an operator (``KFAC(problem).inverse(damping)``, a
+        ``DiagonalOperator``), a function of columns (n, K), or "nystrom" or "cholesky" for
+        ``nystrom_preconditioner`` and ``cholesky_preconditioner`` of this operator and damping.
     """
-    n = require_symmetric(op, "solve")
+    n = require_square(op, "solve") if method == "lsmr" else require_symmetric(op, "solve")
     check_rtol(rtol)
     check_damping(damping)
-    if not isinstance(b, Tensor) or b.ndim not in (1, 2) or b.shape[0] != n or not b.numel():
-        got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
-        raise ValueError(f"b must be a tensor ({n},) or ({n}, K), got {got}.")
-    if not bool(torch.isfinite(b).all()):
-        raise ValueError("the right-hand side contains NaN or infinity.")
-    if method not in ("auto", "cg", "minres"):
-        raise ValueError(f'method must be "auto", "cg" or "minres", got {method!r}.')
+    columns = _right_hand_side(op, b)
+    if method not in ("auto", *_NAMES):
+        raise ValueError(f'method must be "auto", "cg", "minres" or "lsmr", got {method!r}.')
+    if preconditioner is not None and method not in ("auto", "cg"):
+        raise ValueError(f'a preconditioner is for method="cg", not for {method!r}.')
     if method == "auto":
-        method = "cg" if op.tags.psd and damping >= 0 else "minres"
-    columns = (b.unsqueeze(-1) if b.ndim == 1 else b).to(device=op.device, dtype=op.dtype)
+        definite = op.tags.psd and damping >= 0
+        method = "cg" if definite or preconditioner is not None else "minres"
     count = columns.shape[1]
     budget = min(4 * n, 2000) * count if max_products is None else max_products
     check_budget(budget)
     if budget < count:
         raise ValueError(f"{budget} products do not reach for {count} right-hand sides: give more.")
-    iterations = budget // count - 1  # the last product is for the residual
-    run = _conjugate_gradients if method == "cg" else _minres
-    x, used, message = run(op, columns, damping, rtol, iterations)
+    before = op.products
+    precondition = as_preconditioner(preconditioner, op, damping)
+    cost = count * (2 if method == "lsmr" else 1)
+    # the last product is for the residual, LSMR's first for its start
+    iterations = max(budget - (op.products - before) - cost, 0) // cost
+    x, used, message = _run(op, columns, damping, rtol, iterations, method, precondition)
     residual = columns - (op @ x + damping * x)
     if not bool(torch.isfinite(residual).all()):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
@@ -97,11 +115,175 @@ def solve(
         residual=relative,
         damping=damping,
         iterations=used,
-        products=(used + 1) * count,
+        products=op.products - before,
         converged=converged,
-        method="conjugate gradients" if method == "cg" else "MINRES",
+        method=_NAMES[method] + (", preconditioned" if preconditioner is not None else ""),
         message="converged" if converged else message,
     )
+
+
+def least_squares(
+    op: LinearOperator,
+    b: Tensor,
+    *,
+    damping: float = 0.0,
+    start: Tensor | None = None,
+    rtol: float = 1e-6,
+    max_products: int | None = None,
+) -> Solution:
+    r"""x with ‖A x − b‖² + damping ‖x − start‖² least, for an A (m, n) of any shape, by LSMR.
+
+    x = start + (AᵀA + damping·I)⁻¹ Aᵀ(b − A start); without damping, of all minimisers the nearest
+    to ``start`` (default zero). b is (m,) or (m, K), start (n,) or (n, K).
+
+    The ``residual`` of the solution is that of the normal equations, ‖Aᵀ(b − A x) + damping
+    (start − x)‖ relative to ‖Aᵀ(b − A start)‖; it has converged below rtol.
+    max_products: default 8 (m + n), at most 4000, for each column; Aᵀ counts as A.
+    """
+    require_precision(op, "least_squares")
+    check_rtol(rtol)
+    check_damping(damping)
+    if damping < 0:
+        raise ValueError(f"damping of least squares must not be negative, got {damping!r}.")
+    columns = _right_hand_side(op, b)
+    m, n = op.shape
+    count = columns.shape[1]
+    budget = min(8 * (m + n), 4000) * count if max_products is None else max_products
+    check_budget(budget)
+    iterations = budget // (2 * count) - 2  # two products each for the start and the residual
+    if iterations < 0:
+        raise ValueError(f"{budget} products do not reach for {count} right-hand sides: give more.")
+    before = op.products
+    x = torch.zeros(n, count, dtype=op.dtype, device=op.device)
+    if start is not None:
+        if start.shape[0] != n or start.shape[1:] != b.shape[1:]:
+            raise ValueError(f"start must be ({n},) or ({n}, K) as b is, got {tuple(start.shape)}.")
+        x = start.detach().reshape(n, count).to(device=op.device, dtype=op.dtype)
+    rest = columns if start is None else columns - op @ x
+    step, used, message = _lsmr(op, rest, damping**0.5, rtol, iterations, squares=True)
+    first = torch.linalg.vector_norm(op.T @ rest, dim=0)
+    gradient = op.T @ (rest - op @ step) - damping * step
+    if not bool(torch.isfinite(gradient).all()):
+        raise FloatingPointError("a product with the operator gave NaN or infinity.")
+    tiny = torch.finfo(op.dtype).tiny
+    relative = float((torch.linalg.vector_norm(gradient, dim=0) / first.clamp_min(tiny)).max())
+    goal = max(rtol, 100 * torch.finfo(op.dtype).eps)
+    converged = relative <= (10 * goal if message == "reached rtol" else goal)
+    return Solution(
+        value=(x + step).reshape(n, *b.shape[1:]),
+        residual=relative,
+        damping=damping,
+        iterations=used,
+        products=op.products - before,
+        converged=converged,
+        method="LSMR, least squares",
+        message="converged" if converged else message,
+    )
+
+
+def inverse(
+    op: LinearOperator,
+    *,
+    damping: float = 0.0,
+    rtol: float = 1e-8,
+    max_products: int | None = None,
+    method: Method = "auto",
+    preconditioner: Preconditioner | None = None,
+) -> LinearOperator:
+    """(A + damping·I)⁻¹ as an operator: every product is a ``solve`` to ``rtol``.
+
+    A solve that does not reach it raises ``ConvergenceError``: a product is right or there is none.
+    Diagonal operators, matrices and KFAC are inverted in closed form. An operator that is not
+    symmetric is solved by LSMR.
+    """
+    n = require_square(op, "inverse")
+    check_damping(damping)
+    if isinstance(op, DiagonalOperator):
+        shifted = op.diagonal + damping
+        if bool((shifted == 0).any()):
+            raise ValueError("A + damping·I has a zero on its diagonal: it has no inverse.")
+        return DiagonalOperator(1 / shifted)
+    if isinstance(op, MatrixOperator):
+        shift = damping * torch.eye(n, dtype=op.dtype, device=op.device)
+        matrix, info = torch.linalg.inv_ex(op.matrix + shift)
+        if int(info) != 0:
+            raise ValueError("A + damping·I is singular: it has no inverse; take other damping.")
+        if op.tags.symmetric:
+            matrix = (matrix + matrix.T) / 2
+        return MatrixOperator(matrix, tags=_inverse_tags(op, damping))
+    closed = getattr(op, "inverse", None)
+    if callable(closed):
+        known: LinearOperator = closed(damping)
+        return known
+    if method == "auto" and not op.tags.symmetric:
+        method = "lsmr"
+    options: dict[str, Any] = {"rtol": rtol, "max_products": max_products, "method": method}
+    if preconditioner is not None:
+        options["preconditioner"] = as_preconditioner(preconditioner, op, damping)
+    return InverseOperator(op, damping, options)
+
+
+class InverseOperator(LinearOperator):
+    """(A + damping·I)⁻¹ through solves."""
+
+    def __init__(self, original: LinearOperator, damping: float, options: dict[str, Any]) -> None:
+        super().__init__(
+            original.shape,
+            dtype=original.dtype,
+            device=original.device,
+            tags=_inverse_tags(original, damping),
+        )
+        self.original, self.damping, self._options = original, damping, options
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._solved(self.original, columns)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._solved(self.original.T, columns)
+
+    def _solved(self, op: LinearOperator, columns: Tensor) -> Tensor:
+        solution = solve(op, columns, damping=self.damping, **self._options)
+        if not solution.converged:
+            raise ConvergenceError(
+                f"a product with the inverse of {op!r} stopped at the relative residual "
+                f"{solution.residual:.1e} ({solution.message}): give more max_products, damping, a "
+                "preconditioner, or a larger rtol."
+            )
+        return solution.value
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return self.original._problem_on(1 - axis)
+
+
+def _inverse_tags(op: LinearOperator, damping: float) -> Tags:
+    return Tags(symmetric=op.tags.symmetric, psd=op.tags.psd and damping >= 0)
+
+
+def _right_hand_side(op: LinearOperator, b: Tensor) -> Tensor:
+    m = op.shape[0]
+    if not isinstance(b, Tensor) or b.ndim not in (1, 2) or b.shape[0] != m or not b.numel():
+        got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
+        raise ValueError(f"b must be a tensor ({m},) or ({m}, K), got {got}.")
+    if not bool(torch.isfinite(b).all()):
+        raise ValueError("the right-hand side contains NaN or infinity.")
+    return (b.unsqueeze(-1) if b.ndim == 1 else b).detach().to(device=op.device, dtype=op.dtype)
+
+
+def _run(
+    op: LinearOperator,
+    b: Tensor,
+    damping: float,
+    rtol: float,
+    iterations: int,
+    method: str,
+    precondition: Precondition | None,
+) -> tuple[Tensor, int, str]:
+    if method == "cg":
+        return _conjugate_gradients(op, b, damping, rtol, iterations, precondition)
+    if method == "minres":
+        return _minres(op, b, damping, rtol, iterations)
+    shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
+    return _lsmr(shifted, b, 0.0, rtol, iterations, squares=False)
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
@@ -109,30 +291,43 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _conjugate_gradients(
-    op: LinearOperator, b: Tensor, damping: float, rtol: float, iterations: int
+    op: LinearOperator,
+    b: Tensor,
+    damping: float,
+    rtol: float,
+    iterations: int,
+    precondition: Precondition | None,
 ) -> tuple[Tensor, int, str]:
+    def improved(residual: Tensor) -> Tensor:
+        return residual if precondition is None else precondition(residual)
+
     x = torch.zeros_like(b)
-    residual, direction = b.clone(), b.clone()
-    square = _dots(residual, residual)
-    goal = rtol**2 * square
-    active = square > goal
+    residual = b.clone()
+    goal = rtol**2 * _dots(b, b)
+    z = improved(residual)
+    direction = z.clone()
+    size = _dots(residual, z)  # ‖residual‖² in the norm of the preconditioner
+    active = _dots(b, b) > goal
     with bar("conjugate gradients", total=iterations) as progress:
         for step in range(iterations):
             if not bool(active.any()):
                 return x, step, "reached rtol"
+            if bool((active & ~(size > 0)).any()):
+                return x, step, "the preconditioner is not positive definite"
             image = op @ direction + damping * direction
             curvature = _dots(direction, image)
             if bool((active & (curvature <= 0)).any()):
                 return x, step + 1, "negative curvature met: use method='minres' or more damping"
             if not bool(torch.isfinite(curvature).all()):
                 raise FloatingPointError("a product with the operator gave NaN or infinity.")
-            length = torch.where(active, square / curvature.clamp_min(1e-300), 0.0).to(x.dtype)
+            length = torch.where(active, size / curvature.clamp_min(1e-300), 0.0).to(x.dtype)
             x += length * direction
             residual -= length * image
-            new = _dots(residual, residual)
-            direction = residual + torch.where(active, new / square, 0.0).to(x.dtype) * direction
-            square = torch.where(active, new, square)
-            active = active & (square > goal)
+            z = improved(residual)
+            new = _dots(residual, z)
+            direction = z + torch.where(active, new / size, 0.0).to(x.dtype) * direction
+            size = torch.where(active, new, size)
+            active = active & (_dots(residual, residual) > goal)
             progress.update()
     done = not bool(active.any())
     return x, iterations, "reached rtol" if done else "product budget exhausted"
@@ -187,3 +382,81 @@ def _minres(
             progress.update()
     done = not bool(active.any())
     return x, iterations, "reached rtol" if done else "product budget exhausted"
+
+
+def _lsmr(
+    op: LinearOperator, b: Tensor, damp: float, rtol: float, iterations: int, *, squares: bool
+) -> tuple[Tensor, int, str]:
+    r"""min ‖A x − b‖² + damp² ‖x‖²: Golub-Kahan bidiagonalisation, MINRES on the normal equations.
+
+    A v_k = α_k u_k + β_{k+1} u_{k+1},  Aᵀ u_{k+1} = β_{k+1} v_k + α_{k+1} v_{k+1}. Two rotations a
+    step bring the bidiagonal matrix and its square to triangular form; the gradient's norm is then
+    |ζ̄|, and the residual's follows from the rotations of β_1 e_1 (letters as in the paper).
+    squares: stop where the gradient is small; otherwise only where the residual is.
+    """
+    tiny, eps = torch.finfo(b.dtype).tiny, torch.finfo(b.dtype).eps
+    u, beta = _normalised(b)
+    v, alpha = _normalised(op.T @ u)
+    one, zero = torch.ones_like(beta), torch.zeros_like(beta)
+    alpha_bar, zeta_bar, first_gradient = alpha, alpha * beta, alpha * beta
+    rho, rho_bar, c_bar, s_bar = one, one, one, zero
+    h, h_bar, x = v.clone(), torch.zeros_like(v), torch.zeros_like(v)
+    # the residual's recurrence
+    beta_ddot, beta_dot, rho_dot, tau, theta_tilde, zeta, lost = (
+        beta,
+        zero,
+        one,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
+    norm_b, square_norm = beta, alpha**2
+    active = zeta_bar > 0
+    with bar("LSMR", total=iterations) as progress:
+        for step in range(iterations):
+            if not bool(active.any()):
+                return x, step, "reached rtol"
+            u, beta = _normalised(op @ v - alpha * u)
+            square_norm = square_norm + beta**2
+            v, alpha = _normalised(op.T @ u - beta * v)
+            if not bool(torch.isfinite(alpha + beta).all()):
+                raise FloatingPointError("a product with the operator gave NaN or infinity.")
+            # rotation of the damping into the diagonal
+            alpha_hat = torch.sqrt(alpha_bar**2 + damp**2).clamp_min(tiny)
+            c_hat, s_hat = alpha_bar / alpha_hat, damp / alpha_hat
+            rho_before, rho = rho, torch.sqrt(alpha_hat**2 + beta**2).clamp_min(tiny)
+            c, s = alpha_hat / rho, beta / rho
+            theta, alpha_bar = s * alpha, c * alpha
+            # rotation of R̄
+            rho_bar_before, zeta_before = rho_bar, zeta
+            theta_bar, diagonal = s_bar * rho, c_bar * rho
+            rho_bar = torch.sqrt(diagonal**2 + theta**2).clamp_min(tiny)
+            c_bar, s_bar = diagonal / rho_bar, theta / rho_bar
+            zeta, zeta_bar = c_bar * zeta_bar, -s_bar * zeta_bar
+            h_bar = h - (theta_bar * rho / (rho_before * rho_bar_before)) * h_bar
+            x += torch.where(active, zeta / (rho * rho_bar), zero) * h_bar
+            h = v - (theta / rho) * h
+            # ‖b − A x‖, damping included
+            lost = lost + (s_hat * beta_ddot) ** 2
+            beta_hat, beta_ddot = c * c_hat * beta_ddot, -s * c_hat * beta_ddot
+            rho_tilde = torch.sqrt(rho_dot**2 + theta_bar**2).clamp_min(tiny)
+            c_tilde, s_tilde = rho_dot / rho_tilde, theta_bar / rho_tilde
+            tau = (zeta_before - theta_tilde * tau) / rho_tilde
+            theta_tilde, rho_dot = s_tilde * rho_bar, c_tilde * rho_bar
+            beta_dot = c_tilde * beta_hat - s_tilde * beta_dot
+            tau_dot = (zeta - theta_tilde * tau) / rho_dot.clamp_min(tiny)
+            residual = torch.sqrt(lost + (beta_dot - tau_dot) ** 2 + beta_ddot**2)
+            square_norm = square_norm + alpha**2
+            gradient = zeta_bar.abs()
+            done = gradient <= rtol * first_gradient if squares else residual <= rtol * norm_b
+            done |= gradient <= eps * square_norm.sqrt() * residual  # as small as rounding allows
+            active = active & ~done & (alpha > 0)
+            progress.update()
+    finished = not bool(active.any())
+    return x, iterations, "reached rtol" if finished else "product budget exhausted"
+
+
+def _normalised(columns: Tensor) -> tuple[Tensor, Tensor]:
+    norms = torch.linalg.vector_norm(columns, dim=0)
+    return columns / norms.clamp_min(torch.finfo(columns.dtype).tiny), norms
