@@ -133,6 +133,23 @@ def test_diagonal_operators_stay_diagonal() -> None:
     assert ca.frobenius_norm(left).value == pytest.approx(float(d.norm()), rel=1e-14)
 
 
+def test_block_diagonal_and_kronecker_operators_are_their_matrices() -> None:
+    parts = [_matrix(3, 2, 1), _matrix(4, 3, 2), _matrix(2, 5, 3)]
+    blocks = ca.BlockDiagonalOperator([ca.MatrixOperator(p) for p in parts])
+    _agree(blocks, torch.block_diag(*parts))
+    product = ca.KroneckerOperator([ca.MatrixOperator(p) for p in parts])
+    _agree(product, torch.kron(torch.kron(parts[0], parts[1]), parts[2]))
+    assert not blocks.tags.symmetric
+    psd = [ca.MatrixOperator(_psd(n, n), tags=ca.Tags(symmetric=True, psd=True)) for n in (2, 3)]
+    assert ca.BlockDiagonalOperator(psd).tags == ca.KroneckerOperator(psd).tags == psd[0].tags
+    with pytest.raises(TypeError, match="at least one operator"):
+        ca.KroneckerOperator([])
+    with pytest.raises(TypeError, match="MatrixOperator"):
+        ca.BlockDiagonalOperator([A])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="float32"):
+        ca.BlockDiagonalOperator([psd[0], ca.IdentityOperator(2)])
+
+
 def test_damping_by_the_identity_shifts_the_spectrum() -> None:
     matrix = _psd(5)
     op = ca.MatrixOperator(matrix)

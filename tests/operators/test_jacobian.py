@@ -117,6 +117,14 @@ def test_several_output_tensors_are_stacked_too() -> None:
     assert oracles.relative_error(ca.Jacobian(problem).dense(), want) < 1e-14
 
 
+def test_rows_follow_the_models_axes_also_where_classes_come_first() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Conv1d(2, 3, 2).double(), torch.randn(2, 2, 5, dtype=torch.float64)
+    problem = ca.Problem(model, nn.CrossEntropyLoss(), (x, torch.randint(0, 3, (2, 4))))
+    want = oracles.jacobian(model(x), list(model.parameters()))
+    assert oracles.relative_error(ca.Jacobian(problem).dense(), want) < 1e-14
+
+
 def test_a_small_budget_builds_graphs_anew_and_gives_the_same() -> None:
     problem = ca.Problem(_mlp(), "mse", _regression())
     rich, poor = ca.Jacobian(problem), ca.Jacobian(problem, budget=1)

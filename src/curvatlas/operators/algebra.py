@@ -78,6 +78,70 @@ class IdentityOperator(DiagonalOperator):
         return columns.clone()
 
 
+class BlockDiagonalOperator(LinearOperator):
+    """diag(A, B, …) of blocks of any shapes."""
+
+    def __init__(self, blocks: Sequence[LinearOperator]) -> None:
+        _check_some(blocks, "a block-diagonal operator")
+        rows, columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
+        tags = Tags(
+            symmetric=all(block.tags.symmetric for block in blocks),
+            psd=all(block.tags.psd for block in blocks),
+        )
+        first = blocks[0]
+        super().__init__((rows, columns), dtype=first.dtype, device=first.device, tags=tags)
+        self.blocks = tuple(blocks)
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        pieces = torch.split(columns, [block.shape[1] for block in self.blocks])
+        return torch.cat([b @ piece for b, piece in zip(self.blocks, pieces, strict=True)])
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        pieces = torch.split(columns, [block.shape[0] for block in self.blocks])
+        return torch.cat([b.T @ piece for b, piece in zip(self.blocks, pieces, strict=True)])
+
+    def _dense(self) -> Tensor:
+        result = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        row = column = 0
+        for block in self.blocks:
+            rows, columns = block.shape
+            result[row : row + rows, column : column + columns] = block.dense()
+            row, column = row + rows, column + columns
+        return result
+
+
+class KroneckerOperator(LinearOperator):
+    """A ⊗ B ⊗ …: (A ⊗ B) vec(X) = vec(A X Bᵀ) for row-major X, factor after factor."""
+
+    def __init__(self, factors: Sequence[LinearOperator]) -> None:
+        _check_some(factors, "a Kronecker product")
+        rows, columns = (math.prod(factor.shape[axis] for factor in factors) for axis in (0, 1))
+        tags = Tags(
+            symmetric=all(factor.tags.symmetric for factor in factors),
+            psd=all(factor.tags.psd for factor in factors),
+        )
+        first = factors[0]
+        super().__init__((rows, columns), dtype=first.dtype, device=first.device, tags=tags)
+        self.factors = tuple(factors)
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return _along_axes(self.factors, columns)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return _along_axes([factor.T for factor in self.factors], columns)
+
+
+def _along_axes(factors: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+    """Each factor on its own axis of columns (n₁ n₂ …, K)."""
+    count = columns.shape[1]
+    array = columns.reshape(*[factor.shape[1] for factor in factors], count)
+    for axis, factor in enumerate(factors):
+        moved = array.movedim(axis, 0)
+        image: Tensor = factor @ moved.reshape(moved.shape[0], -1)
+        array = image.reshape(factor.shape[0], *moved.shape[1:]).movedim(0, axis)
+    return array.reshape(-1, count)
+
+
 class Sum(LinearOperator):
     """A + B + …"""
 
@@ -263,6 +327,15 @@ def _transposes(left: LinearOperator, right: LinearOperator) -> bool:
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, tensors)
+
+
+def _check_some(members: Sequence[LinearOperator], what: str) -> None:
+    if not members or not all(isinstance(member, LinearOperator) for member in members):
+        raise TypeError(
+            f"{what} is made of at least one operator; wrap a matrix in MatrixOperator."
+        )
+    for member in members[1:]:
+        _check_alike(members[0], member, "beside")
 
 
 def _check_alike(left: LinearOperator, right: LinearOperator, sign: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +20,18 @@ from curvatlas.operators.base import LinearOperator
 from curvatlas.operators.linearisation import Columns, OuterLinearisation
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.losses import Rebuild
+from curvatlas.problem.objective import OwnLoss
 from curvatlas.problem.output_curvature import differentiable_leaves
 
 _ADJOINT = {torch.float64: 1e-8, torch.float32: 1e-3}  # uᵀ(Jv) against (Jᵀu)ᵀv, relative
-_NO_CHUNKS = 2**62  # bytes: the logits are the rows, so they are made whole
 
 
 class Jacobian(LinearOperator):
     """J = ∂Z/∂θ (outputs × P); ``J.T`` is its transpose.
 
-    The rows are the entries of what the loss reads of the model's output, row-major, batch after
-    batch in the data's order; those with an ignored target are rows like the others.
-    ``output_shapes`` gives their shapes by batch.
+    The rows are the entries of the model's output, or of the part that the loss reads (logits),
+    row-major, batch after batch in the data's order; those with an ignored target are rows like the
+    others. ``output_shapes`` gives their shapes by batch.
 
     budget: memory for graphs that are kept between products, as bytes or "2GB".
     checks: compare the two products with each other on first use, and refuse randomness.
@@ -43,6 +44,11 @@ class Jacobian(LinearOperator):
             raise ProblemError(
                 "the rows of a Jacobian lie on several processes: pass distributed=False to the "
                 "Problem and take each process's own data."
+            )
+        if isinstance(problem.loss, OwnLoss):
+            raise ProblemError(
+                "the model's own loss does not say which of its outputs it reads: pass a loss to "
+                "the Problem for the Jacobian of the outputs."
             )
         self.problem = problem
         self.budget = default_budget() if budget is None else parse_bytes(budget)
@@ -61,7 +67,7 @@ class Jacobian(LinearOperator):
     def _shapes(self, batch: Batch) -> list[torch.Size]:
         problem = self.problem
         with problem.evaluating():
-            outputs = problem.outputs(batch, problem.leaves())
+            outputs = problem.model_outputs(batch, problem.leaves())
         return [z.shape for z in differentiable_leaves(outputs)[0]]
 
     def _problem_on(self, axis: int) -> Problem | None:
@@ -116,7 +122,7 @@ class Jacobian(LinearOperator):
 
     def _linearised(self, batch: Batch) -> _Linearised:
         names = self.problem.parameter_names
-        return _Linearised(self.problem, batch, names, logit_room=_NO_CHUNKS)
+        return _Linearised(self.problem, batch, names)
 
     def _may_keep(self, place: int, linear: _Linearised) -> bool:
         used = sum(other.held_bytes for other in self._kept.values())
@@ -158,6 +164,9 @@ class Jacobian(LinearOperator):
 
 class _Linearised(OuterLinearisation):
     """The graphs of Z and of u ↦ Jᵀu on one batch, without a loss between them."""
+
+    def _predicted(self, logit_room: int | None) -> Any:
+        return self._problem.model_outputs(self.batch, self.leaves)
 
     def _output_product(self, rebuild: Rebuild) -> Callable[[list[Tensor]], list[Tensor]]:
         return lambda columns: columns

@@ -38,8 +38,8 @@ class Linearisation:
     ) -> None:
         self.batch = batch
         self.leaves = problem.leaves(names)
-        self.outputs = problem.predictions(batch, self.leaves, logit_room=logit_room)
         self._problem = problem
+        self.outputs = self._predicted(logit_room)
         self._names = tuple(names)
         self.unused: frozenset[str] = frozenset()
         self._build()
@@ -54,6 +54,9 @@ class Linearisation:
             self.columns_at_once = max(
                 8, min(256, int(IN_FLIGHT_BYTES / max(self.size.mean_bytes, 1)))
             )
+
+    def _predicted(self, logit_room: int | None) -> Any:
+        return self._problem.predictions(self.batch, self.leaves, logit_room=logit_room)
 
     @property
     def held_bytes(self) -> int:

@@ -273,6 +273,10 @@ class Problem:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
         return self.read(self._called(batch, leaves), batch)
 
+    def model_outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
+        """The part of the model's output that the loss reads, axes as the model has them."""
+        return self.loss.outputs_of(self._called(batch, leaves))
+
     def read(self, raw: Any, batch: Batch) -> Any:
         """What the loss reads of a model's return value, checked against the targets."""
         outputs = self.loss.arranged(self.loss.outputs_of(raw), batch.targets)
