@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from curvatlas.operators.base import Tags
 from curvatlas.operators.compiled import Compile
 from curvatlas.operators.curvature import CurvatureOperator
@@ -41,6 +43,12 @@ class GaussNewton(CurvatureOperator):
         compile: Compile = False,
         expected_products: int | None = None,
     ) -> None:
+        if problem.loss.linear:
+            warnings.warn(
+                f"{problem.loss.name} is linear in the outputs, so that H_o is zero: give the "
+                "model's logits to a cross-entropy for the usual Gauss-Newton matrix.",
+                stacklevel=2,
+            )
         tags = Tags(symmetric=True, psd=problem.loss.convex)
         super().__init__(
             problem, budget=budget, checks=checks, compile=compile,

@@ -19,7 +19,7 @@ class FirstPass:
 
     held: list[Batch] | None  # None: too large to hold
     total: float  # valid targets
-    seen: bool  # whether there was any batch
+    seen: int  # batches
     largest_samples: int  # of any batch
 
 
@@ -58,9 +58,9 @@ class BatchStream:
     def first_pass(self, raws: Iterable[Any]) -> FirstPass:
         """Check and count; hold the batches when they are small enough."""
         held: list[Batch] | None = []
-        total, bytes_so_far, seen, largest = 0.0, 0, False, 1
+        total, bytes_so_far, seen, largest = 0.0, 0, 0, 1
         for batch in self.batches(raws):
-            seen = True
+            seen += 1
             total += batch.count
             largest = max(largest, batch.samples)
             bytes_so_far += size_in_bytes(batch)

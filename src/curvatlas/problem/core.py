@@ -32,7 +32,7 @@ from curvatlas.problem.evaluation import (
 from curvatlas.problem.function_model import as_module
 from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss, main_tensor
-from curvatlas.problem.named_losses import as_loss, refuse_options
+from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
 from curvatlas.problem.objective import Objective, OwnLoss, settled
 from curvatlas.problem.parameter_choice import Parameters, choose_parameters
 
@@ -163,7 +163,22 @@ class Problem:
             raise ProblemError("the data are empty: there is no batch to differentiate.")
         if total <= 0:
             raise ProblemError("no valid target in the data: every target is ignored.")
+        if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
+            self._check_callable(self.loss)
         self._total = self._summed_total = total
+
+    def _check_callable(self, loss: CallableLoss) -> None:
+        batch = next((b for b in self.batches() if b.samples > 1), None)
+        if batch is None:
+            return
+        try:
+            with self.evaluating(), torch.no_grad():
+                outputs = self.outputs(batch, {})
+                parts_fit = loss.value(outputs, batch.targets).isfinite()
+        except (ProblemError, RuntimeError, TypeError, ValueError, IndexError):
+            return  # said where the first number is asked for
+        if parts_fit:
+            loss.check_weights(outputs, batch.targets)
 
     def _settled(self, first: Any) -> Objective:
         """The objective of data that begin with the raw batch ``first`` (None: no data)."""

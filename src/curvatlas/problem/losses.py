@@ -120,5 +120,5 @@ def main_tensor(raw: Any, purpose: str) -> Tensor:
         return raw[0]
     raise ProblemError(
         f"{purpose} needs a tensor from the model (or .logits), got {type(raw).__name__}: "
-        "pass a callable loss that picks what it needs."
+        "pass a callable loss that picks what it needs, or loss='model' for the model's own."
     )

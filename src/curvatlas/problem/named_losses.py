@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -64,11 +67,48 @@ class CallableLoss(Loss):
             return float(first.numel())
         return float((first != IGNORE_INDEX).sum())
 
+    def check_weights(self, outputs: Any, targets: Any) -> None:
+        """Hold the loss of one batch to the losses of its parts, weighted by their counts.
+
+        Several batches are weighted by ``count``: a sum, or a mean over other units, would give
+        another objective than that of all data in one batch.
+        """
+        if self._count is not None or self.summed or not _samples_match(outputs, targets):
+            return
+        with torch.no_grad():
+            parts = [(outputs[:1], targets[:1]), (outputs[1:], targets[1:])]
+            total = float(self.value(outputs, targets))
+            values = [float(self.value(z, y)) for z, y in parts]
+        counts = [self.count(y) for _, y in parts]
+        if not min(counts) > 0 or not all(map(math.isfinite, [total, *values])):
+            return
+        mean = (counts[0] * values[0] + counts[1] * values[1]) / sum(counts)
+        room = torch.finfo(outputs.dtype).eps ** 0.5 * max(map(abs, [total, *values]))
+        if abs(total - mean) <= room:
+            return
+        if abs(total - sum(values)) <= room:
+            raise ProblemError(
+                f"the loss {self.name!r} is a sum over the samples, and several batches are "
+                "weighted as means: return the mean, or pass reduction='sum'."
+            )
+        warnings.warn(
+            f"the loss {self.name!r} of a batch is {total:.6g} and the mean of its samples, "
+            f"weighted by their targets, {mean:.6g}: several batches are weighted by their "
+            "targets all the same; pass count=function_of_targets if other weights are meant.",
+            stacklevel=4,
+        )
+
     def tensors(self) -> list[Tensor]:
         """Those of a loss that is a module."""
         if not isinstance(self.function, nn.Module):
             return []
         return [*self.function.parameters(), *self.function.buffers()]
+
+
+def _samples_match(outputs: Any, targets: Any) -> bool:
+    """Whether both are tensors with the same two or more samples along the first axis."""
+    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    return both and outputs.ndim > 0 and outputs.shape[:1] == targets.shape[:1] != (1,)
 
 
 @dataclass(frozen=True)

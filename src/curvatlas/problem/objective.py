@@ -213,10 +213,10 @@ def settled(
         raise ProblemError("shift= has no meaning for the model's own loss: leave it out.")
     inputs, labels = wanted.parted(raw, 0)
     if not isinstance(raw, Mapping):
-        if loss is None:
-            return _own_objective(wanted, raw, forward)
-        _say_if_repeated(wanted, inputs, labels)
-        return wanted
+        if loss is not None:
+            _say_if_repeated(wanted, inputs, labels)
+            return wanted
+        raw = {**_named(model, inputs), LABELS: labels}  # the same batch, as the model names it
     if isinstance(labels, dict) and isinstance(loss, CrossEntropy):
         wanted = replace(wanted, loss=SpanCrossEntropy())
     if not _takes_labels(model):
@@ -290,11 +290,11 @@ def _chosen(
     if wanted.shift is not None and wanted.shift != bool(objective.shift):
         decided = replace(objective, loss=loss, shift=wanted.shift)
         value = _value(decided, sample, forward)
-        shown = "nothing that can be computed" if value is None else f"{value:.6g}"
-        _warn(
-            f"shift={wanted.shift} gives a loss of {shown} where the model's own is {number:.6g} "
-            f"(shift={objective.shift}): leave shift out to follow the model."
-        )
+        if value is not None:
+            _warn(
+                f"shift={wanted.shift} gives a loss of {value:.6g} where the model's own is "
+                f"{number:.6g} (shift={objective.shift}): leave shift out to follow the model."
+            )
         return decided
     decided = replace(objective, loss=loss)
     if type(loss) is not type(objective.loss) and type(loss) in _PLAIN:
