@@ -137,9 +137,11 @@ class KeptLinearisations:
                     yield piece
 
     def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
+        built = False
         for place, batch in enumerate(self._pieces()):
             found = self._kept.get(place)
             if found is None:
+                built = True
                 found = self._make(batch, self.names)
                 if self._first_pass:
                     self.unused &= found.unused
@@ -151,6 +153,10 @@ class KeptLinearisations:
             yield batch.count, found
             found = None  # let go of it before the next one is built
         self._first_pass = False
+        if built:
+            # Forward passes may leave something in the model, such as a count of its calls.
+            self._problem.settle()
+            self._version = self._problem.weights_version()
 
     def _may_keep(self, size: int) -> bool:
         if self._keep_all:
@@ -161,7 +167,7 @@ class KeptLinearisations:
 
     @property
     def stale(self) -> bool:
-        """Whether the weights have changed since the graphs were made."""
+        """Whether a weight, a buffer or a tensor of the loss has changed since the last pass."""
         return self._problem.weights_version() != self._version
 
     def columns_that_fit(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from curvatlas.problem.evaluation import (
     unwrap,
     whole_parameters,
 )
+from curvatlas.problem.fingerprint import LiveTensors
 from curvatlas.problem.function_model import as_module
 from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss, main_tensor
@@ -88,7 +89,7 @@ class Problem:
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
-        self._everything = whole_parameters(self.model)
+        self._set_model(self.model)
         refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
@@ -107,7 +108,6 @@ class Problem:
         self._held: list[Batch] | None = None
         self.largest_samples = 1  # of any batch
         self._total: float | None = None
-        self._head = head.HeadSearch(self.model)
         self._steady: object = None  # the weights whose loss was seen to be the same twice
         self._read_data()
 
@@ -138,9 +138,40 @@ class Problem:
         """Parameters and buffers: memory that is there without any graph."""
         return [*self._everything.values(), *self.model.buffers()]
 
-    def weights_version(self) -> tuple[tuple[int, int], ...]:
-        """Changes whenever a weight is updated in place or replaced."""
-        return tuple((p._version, p.data_ptr()) for p in self._everything.values())
+    def weights_version(self) -> tuple[bytes, bytes]:
+        """Changes with any value of the weights, the buffers or the loss's own tensors."""
+        weights = self._model_tensors.fingerprint()
+        if self._gathered is not None and self._gathered != weights:
+            raise ProblemError(
+                "the sharded weights have changed since the Problem gathered them: make a new "
+                "Problem after each update."
+            )
+        return weights, self._loss_tensors.fingerprint()
+
+    def settle(self) -> None:
+        """After a forward pass: what it has left in the model's attributes is no weight."""
+        self._model_tensors.settle()
+
+    def _set_model(self, model: nn.Module) -> None:
+        self.model = model
+        self._model_tensors = LiveTensors(model)
+        self._generation = self._model_tensors.generation
+        self._named = whole_parameters(model)
+        self._kinds = guards.kinds(self._named)
+        self._head = head.HeadSearch(model)
+        sharded = any(hasattr(p, "placements") for p in model.parameters())
+        self._gathered = self._model_tensors.fingerprint() if sharded else None
+
+    @property
+    def _everything(self) -> dict[str, Tensor]:
+        """The live model's parameters by name, also after some were replaced."""
+        self._model_tensors.follow()
+        if self._generation != self._model_tensors.generation and self._gathered is None:
+            named = whole_parameters(self.model)
+            guards.check_same_parameters(self._kinds, named)
+            self._generation, self._named = self._model_tensors.generation, named
+            self._head = head.HeadSearch(self.model)
+        return self._named
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -166,6 +197,8 @@ class Problem:
         if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
             self._check_callable(self.loss)
         self._total = self._summed_total = total
+        self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
+        self._counted = self._loss_tensors.fingerprint()
 
     def _check_callable(self, loss: CallableLoss) -> None:
         batch = next((b for b in self.batches() if b.samples > 1), None)
@@ -209,6 +242,7 @@ class Problem:
 
     def batches(self, *, ignored: bool = False) -> Iterator[Batch]:
         """The batches with at least one valid target, in order; ``ignored``: the others as well."""
+        self._count_again()
         for batch in self._held if self._held is not None else self._stream:
             if batch.count > 0 or ignored:
                 yield batch
@@ -221,6 +255,7 @@ class Problem:
     @property
     def total_count(self) -> float:
         """Σ_b c_b, the number of valid targets over all batches (and ranks)."""
+        self._count_again()
         assert self._total is not None
         return self._total
 
@@ -228,6 +263,22 @@ class Problem:
     def normaliser(self) -> float:
         """What Σ_b c_b ℓ_b is divided by: the number of valid targets, or 1 where L is a sum."""
         return self.total_count / self._summed_total if self.loss.summed else self.total_count
+
+    def _count_again(self) -> None:
+        """Follow the loss's own tensors: class weights weigh the targets."""
+        version = self._loss_tensors.fingerprint()
+        if version == self._counted:
+            return
+        if self._held is None:
+            self._read_data()
+            return
+        counts = [self.loss.count(batch.targets) for batch in self._held]
+        if counts != [batch.count for batch in self._held]:
+            if self.distributed or (self.loss.summed and self._summed_total != self._total):
+                raise ProblemError("the loss's weights have changed: make a new Problem.")
+            self._held = [replace(b, count=c) for b, c in zip(self._held, counts, strict=True)]
+            self._total = self._summed_total = sum(counts)
+        self._counted = version
 
     def with_data(self, data: Any) -> Problem:
         """The same model, loss and parameters on other data."""
@@ -248,11 +299,12 @@ class Problem:
         """The same problem for a copy of the model with other weights."""
         other = Problem.__new__(Problem)
         other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
-        other.model, other._everything = model, whole_parameters(model)
         # these belong to the model they were made for
-        other._objective = dataclasses.replace(self._objective, model=model)
-        other._stream = dataclasses.replace(self._stream, objective=other._objective)
-        other._head, other._steady = head.HeadSearch(model), None
+        other._set_model(model)
+        other._loss_tensors = LiveTensors(self.loss, beside=other._model_tensors)
+        other._objective = replace(self._objective, model=model)
+        other._stream = replace(self._stream, objective=other._objective)
+        other._steady = None
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
@@ -343,6 +395,7 @@ class Problem:
 
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
+        guards.check_same_parameters(self._kinds, self._everything)
         guards.check_weights({name: self._everything[name] for name in self.parameter_names})
         guards.check_mode(self.model)
         batch = next(self.batches(), None)

@@ -37,6 +37,27 @@ def check_weights(named: Mapping[str, Tensor]) -> None:
         raise NonFiniteError(f"NaN or infinite weights in {_listed(bad)}: reload or retrain them.")
 
 
+def kinds(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape, dtype and device of every parameter, in words."""
+    return {name: f"{tuple(p.shape)} {p.dtype} on {p.device}" for name, p in named.items()}
+
+
+def check_same_parameters(before: Mapping[str, str], named: Mapping[str, Tensor]) -> None:
+    """Replaced parameters are followed; others than before (``kinds``) are another problem."""
+    now = kinds(named)
+    changed = sorted(before.keys() ^ now.keys())
+    if changed:
+        raise ProblemError(
+            "the model's parameters are not those the Problem was made for: "
+            f"{_listed(changed)} came, went or are tied otherwise; make a new Problem."
+        )
+    for name, kind in now.items():
+        if kind != before[name]:
+            raise ProblemError(
+                f"parameter {name!r} was {before[name]} and is now {kind}: make a new Problem."
+            )
+
+
 def random_modules(model: nn.Module) -> list[str]:
     """Modules whose train-mode randomness is switched on, by name and kind."""
     found = []

@@ -1,0 +1,288 @@
+r"""A fingerprint of the values a result rests on: has any weight, buffer or loss tensor changed?
+
+Version counters and addresses do not tell: fused optimizers, ``p.data`` and foreign code write
+without moving them, and a replaced tensor has counters of its own. So the values are read, from the
+live objects, whenever a kept graph is about to be used. Tensors are copied side by side into the
+rows of a small buffer, and two numbers are kept of each row:
+
+    D = Σ_j w_j b_j  mod 2⁶⁴   over its 64-bit words b, with fixed random odd w,
+    M = Σ_j a_j x_j            over its numbers x, with fixed random a.
+
+D is exact: an odd w_j has an inverse, so that a change of any one word changes D, however small it
+is, and swapped words change it too. Of the highest bits of a word, signs and exponents, D sees
+little more than their sum; M sees these. What it costs: benchmarks/guards.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROW_BYTES = 2**15
+_ROWS = 16  # of a buffer: half a megabyte, which stays in the cache between the passes
+
+
+class LiveTensors:
+    """Every tensor that ``root`` holds now: a module, a loss, a callable with what it closes over.
+
+    The root is looked through once. Afterwards the identities of the objects in it are compared,
+    which tells when something was replaced and it has to be looked through again.
+
+    beside: tensors that are watched already and are left out here.
+    """
+
+    def __init__(self, root: Any, *, beside: LiveTensors | None = None) -> None:
+        self._root, self._beside = root, beside
+        self.generation = 0  # moves whenever an object was replaced
+        # Attributes that forward passes rewrite, by holder and name.
+        self._rewritten: set[tuple[int, str]] = set()
+        self._tensors: list[Tensor] = []
+        self._look_through()
+
+    def fingerprint(self) -> bytes:
+        """Changes whenever the value of a tensor changes, in whatever way."""
+        self.follow()
+        if not self._tensors:
+            return b""
+        if [t.data_ptr() for t in self._tensors] != self._addresses:
+            self._arrange()  # ``p.data = other``: the same object with other memory
+        digest = hashlib.blake2b(self._shapes, digest_size=16)
+        for group in self._groups:
+            group.update(digest)
+        for tensor in self._irregular:
+            digest.update(_irregular_value(tensor))
+        return digest.digest()
+
+    def follow(self) -> None:
+        """Look through the root again if an object in it was replaced."""
+        if self._identities() != self._seen:
+            self.generation += 1
+            self._look_through()
+
+    def settle(self) -> None:
+        """After a forward pass: the attributes it has replaced are its results, not its weights.
+
+        Modules keep their last attention map or a table of positions in plain attributes.
+        """
+        replaced = {
+            (id(holder), name)
+            for holder, name, value in self._attributes
+            if holder.get(name) is not value
+        }
+        if replaced:
+            self._rewritten |= replaced
+            self._look_through()
+
+    # --- looking through --------------------------------------------------------------------------
+
+    def _identities(self) -> tuple[int, ...]:
+        held = chain.from_iterable(map(dict.values, self._dicts))
+        attributes = (holder.get(name) for holder, name, _ in self._attributes)
+        return tuple(map(id, chain(held, attributes, map(_contents, self._cells))))
+
+    def _look_through(self) -> None:
+        self._dicts: list[dict[str, Any]] = []  # of modules: parameters, buffers, children
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # dictionary, name, value
+        self._cells: list[Any] = []  # what functions close over
+        self._visited: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
+        if self._beside is not None:
+            self._visited.update(self._beside._visited)
+        self._visit(self._root, tensors)
+        for known in self._beside._tensors if self._beside is not None else ():
+            tensors.pop(id(known), None)
+        self._seen = self._identities()
+        # An object that is gone may leave its identity to another one: keep them all.
+        self._kept = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._tensors = list(tensors.values())
+        self._arrange()
+
+    def _visit(self, item: Any, tensors: dict[int, Tensor]) -> None:
+        if isinstance(item, Tensor):
+            local = getattr(item, "_local_tensor", item)  # this process's part of a DTensor
+            tensors[id(local)] = local
+            return
+        if id(item) in self._visited:
+            return
+        self._visited[id(item)] = item
+        if isinstance(item, nn.Module):
+            for held in (item._parameters, item._buffers, item._modules):
+                self._dicts.append(held)
+                for value in held.values():
+                    self._visit(value, tensors)
+            self._visit_attributes(vars(item), tensors, kinds=(Tensor,))
+        elif isinstance(item, (list, tuple)):
+            for part in item:
+                self._visit(part, tensors)
+        elif isinstance(item, functools.partial):
+            for part in (item.func, *item.args):
+                self._visit(part, tensors)
+            self._visit_attributes(item.keywords, tensors)
+        elif isinstance(item, types.MethodType):
+            self._visit(item.__func__, tensors)
+            self._visit_attributes(vars(item.__self__), tensors, item.__func__)
+        elif isinstance(item, types.FunctionType):
+            for cell in item.__closure__ or ():
+                self._cells.append(cell)
+                self._visit(_contents(cell), tensors)
+            self._visit(item.__defaults__, tensors)
+            self._visit_attributes(item.__globals__, tensors, item, kinds=(Tensor, nn.Module))
+        elif item is self._root or (callable(item) and not isinstance(item, type)):
+            self._visit_attributes(getattr(item, "__dict__", {}), tensors)
+
+    def _visit_attributes(
+        self,
+        held: dict[str, Any],
+        tensors: dict[int, Tensor],
+        named_by: types.FunctionType | Any = None,
+        *,
+        kinds: tuple[type, ...] | None = None,
+    ) -> None:
+        """The attributes of some kinds, or only those that a function's code names."""
+        names = list(held) if named_by is None else list(named_by.__code__.co_names)
+        for name in names:
+            value = held.get(name)
+            if kinds is not None and not isinstance(value, kinds):
+                continue
+            if isinstance(value, Tensor):
+                if value.grad_fn is not None or (id(held), name) in self._rewritten:
+                    continue
+                self._attributes.append((held, name, value))
+            elif isinstance(value, nn.Module):
+                self._attributes.append((held, name, value))
+            self._visit(value, tensors)
+
+    # --- arranging --------------------------------------------------------------------------------
+
+    def _arrange(self) -> None:
+        """Put the tensors into groups that share a buffer, by dtype and device."""
+        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._irregular: list[Tensor] = []
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in self._tensors:
+            flat = _flat(tensor)
+            if flat is None:
+                self._irregular.append(tensor)
+            elif flat.numel():
+                kinds.setdefault((flat.dtype, flat.device), []).append(flat)
+        self._groups = [group for flats in kinds.values() for group in _groups(flats)]
+        self._shapes = "; ".join(f"{tuple(t.shape)} {t.dtype}" for t in self._tensors).encode()
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _flat(tensor: Tensor) -> Tensor | None:
+    """The tensor's memory as a vector; None where its entries do not lie side by side."""
+    try:
+        value = tensor.detach()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        strides = value.stride()
+        order = sorted(range(value.ndim), key=lambda axis: -strides[axis])
+        return value.permute(order).view(-1)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _irregular_value(tensor: Tensor) -> bytes:
+    """The digest of a copy; identity and version of a tensor that cannot be copied either."""
+    try:
+        digest = hashlib.blake2b(digest_size=16)
+        for group in _groups([tensor.detach().contiguous().view(-1)]):
+            group.update(digest)
+        return digest.digest()
+    except (RuntimeError, NotImplementedError):
+        return f"{id(tensor)} {tensor._version}".encode()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Vectors, the buffer they are copied to side by side, and its rows as words and numbers."""
+
+    vectors: list[Tensor]
+    place: Tensor  # in the buffer
+    rest: Tensor | None  # of the last row, to be zero
+    words: Tensor  # (rows, 64-bit words)
+    numbers: Tensor | None  # (rows, numbers), None for integers
+    finite: bool
+
+    def update(self, digest: Any) -> None:
+        """Add D and M of every row to the digest."""
+        with torch.no_grad():
+            torch.cat(self.vectors, out=self.place)
+            if self.rest is not None:
+                self.rest.zero_()
+            digest.update(_times(self.words))
+            if self.numbers is None:
+                return
+            numbers = self.numbers
+            if numbers.dtype not in (torch.float32, torch.float64):
+                numbers = numbers.float()
+            if not self.finite:
+                numbers = numbers.nan_to_num()  # an infinity would hide all others of its row
+            digest.update(_times(numbers))
+
+
+def _times(rows: Tensor) -> Any:
+    """rows @ weights, as an array."""
+    weights = _weights(rows.shape[1], rows.dtype, rows.device)
+    if rows.device.type == "cpu":
+        return torch.mv(rows, weights).numpy()
+    return (rows * weights).sum(1).cpu().numpy()  # other devices multiply no integer matrices
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Fixed random odd integers, or numbers between 0.5 and 1.5."""
+    generator = torch.Generator().manual_seed(20250729)
+    with torch.inference_mode(False):
+        if dtype == torch.int64:
+            drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+        else:
+            drawn = torch.rand(count, generator=generator, dtype=torch.float64) + 0.5
+        return drawn.to(dtype=dtype, device=device)
+
+
+def _groups(vectors: Sequence[Tensor]) -> list[_Group]:
+    """Groups of vectors of one dtype and device; all use the same buffer."""
+    in_row = _ROW_BYTES // vectors[0].element_size()
+    most = _ROWS * in_row
+    packed: list[list[Tensor]] = []
+    room = 0
+    for piece in chain.from_iterable(torch.split(vector, most) for vector in vectors):
+        if piece.numel() > room:
+            packed.append([])
+            room = most
+        packed[-1].append(piece)
+        room -= piece.numel()
+    lengths = [sum(piece.numel() for piece in pieces) for pieces in packed]
+    with torch.inference_mode(False):
+        buffer = vectors[0].new_zeros(-(-max(lengths) // in_row) * in_row)
+        return [_group(p, n, buffer, in_row) for p, n in zip(packed, lengths, strict=True)]
+
+
+def _group(pieces: list[Tensor], length: int, buffer: Tensor, in_row: int) -> _Group:
+    rows = -(-length // in_row)
+    used = buffer[: rows * in_row]
+    floating = buffer.is_floating_point()
+    return _Group(
+        vectors=pieces,
+        place=buffer[:length],
+        rest=used[length:] if length < len(used) else None,
+        words=used.view(torch.int64).view(rows, -1),
+        numbers=used.view(rows, in_row) if floating else None,
+        finite=not floating or all(bool(torch.isfinite(piece).all()) for piece in pieces),
+    )
