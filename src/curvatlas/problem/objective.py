@@ -166,10 +166,10 @@ class Objective:
             raise ProblemError(
                 f"batch {index} is a mapping without {LABELS!r}: it has {sorted(map(str, raw))}."
             )
-        if isinstance(raw, (tuple, list)) and len(raw) == 2:
-            return raw[0], raw[1]
-        if isinstance(raw, (tuple, list)) and len(raw) > 2:
-            return tuple(raw[:-1]), raw[-1]
+        if isinstance(raw, (tuple, list)) and len(raw) >= 2:
+            inputs, labels = raw[0] if len(raw) == 2 else tuple(raw[:-1]), raw[-1]
+            # A decoder reads the labels: by name, so that they reach it.
+            return _named(self.model, inputs) if _has_decoder(self.model) else inputs, labels
         raise ProblemError(
             f"batch {index} is a {type(raw).__name__}: expected (inputs, targets) or a mapping "
             f"with {LABELS!r}."
@@ -213,7 +213,7 @@ def settled(
         raise ProblemError("shift= has no meaning for the model's own loss: leave it out.")
     inputs, labels = wanted.parted(raw, 0)
     if not isinstance(raw, Mapping):
-        if loss is not None:
+        if loss is not None and not _has_decoder(model):
             _say_if_repeated(wanted, inputs, labels)
             return wanted
         raw = {**_named(model, inputs), LABELS: labels}  # the same batch, as the model names it
@@ -419,9 +419,12 @@ def _with_decoder_inputs(model: nn.Module, inputs: Any, labels: Any) -> Any:
     return {**inputs, "decoder_input_ids": make(labels)}
 
 
+def _has_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def _decoder_inputs(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    config = getattr(model, "config", None)
-    if not getattr(config, "is_encoder_decoder", False):
+    if not _has_decoder(model):
         return None
     return getattr(model, "prepare_decoder_input_ids_from_labels", None)
 
