@@ -276,7 +276,7 @@ def _applied(
         low, high = estimate.interval
         exact = math.isclose(low, high, rel_tol=1e-9)
         wanted = truth.trace() if exact else torch.tensor(estimate.value, dtype=torch.float64)
-        return f"trace (exact: {exact})", torch.tensor(estimate.value).double(), wanted
+        return f"trace (exact: {exact})", torch.tensor(estimate.value, dtype=torch.float64), wanted
     shape = (problem.size, 3) if use == "columns" else (problem.size,)
     vector = torch.randn(shape, generator=source, dtype=torch.float64)
     return use, operator @ vector.to(problem.dtype), truth @ vector
@@ -317,7 +317,7 @@ def products_case(seed: int) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            options = {} if axis is None else {"batch_axis": axis}
+            options = {}
             problem = ca.Problem(model, loss, data, **options)
             use, ours, wanted = _applied(draw, problem, part, budget, truth)
     except (ProblemError, DifferentiationError) as error:

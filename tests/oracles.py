@@ -79,8 +79,9 @@ class HandWrittenNorm(torch.nn.Module):
         super().__init__()
         self.weight = getattr(original, "weight", None)
         self.bias = getattr(original, "bias", None)
-        eps = getattr(original, "eps", None)
-        self.eps = float(eps if eps is not None else original.variance_epsilon)
+        eps = getattr(original, "eps", getattr(original, "variance_epsilon", None))
+        # torch's RMSNorm without an eps takes that of the dtype.
+        self.eps = torch.finfo(torch.float64).eps if eps is None else float(eps)
         self.centred = isinstance(original, torch.nn.LayerNorm)
 
     def forward(self, x: Tensor) -> Tensor:
