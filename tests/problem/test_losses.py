@@ -299,3 +299,10 @@ def test_a_loss_linear_in_the_outputs_says_that_its_outer_part_is_zero() -> None
     model, (x, y) = Network("log-probabilities"), drawn("classes")
     with pytest.warns(UserWarning, match="linear in the outputs"):
         ca.GaussNewton(ca.Problem(model, nn.NLLLoss(), (x, y)))
+
+
+def test_what_compares_samples_with_their_mean_refuses_a_sum() -> None:
+    model, (x, y) = Network("logits"), drawn("classes")
+    problem = ca.Problem(model, nn.CrossEntropyLoss(reduction="sum"), (x, y))
+    with pytest.raises(ProblemError, match="reduction='mean'"):
+        ca.landscape_convergence(problem)

@@ -94,6 +94,7 @@ class _Sampler:
     """Computes a chunk's rows: vectorised, or sample by sample where the model does not allow."""
 
     def __init__(self, problem: Problem, directions: Tensor, chunk: int | None) -> None:
+        problem.require_mean("curvature by sample")
         problem.check()
         self.problem = problem
         self.directions = directions.to(dtype=problem.dtype, device=problem.device)

@@ -71,6 +71,7 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
 
 def sample_gradients(problem: Problem, most: int) -> Tensor:
     """Contribution of each of the first samples to the mean gradient, (n, P)."""
+    problem.require_mean("gradient noise")
     rows: list[Tensor] = []
     counts: list[float] = []
     like = problem.parameters

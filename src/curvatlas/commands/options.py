@@ -15,6 +15,8 @@ class LossName(str, Enum):
     auto = "auto"
     cross_entropy = "cross_entropy"
     mse = "mse"
+    bce_with_logits = "bce_with_logits"
+    model = "model"
 
 
 # --- what is analysed ---------------------------------------------------------------------------
@@ -34,7 +36,10 @@ Data = Annotated[
         "file, or digits, text, fashion-mnist, mnist.",
     ),
 ]
-Loss = Annotated[LossName, typer.Option("--loss", help="auto decides by the targets.")]
+Loss = Annotated[
+    LossName,
+    typer.Option("--loss", help="auto decides by the targets; model takes the model's own."),
+]
 Weights = Annotated[
     Path | None, typer.Option(help="Load these weights (.safetensors) into the model.")
 ]

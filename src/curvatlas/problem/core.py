@@ -280,6 +280,14 @@ class Problem:
             self._total = self._summed_total = sum(counts)
         self._counted = version
 
+    def require_mean(self, purpose: str) -> None:
+        """Refuse a loss that is a sum where samples are compared with their mean."""
+        if self.loss.summed:
+            raise ProblemError(
+                f"{purpose} compares samples with their mean and {self.loss.name} is a sum: use "
+                "the same loss with reduction='mean'."
+            )
+
     def with_data(self, data: Any) -> Problem:
         """The same model, loss and parameters on other data."""
         loss, shift = self._requested

@@ -22,6 +22,7 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
             f"sampled gradients need a likelihood; {problem.loss.name!r} is not known as one: use "
             "loss='cross_entropy' or 'mse', or method='obd'."
         )
+    problem.require_mean("a sketch of sampled gradients")
     problem.check()
     rows: list[Tensor] = []
     targets = 0.0
