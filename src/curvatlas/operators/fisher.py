@@ -123,13 +123,17 @@ class _ResidualLinearisation(OuterLinearisation):
         )
 
     def _uniform(self, draw: int) -> Callable[[torch.Size], Tensor]:
-        """Numbers in (0, 1) that do not depend on how batches are cut to fit the memory."""
-        seed = (self._fisher.seed * 1_000_003 + self.batch.index) * 1009 + draw
+        return drawn_uniform(self._fisher.seed, self.batch, draw)
 
-        def uniform(shape: torch.Size) -> Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            rows = self.batch.offset + shape[0]
-            numbers = torch.rand(rows, *shape[1:], generator=generator, dtype=torch.float64)
-            return numbers[self.batch.offset :].clamp(1e-12, 1 - 1e-12)
 
-        return uniform
+def drawn_uniform(seed: int, batch: Batch, draw: int) -> Callable[[torch.Size], Tensor]:
+    """Numbers in (0, 1) that do not depend on how batches are cut to fit the memory."""
+    mixed = (seed * 1_000_003 + batch.index) * 1009 + draw
+
+    def uniform(shape: torch.Size) -> Tensor:
+        generator = torch.Generator().manual_seed(mixed)
+        rows = batch.offset + shape[0]
+        numbers = torch.rand(rows, *shape[1:], generator=generator, dtype=torch.float64)
+        return numbers[batch.offset :].clamp(1e-12, 1 - 1e-12)
+
+    return uniform

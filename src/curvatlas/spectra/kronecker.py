@@ -1,87 +1,282 @@
-r"""KFAC and EKFAC: the Gauss-Newton blocks of linear layers as Kronecker products.
+r"""KFAC and EKFAC: blocks of the Gauss-Newton or Fisher matrix as Kronecker products.
 
-A linear layer y = [W b] â with inputs â_n (tokens n, 1 appended for the bias) has the exact block
+**The exact block.** A layer y_m = [W b] â_m acts on positions m (tokens, pixels; 1 is appended to
+the input for the bias: â_m (in + 1,)). Let Z_i be the outputs of target i (a token with a label, a
+sample) and f_ic, c = 1…r, the columns of a factor of its curvature, Σ_c f_ic f_icᵀ = Λ_i:
 
-    H_o = Σ_s vec(D_s) vec(D_s)ᵀ,   D_s = Σ_{n ∈ s} g_n â_nᵀ,
+    kind="exact"      Λ_i = ∂²ℓ/∂Z_i², Gauss-Newton's block; r = C, the outputs of a target
+    kind="mc"         Λ_i = mean_s r_is r_isᵀ, slopes at targets drawn from the model; r = samples
+    kind="empirical"  Λ_i = r_i r_iᵀ, the slope at the observed target; r = 1
 
-s over samples and columns of Λ^½, g_n the columns pulled back to y_n. KFAC (Martens and Grosse
-2015) replaces it by G ⊗ A, A = mean_n â âᵀ, G = Σ_n g gᵀ. EKFAC (George et al. 2018) keeps the
-eigenvectors U_G, U_A and measures the true diagonal there, λ = Σ_s (U_Gᵀ D_s U_A)², which is the
-nearest such matrix in Frobenius norm. Both are U diag(λ) Uᵀ, so products, damped inverses, traces
-and norms are exact and cheap.
+(``ca.Fisher`` has the same kinds and draws.) Every column is pulled back on its own,
+
+    g_icm = (∂Z_i/∂y_m)ᵀ f_ic  (out,),   D_ic = Σ_m g_icm â_mᵀ  (out, in + 1),
+    H_o = Σ_ic vec(D_ic) vec(D_ic)ᵀ.
+
+**KFAC** (Martens and Grosse 2015; for shared weights Eschenhagen et al. 2023) is G ⊗ A with
+
+    approximation="expand"   A = mean_m â_m â_mᵀ              G = Σ_ic Σ_m g_icm g_icmᵀ
+    approximation="reduce"   A = mean_n ā_n ā_nᵀ              G = Σ_ic (Σ_m g_icm)(Σ_m g_icm)ᵀ
+
+A: (in + 1, in + 1), m over all positions of all samples, ā_n the mean of â_m over the positions of
+sample n.  G: (out, out), weighted over batches by their valid targets.  "expand" is exact for a
+linear network with a target for each position, "reduce" for one that averages the positions first.
+
+**EKFAC** (George et al. 2018) keeps the eigenvectors U_G, U_A of either and takes the true diagonal
+there, λ = Σ_ic (U_Gᵀ D_ic U_A)²  (out, in + 1): the matrix nearest to H_o among those with these
+eigenvectors. Its trace is that of H_o's block, always.
+
+**Layers.** ``nn.Linear``, ``nn.Conv2d`` and ``nn.Conv1d`` (â the patches under the kernel), GPT-2's
+``Conv1D``, the projections of ``nn.MultiheadAttention`` (one layer for fused query, key and value).
+Embeddings: â is the unit vector of the index, A = diag(counts)/positions, U_A = I, always
+"expand"; the padding index is left out. Gain and shift of norms (Layer-, RMS-, Group- and BatchNorm
+in evaluation, ``weight * x``): no Kronecker product but H_o's own block, norms="exact" with 2d × 2d
+numbers, or its diagonal, norms="diagonal". A frozen weight or bias leaves the other, with â = a or
+â = 1.
+
+**Tied weights, layers called twice.** All uses are positions of one layer: m runs over those of
+every use, and D_ic sums over all uses. Where a weight is used in two ways (W h in the head, Wᵀ e in
+the embedding), KFAC is the diagonal of G₁ ⊗ A₁ + A₂ ⊗ G₂ in the eigenvectors of the mean of its
+left and of its right factors, each of trace one and weighted by the trace of its product. A bias
+shares its weight's block only if neither is used without the other; else each is its own block.
+
+All are U diag(λ) Uᵀ, so products, damped inverses, traces, norms and determinants are exact.
+
+**Cost.** One backward pass of a batch for every column f_ic of a *sample*, as the columns of
+different samples do not meet and are pulled back together: T·C passes for T targets a sample and C
+outputs a target ("exact"), T·samples ("mc"), T ("empirical"), twice that for EKFAC; T is 1 where
+targets do not meet in the model either (classification, layers that act on each token). Many
+columns go in one call, as memory allows. per="sample" pulls the targets of a sample back together,
+Σ_i∈n f_ic: samples passes for "mc", whose mean stays the same since draws are independent (more
+noise: cross terms average out), one for "empirical", which then is the Fisher matrix of samples.
+"exact" has no such way: its columns have arbitrary signs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from curvatlas import parallel
+from curvatlas.budget import available_bytes, readable
+from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
-from curvatlas.problem import Batch, Problem
-from curvatlas.progress import track
+from curvatlas.operators.layer_uses import Use
+from curvatlas.operators.pulled_columns import ColumnChoice, PulledColumns, SampleRun
+from curvatlas.problem import Problem
+from curvatlas.problem.guards import listed
 
-_MOST_CLASSES = 512  # Λ^½ is taken exactly: one backward pass a column
+_GRADIENT_BYTES = 2**26  # gradients D_ic of one layer that exist at the same time
+
+
+# --- blocks -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KroneckerBlock:
-    """U diag(λ) Uᵀ with U = U_G ⊗ U_A, acting on [W b] of one linear layer."""
+    """U diag(λ) Uᵀ with U = U_G ⊗ U_A, acting on [W b] of one layer."""
 
     name: str  # of the module
-    weight: slice  # places in the flat vector
+    weight: slice | None  # places in the flat vector; None: held fixed
     bias: slice | None
-    left: Tensor  # U_G (out, out)
-    right: Tensor  # U_A (in [+ 1], in [+ 1])
+    transposed: bool  # W is stored (in, out)
+    left: Tensor | None  # U_G (out, out); None: the identity
+    right: Tensor | None  # U_A (in [+ 1], in [+ 1]); None: the identity
     values: Tensor  # λ (out, in [+ 1])
 
     def gather(self, columns: Tensor) -> Tensor:
         """(n, K) → (K, out, in [+ 1])."""
-        out, count = self.left.shape[0], columns.shape[1]
-        matrix = columns[self.weight].T.reshape(count, out, -1)
-        if self.bias is None:
-            return matrix
-        return torch.cat([matrix, columns[self.bias].T.unsqueeze(-1)], 2)
+        out, count, parts = self.values.shape[0], columns.shape[1], []
+        if self.weight is not None:
+            flat = columns[self.weight].T
+            parts.append(
+                flat.reshape(count, -1, out).mT if self.transposed else flat.reshape(count, out, -1)
+            )
+        if self.bias is not None:
+            parts.append(columns[self.bias].T.unsqueeze(-1))
+        return torch.cat(parts, 2)
 
     def scatter(self, matrices: Tensor, result: Tensor) -> None:
         """The inverse of ``gather``, into ``result`` (n, K)."""
-        weights = matrices if self.bias is None else matrices[:, :, :-1]
-        result[self.weight] = weights.reshape(len(matrices), -1).T
+        if self.weight is not None:
+            weights = matrices if self.bias is None else matrices[:, :, :-1]
+            stored = weights.mT if self.transposed else weights
+            result[self.weight] = stored.reshape(len(matrices), -1).T
         if self.bias is not None:
             result[self.bias] = matrices[:, :, -1].T
 
     def apply(self, matrices: Tensor, values: Tensor) -> Tensor:
         """U diag(values) Uᵀ on (K, out, in)."""
-        turned = self.left.T @ matrices @ self.right
-        return self.left @ (turned * values) @ self.right.T
+        turned = matrices if self.left is None else self.left.T @ matrices
+        turned = (turned if self.right is None else turned @ self.right) * values
+        turned = turned if self.left is None else self.left @ turned
+        return turned if self.right is None else turned @ self.right.T
+
+    def diagonal(self) -> Tensor:
+        """The matrix's diagonal, (out, in [+ 1])."""
+        entries = self.values if self.left is None else self.left.pow(2) @ self.values
+        return entries if self.right is None else entries @ self.right.pow(2).T
+
+
+@dataclass(frozen=True)
+class GainBlock:
+    """V diag(λ) Vᵀ on [γ, β] of a norm: the exact block, or its diagonal (V = I)."""
+
+    name: str
+    weight: slice | None
+    bias: slice | None
+    vectors: Tensor | None  # V (n, n); None: the identity
+    values: Tensor  # λ (n,)
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """(P, K) → (K, n)."""
+        places = [place for place in (self.weight, self.bias) if place is not None]
+        return torch.cat([columns[place] for place in places]).T
+
+    def scatter(self, rows: Tensor, result: Tensor) -> None:
+        """The inverse of ``gather``, into ``result`` (P, K)."""
+        start = 0
+        for place in (self.weight, self.bias):
+            if place is not None:
+                size = place.stop - place.start
+                result[place] = rows[:, start : start + size].T
+                start += size
+
+    def apply(self, rows: Tensor, values: Tensor) -> Tensor:
+        """V diag(values) Vᵀ on (K, n)."""
+        if self.vectors is None:
+            return rows * values
+        return (rows @ self.vectors * values) @ self.vectors.T
+
+    def diagonal(self) -> Tensor:
+        """The matrix's diagonal, (n,)."""
+        return self.values if self.vectors is None else self.vectors.pow(2) @ self.values
+
+
+Block = KroneckerBlock | GainBlock
+
+
+# --- the operators ------------------------------------------------------------------------------
 
 
 class KFAC(LinearOperator):
-    """KFAC of all ``nn.Linear`` layers of a problem, as a (P, P) operator.
+    r"""KFAC of a problem's layers as a (P, P) operator, G ⊗ A for each layer.
 
-    Parameters outside linear layers have zero rows and columns; ``covered`` lists the layers.
+    approximation: what is summed where a weight is shared over positions m,
+        "expand"  A = mean_m â_m â_mᵀ,    G = Σ_ic Σ_m g_icm g_icmᵀ;
+        "reduce"  A = mean_n ā_n ā_nᵀ,    G = Σ_ic (Σ_m g_icm)(Σ_m g_icm)ᵀ,
+        â_m (in + 1,) the inputs with 1 appended, ā_n their mean over sample n, and g_icm (out,) the
+        column f_ic of target i's curvature, pulled back to y_m.
+    kind: Σ_c f_ic f_icᵀ is Λ_i ("exact": Gauss-Newton), the mean over ``samples`` targets drawn
+        with ``seed`` ("mc") or the observed target's r_i r_iᵀ ("empirical"), as in ``ca.Fisher``.
+    per: pull back the columns of every target on their own, or ("mc", "empirical") of every sample
+        together, which is one backward pass a draw instead of one for each target and draw.
+    norms: gain and shift of norms by their "exact" block (2d × 2d) or its "diagonal".
+    checks: refuse weights, modes and randomness that would give a wrong number.
+
+    Layers: linear maps, convolutions (groups=1), embeddings, norms; tied weights and repeated calls
+    count all their uses. ``covered`` lists the layers; the parameters in ``uncovered`` have zero
+    rows and columns, and a warning names them. The matrix is that of the weights at this moment.
+    Equations and costs: the module's docstring.
     """
 
     corrected = False
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        approximation: Literal["expand", "reduce"] = "expand",
+        kind: Literal["exact", "mc", "empirical"] = "exact",
+        samples: int = 1,
+        seed: int = 0,
+        per: Literal["target", "sample"] = "target",
+        norms: Literal["exact", "diagonal"] = "exact",
+        checks: bool = True,
+    ) -> None:
         n = problem.size
         tags = Tags(symmetric=True, psd=True)
         super().__init__((n, n), dtype=problem.dtype, device=problem.device, tags=tags)
         self.problem = problem
-        if not problem.loss.convex:
+        self.approximation, self.kind, self.per, self.norms = approximation, kind, per, norms
+        self.samples, self.seed = samples, seed
+        self._refuse()
+        if checks:
+            problem.check()
+        passes = PulledColumns(
+            problem,
+            ColumnChoice(kind=kind, samples=samples, seed=seed, per=per),
+            whole_samples=approximation == "reduce",
+            name=type(self).__name__,
+        )
+        with problem.evaluating():
+            sums = _block_sums(self, passes)
+            blocks = {key: entry.block(problem) for key, entry in sums.items()}
+            kept = _corrected(passes, blocks) if self.corrected else list(blocks.values())
+        self.blocks: tuple[Block, ...] = tuple(kept)
+        self.uncovered = tuple(n for n in problem.parameter_names if n in passes.unexplained)
+        self._warn_and_check()
+
+    def _refuse(self) -> None:
+        name, loss = type(self).__name__, self.problem.loss
+        options = {
+            "approximation": (self.approximation, ("expand", "reduce")),
+            "kind": (self.kind, ("exact", "mc", "empirical")),
+            "per": (self.per, ("target", "sample")),
+            "norms": (self.norms, ("exact", "diagonal")),
+        }
+        for option, (value, known) in options.items():
+            if value not in known:
+                raise ValueError(f"{option} is one of {', '.join(known)}, got {value!r}.")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}.")
+        if self.kind == "exact" and self.per == "sample":
             raise ValueError(
-                f"{type(self).__name__} needs a loss that is convex in the outputs "
-                f"(cross_entropy or mse), got {problem.loss.name!r}."
+                "kind='exact' pulls every target back on its own: per='sample' would add cross "
+                "terms with arbitrary signs. Take kind='mc' or 'empirical' for per='sample'."
             )
-        self.blocks = tuple(_blocks(problem, corrected=self.corrected))
+        if self.kind == "exact" and not loss.convex:
+            raise ValueError(
+                f"{name} needs a loss that is convex in the outputs (cross_entropy or mse), got "
+                f"{loss.name!r}: use one of these, or kind='empirical'."
+            )
+        if self.problem.distributed and parallel.world_size() > 1:
+            raise ValueError(
+                f"{name} does not sum over processes: make its Problem with distributed=False on "
+                "data that one process holds."
+            )
+        if self.problem.checkpoint_activations:
+            raise ValueError(
+                f"{name} reads inside the model's blocks: make its Problem without "
+                "checkpoint_activations."
+            )
+
+    def _warn_and_check(self) -> None:
+        if not self.blocks:
+            raise ValueError(
+                "no parameter that varies belongs to a layer that KFAC knows (nn.Linear, "
+                "nn.Conv2d, nn.Embedding, norms): no KFAC."
+            )
+        bad = [block.name for block in self.blocks if not bool(torch.isfinite(block.values).all())]
+        if bad:
+            raise NonFiniteError(
+                f"{type(self).__name__} is not finite in {listed(bad)}: try float64."
+            )
+        if self.uncovered:
+            warnings.warn(
+                f"{type(self).__name__} knows no layer for {listed(list(self.uncovered))}: their "
+                "rows are zero.",
+                stacklevel=3,
+            )
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Names of the linear layers."""
+        """Names of the layers."""
         return tuple(block.name for block in self.blocks)
 
     def _columns(self, columns: Tensor) -> Tensor:
@@ -92,8 +287,7 @@ class KFAC(LinearOperator):
 
     def inverse(self, damping: float) -> LinearOperator:
         """(A + damping·I)⁻¹, exact for this A; 1/damping on the parameters not covered."""
-        if not damping > 0:
-            raise ValueError(f"damping must be positive, got {damping!r}.")
+        _check_damping(damping)
         return _Inverse(self, damping)
 
     def exact_trace(self) -> float:
@@ -102,18 +296,37 @@ class KFAC(LinearOperator):
     def exact_frobenius_norm(self) -> float:
         return float(sum(float(block.values.pow(2).sum()) for block in self.blocks) ** 0.5)
 
+    def exact_log_determinant(self, damping: float) -> float:
+        """log det(A + damping·I); parameters not covered count log(damping) each."""
+        _check_damping(damping)
+        shifted = [(block.values.double() + damping).log() for block in self.blocks]
+        others = self.shape[0] - sum(logs.numel() for logs in shifted)
+        alone = torch.tensor(damping, dtype=torch.float64).log()
+        return sum(float(logs.sum()) for logs in shifted) + others * float(alone)
+
     def exact_diagonal(self) -> Tensor:
         result = torch.zeros(self.shape[0], 1, dtype=self.dtype, device=self.device)
         for block in self.blocks:
-            entries = block.left.pow(2) @ block.values @ block.right.pow(2).T
-            block.scatter(entries.unsqueeze(0), result)
+            block.scatter(block.diagonal().unsqueeze(0), result)
         return result.squeeze(1)
 
 
 class EKFAC(KFAC):
-    """KFAC with its eigenvalues corrected to the true diagonal in KFAC's eigenbasis."""
+    r"""KFAC with its eigenvalues corrected to the true diagonal in KFAC's eigenbasis.
+
+    λ = Σ_ic (U_Gᵀ D_ic U_A)²  (out, in + 1),   D_ic = Σ_m g_icm â_mᵀ the gradient of column ic,
+
+    for both approximations, which differ in U_G and U_A only. Its trace is that of the blocks of
+    ``ca.GaussNewton`` (kind="exact") or ``ca.Fisher`` of the same kind, samples and seed. Twice the
+    passes of KFAC; options and layers as there.
+    """
 
     corrected = True
+
+
+def _check_damping(damping: float) -> None:
+    if not damping > 0:
+        raise ValueError(f"damping must be positive, got {damping!r}.")
 
 
 class _Inverse(LinearOperator):
@@ -131,155 +344,319 @@ class _Inverse(LinearOperator):
         return result
 
 
+# --- what belongs to a block --------------------------------------------------------------------
+
+Key = tuple[str | None, str | None]  # a block's weight and bias
+Way = tuple[str, bool]  # kind of use, and whether it stores the weight (in, out)
+
+
+def _block_keys(uses: Sequence[Use]) -> dict[Key, list[int]]:
+    """The blocks and their uses; weight and bias in one if neither is used without the other."""
+    biases: dict[str | None, set[str | None]] = {}
+    weights: dict[str | None, set[str | None]] = {}
+    for use in uses:
+        biases.setdefault(use.weight, set()).add(use.bias)
+        weights.setdefault(use.bias, set()).add(use.weight)
+    keys: dict[Key, list[int]] = {}
+    for number, use in enumerate(uses):
+        pair: Key = (use.weight, use.bias)
+        apart: list[Key] = [(use.weight, None), (None, use.bias)]
+        joint = None not in pair and len(biases[use.weight]) == len(weights[use.bias]) == 1
+        for key in [pair] if joint else apart:
+            if key != (None, None):
+                keys.setdefault(key, []).append(number)
+    return keys
+
+
+def _ways(run: SampleRun, key: Key, numbers: Sequence[int]) -> dict[Way, list[int]]:
+    """Uses that are pooled: the same kind of map, the weight stored in the same way."""
+    ways: dict[Way, list[int]] = {}
+    for number in numbers:
+        use = run.uses[number]
+        kind = "embedding" if use.kind == "embedding" else "linear"
+        # Without the weight there is only â = 1, and no way to store it.
+        ways.setdefault((kind, use.transposed and key[0] is not None), []).append(number)
+    return ways
+
+
+def _layer_name(key: Key) -> str:
+    """The module of a weight (and its bias); else the parameter's own name."""
+    weight, bias = key
+    if weight is None:
+        return str(bias)
+    module, _, last = weight.rpartition(".")
+    return module if last == "weight" else weight
+
+
+def _without_padding(run: SampleRun, number: int, slopes: Tensor) -> Tensor:
+    """(K, S, M, out), zero where an embedding reads its padding index."""
+    use = run.uses[number]
+    if use.padding is None:
+        return slopes
+    return slopes * (run.inputs(number) != use.padding).unsqueeze(-1)
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    first, *others = terms
+    for other in others:
+        first = first + other
+    return first
+
+
+# --- KFAC's factors -----------------------------------------------------------------------------
+
+
 @dataclass
-class _Capture:
-    """Inputs and outputs of the linear layers in one forward pass."""
+class _Pool:
+    """Σ â âᵀ over ``positions``, and Σ g gᵀ."""
 
-    inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-
-
-@contextmanager
-def _watched(layers: dict[str, nn.Linear]) -> Iterator[_Capture]:
-    capture = _Capture({}, {})
-
-    def hook(name: str):  # type: ignore[no-untyped-def]
-        def keep(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-            if name in capture.inputs:
-                raise ValueError(f"{name} is called twice in one pass: KFAC cannot treat it.")
-            capture.inputs[name], capture.outputs[name] = given[0].detach(), output
-
-        return keep
-
-    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    try:
-        yield capture
-    finally:
-        for handle in handles:
-            handle.remove()
+    inputs: Tensor  # (in, in), or (V,) counts of an embedding
+    outputs: Tensor  # (out, out)
+    positions: float = 0.0
 
 
-def _path(module: str, parameter: str) -> str:
-    return f"{module}.{parameter}" if module else parameter
+class _BlockSums:
+    """What the passes add up for one block."""
 
+    def __init__(self, key: Key, *, gain: bool, reduces: bool, diagonal_gain: bool) -> None:
+        self.key, self.gain = key, gain
+        self._reduces, self._diagonal_gain = reduces, diagonal_gain
+        self._pools: dict[Way, _Pool] = {}
+        self._second_moment: Tensor | None = None  # of a gain: (n, n), or (n,) its diagonal
 
-def _layers(problem: Problem) -> dict[str, nn.Linear]:
-    varying = set(problem.parameter_names)
-    found = {
-        name: module
-        for name, module in problem.model.named_modules()
-        if type(module) is nn.Linear and _path(name, "weight") in varying
-    }
-    if not found:
-        raise ValueError("the problem has no nn.Linear layer whose weight varies: no KFAC.")
-    return found
-
-
-def _blocks(problem: Problem, *, corrected: bool) -> Iterator[KroneckerBlock]:
-    layers = _layers(problem)
-    second: dict[str, Tensor] = {}
-    pulled: dict[str, Tensor] = {}
-    tokens: dict[str, int] = {}
-    for batch in track(problem.batches(), "KFAC"):
-        share = batch.count / problem.normaliser
-        for name, inputs, slopes in _passes(problem, layers, batch):
-            if slopes is None:
-                a = inputs.flatten(0, -2)
-                second[name] = second.get(name, 0) + a.T @ a
-                tokens[name] = tokens.get(name, 0) + a.shape[0]
-            else:
-                g = slopes.flatten(0, -2)
-                pulled[name] = pulled.get(name, 0) + share * g.T @ g
-    bases = {}
-    for name in layers:
-        if name not in pulled:
-            continue  # never called
-        left_values, left = torch.linalg.eigh(pulled[name])
-        right_values, right = torch.linalg.eigh(second[name] / tokens[name])
-        values = left_values.clamp_min(0)[:, None] * right_values.clamp_min(0)
-        bases[name] = (left, right, values)
-    if corrected:
-        bases = _corrected(problem, layers, bases)
-    layout = problem.layout
-    places = dict(zip(layout.names, zip(layout.starts, layout.sizes, strict=True), strict=True))
-    for name, (left, right, values) in bases.items():
-        start, size = places[_path(name, "weight")]
-        bias = None
-        if _path(name, "bias") in places:
-            first, length = places[_path(name, "bias")]
-            bias = slice(first, first + length)
-        yield KroneckerBlock(name, slice(start, start + size), bias, left, right, values)
-
-
-def _corrected(
-    problem: Problem,
-    layers: dict[str, nn.Linear],
-    bases: dict[str, tuple[Tensor, Tensor, Tensor]],
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """λ = Σ_s (U_Gᵀ D_s U_A)²."""
-    exact = {name: torch.zeros_like(values) for name, (_, _, values) in bases.items()}
-    for batch in track(problem.batches(), "EKFAC"):
-        share = batch.count / problem.normaliser
-        for name, inputs, slopes in _passes(problem, layers, batch):
-            if slopes is None or name not in bases:
+    def add_inputs(self, run: SampleRun, numbers: Sequence[int]) -> None:
+        """Add to A, of layers that have one."""
+        if self.gain:
+            return
+        for way, some in _ways(run, self.key, numbers).items():
+            if way[0] == "embedding":
+                for number in some:
+                    self._add_counts(run, way, number)
                 continue
-            left, right, _ = bases[name]
-            a = (inputs @ right).reshape(inputs.shape[0], -1, right.shape[0])  # (B, T, in)
-            g = (slopes @ left).reshape(slopes.shape[0], -1, left.shape[0])  # (B, T, out)
-            gradients = torch.einsum("bto,bti->boi", g, a)
-            exact[name] += share * gradients.pow(2).sum(0)
-    return {name: (left, right, exact[name]) for name, (left, right, _) in bases.items()}
+            rows = [self._rows(run, number) for number in some]  # (S, M, in) each
+            out = run.uses[some[0]].width
+            pool = self._pool(way, (rows[0].shape[-1],) * 2, out, like=rows[0])
+            if self._reduces:
+                means = _total(r.sum(1) for r in rows) / sum(r.shape[1] for r in rows)
+                rows = [means.unsqueeze(1)]
+            for row in rows:
+                flat = row.flatten(0, 1)
+                pool.inputs += flat.T @ flat
+                pool.positions += len(flat)
 
+    def _rows(self, run: SampleRun, number: int) -> Tensor:
+        weight, bias = self.key
+        return run.with_one(number, weight=weight is not None, bias=bias is not None)
 
-def _passes(
-    problem: Problem, layers: dict[str, nn.Linear], batch: Batch
-) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """(layer, inputs with 1 appended, None), then (layer, inputs, g) for each column of Λ^½."""
-    varying = set(problem.parameter_names)
-    with problem.evaluating(), torch.enable_grad(), _watched(layers) as capture:
-        outputs = problem.outputs(batch, problem.leaves())
-        names = list(capture.outputs)
-        inputs = {
-            name: _with_one(capture.inputs[name]) if _path(name, "bias") in varying
-            else capture.inputs[name]
-            for name in names
-        }  # fmt: skip
-        for name in names:
-            yield name, inputs[name], None
-        for column in _root_columns(problem, outputs, batch):
-            slopes = torch.autograd.grad(
-                outputs, [capture.outputs[name] for name in names], column,
-                retain_graph=True, allow_unused=True,
-            )  # fmt: skip
-            for name, slope in zip(names, slopes, strict=True):
-                if slope is not None:
-                    yield name, inputs[name], slope
+    def _add_counts(self, run: SampleRun, way: Way, number: int) -> None:
+        use, indices = run.uses[number], run.inputs(number).reshape(-1)
+        table = run.recorded.leaves[str(use.weight)].detach()
+        if use.padding is not None:
+            indices = indices[indices != use.padding]
+        pool = self._pool(way, (table.numel() // use.width,), use.width, like=table)
+        pool.inputs += torch.bincount(indices, minlength=len(pool.inputs))
+        pool.positions += len(indices)
 
+    def _pool(self, way: Way, inputs: tuple[int, ...], out: int, *, like: Tensor) -> _Pool:
+        if way not in self._pools:
+            # Eigenvectors, and eigh's copies in float64, come on top of the factors.
+            size = 4 * (torch.Size(inputs).numel() + out * out) * like.dtype.itemsize
+            if like.device.type == "cpu" and size > available_bytes():
+                raise ValueError(
+                    f"the Kronecker factors of {_layer_name(self.key)!r} ({inputs[0]} inputs, "
+                    f"{out} outputs) take {readable(size)}: hold it fixed with "
+                    "Problem(parameters=...)."
+                )
+            self._pools[way] = _Pool(like.new_zeros(inputs), like.new_zeros(out, out))
+        return self._pools[way]
 
-def _with_one(inputs: Tensor) -> Tensor:
-    return torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
+    def add_slopes(self, run: SampleRun, numbers: Sequence[int], slopes: list[Tensor]) -> None:
+        """Add to G, or to the second moment of a gain; slopes: (K, S, M, out) a use."""
+        if self.gain:
+            moment = self._gain_moment(run, numbers, slopes)
+            before = self._second_moment
+            self._second_moment = moment if before is None else before + moment
+            return
+        for way, some in _ways(run, self.key, numbers).items():
+            terms = [_without_padding(run, number, slopes[number]) for number in some]
+            if self._reduces and way[0] != "embedding":
+                terms = [_total(term.sum(2, keepdim=True) for term in terms)]
+            for term in terms:
+                flat = term.flatten(0, 2)
+                self._pools[way].outputs += flat.T @ flat
 
+    def _gain_moment(self, run: SampleRun, numbers: Sequence[int], slopes: list[Tensor]) -> Tensor:
+        """Σ d dᵀ, or its diagonal, for the gradients d of [γ, β]."""
+        gradients = []
+        for number in numbers:
+            parts = []
+            if self.key[0] is not None:
+                parts.append((slopes[number] * run.inputs(number)).sum(2))
+            if self.key[1] is not None:
+                parts.append(slopes[number].sum(2))
+            gradients.append(torch.cat(parts, -1))  # (K, S, n)
+        flat = _total(gradients).flatten(0, 1)
+        return flat.square().sum(0) if self._diagonal_gain else flat.T @ flat
 
-def _root_columns(problem: Problem, outputs: Tensor, batch: Batch) -> Iterator[Tensor]:
-    """Columns of Λ^½ for each target at once (Λ is block-diagonal over targets), shaped like Z."""
-    fixed = outputs.detach()
-    product = problem.loss.curvature(fixed, batch.targets)
-    if product is None:
-        raise ValueError(f"KFAC knows no Λ for the loss {problem.loss.name!r}.")
-    classes = fixed.shape[-1]
-    if classes > _MOST_CLASSES:
-        raise ValueError(
-            f"KFAC takes Λ^½ exactly and {classes} outputs a target are too many (at most "
-            f"{_MOST_CLASSES}): use ca.GaussNewton with ca.solve instead."
+    def block(self, problem: Problem) -> Block:
+        """The block with KFAC's eigenvectors and eigenvalues."""
+        layout = problem.layout
+        starts = dict(zip(layout.names, layout.starts, strict=True))
+        sizes = dict(zip(layout.names, layout.sizes, strict=True))
+        weight, bias = (
+            None if name is None else slice(starts[name], starts[name] + sizes[name])
+            for name in self.key
         )
-    rows = []
-    for index in range(classes):
-        unit = torch.zeros_like(fixed)
-        unit[..., index] = 1
-        rows.append(product(unit))
-    blocks = torch.stack(rows, -1)  # (…, C, C)
-    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
-    roots = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    for index in range(classes):
-        if bool(values[..., index].max() > 0):
-            yield roots[..., index]
+        name = _layer_name(self.key)
+        if self.gain:
+            assert self._second_moment is not None
+            values, vectors = _eigen(self._second_moment)
+            return GainBlock(name, weight, bias, vectors, values)
+        transposed = all(way[1] for way in self._pools)
+        left, right, values = self._eigenbasis(transposed)
+        return KroneckerBlock(name, weight, bias, transposed, left, right, values)
+
+    def _eigenbasis(self, transposed: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """U_G, U_A and λ of G ⊗ A, or of a sum of such products for a weight used in two ways."""
+        sides = []
+        for way, pool in self._pools.items():
+            pair = (pool.outputs, pool.inputs / max(pool.positions, 1.0))
+            sides.append(pair if way[1] == transposed else pair[::-1])
+        if len(sides) == 1:
+            (left_values, left), (right_values, right) = map(_eigen, sides[0])
+            return left, right, left_values[:, None] * right_values
+        matrices = [(_matrix(left), _matrix(right)) for left, right in sides]
+        traces = [(float(left.trace()), float(right.trace())) for left, right in matrices]
+        bases = []
+        for side in range(2):
+            # Factors of trace one, weighted by the traces of their products.
+            mean = _total(
+                pair[side] * trace[1 - side] for pair, trace in zip(matrices, traces, strict=True)
+            )
+            bases.append(torch.linalg.eigh(mean.double())[1].to(mean.dtype))
+        values = _total(
+            _diagonal_in(bases[0], left)[:, None] * _diagonal_in(bases[1], right)
+            for left, right in matrices
+        )
+        return bases[0], bases[1], values
+
+
+def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues, none below zero, and eigenvectors; None, the identity, for a diagonal (n,)."""
+    if factor.ndim == 1:
+        return factor, None
+    values, vectors = torch.linalg.eigh(factor.double())
+    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype)
+
+
+def _matrix(factor: Tensor) -> Tensor:
+    return factor.diag() if factor.ndim == 1 else factor
+
+
+def _diagonal_in(basis: Tensor, matrix: Tensor) -> Tensor:
+    """diag(Uᵀ M U), none below zero."""
+    return (basis * (matrix @ basis)).sum(0).clamp_min(0)
+
+
+def _block_sums(operator: KFAC, passes: PulledColumns) -> dict[Key, _BlockSums]:
+    """A and G of every layer, and the second moments of gains."""
+    sums: dict[Key, _BlockSums] = {}
+    block_of: dict[str, Key] = {}
+    for run in passes:
+        keys = _block_keys(run.uses)
+        for key, numbers in keys.items():
+            for name in key:
+                if name is not None and block_of.setdefault(name, key) != key:
+                    raise ValueError(
+                        f"{name} meets another weight or bias in batch {run.recorded.batch.index} "
+                        "than before, and KFAC takes both in one block: hold one of them fixed "
+                        "with Problem(parameters=...)."
+                    )
+            if key not in sums:
+                sums[key] = _BlockSums(
+                    key,
+                    gain=all(run.uses[number].kind == "gain" for number in numbers),
+                    reduces=operator.approximation == "reduce",
+                    diagonal_gain=operator.norms == "diagonal",
+                )
+            sums[key].add_inputs(run, numbers)
+        for slopes in run.slopes():
+            for key, numbers in keys.items():
+                sums[key].add_slopes(run, numbers, slopes)
+    return sums
+
+
+# --- EKFAC's eigenvalues ------------------------------------------------------------------------
+
+
+def _corrected(passes: PulledColumns, blocks: dict[Key, Block]) -> list[Block]:
+    """The blocks with λ = Σ_ic (U_Gᵀ D_ic U_A)²; those of gains are exact as they are."""
+    exact = {
+        key: replace(block, values=torch.zeros_like(block.values))
+        for key, block in blocks.items()
+        if isinstance(block, KroneckerBlock)
+    }
+    for run in passes:
+        keys = _block_keys(run.uses)
+        for slopes in run.slopes():
+            for key, numbers in keys.items():
+                if key in exact:
+                    exact[key].values.add_(_squares(run, key, exact[key], numbers, slopes))
+    return [exact.get(key, block) for key, block in blocks.items()]
+
+
+def _squares(
+    run: SampleRun, key: Key, block: KroneckerBlock, numbers: Sequence[int], slopes: list[Tensor]
+) -> Tensor:
+    """Σ (U_Gᵀ D U_A)² over some columns, like ``block.values``."""
+    if block.right is None:
+        return _embedding_squares(run, block, numbers, slopes)
+    pairs = [_turned(run, key, block, number, slopes[number]) for number in numbers]
+    if len(pairs) == 1 and pairs[0][0].shape[2] == 1:
+        # One position: D is an outer product, and so is its square.
+        left, right = (side.square().sum(0).flatten(0, 1) for side in pairs[0])
+        return left.T @ right
+    total = torch.zeros_like(block.values)
+    count = len(slopes[numbers[0]])
+    size = run.samples * total.numel() * total.dtype.itemsize
+    step = max(1, _GRADIENT_BYTES // size)
+    for start in range(0, count, step):
+        some = slice(start, min(start + step, count))
+        gradients = _total(
+            (left if len(left) == 1 else left[some]).mT
+            @ (right if len(right) == 1 else right[some])
+            for left, right in pairs
+        )  # (k, S, out, in)
+        total += gradients.square_().sum((0, 1))
+    return total
+
+
+def _turned(
+    run: SampleRun, key: Key, block: KroneckerBlock, number: int, slopes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """l and r with U_Gᵀ D U_A = Σ_m l_m r_mᵀ: (K or 1, S, M, out) and (K or 1, S, M, in)."""
+    assert block.left is not None
+    assert block.right is not None
+    use = run.uses[number]
+    swapped = key[0] is not None and use.transposed != block.transposed
+    near, far = (block.right, block.left) if swapped else (block.left, block.right)
+    g = _without_padding(run, number, slopes) @ near
+    if use.kind == "embedding":
+        a = far[run.inputs(number)]
+    else:
+        a = run.with_one(number, weight=key[0] is not None, bias=key[1] is not None) @ far
+    a = a.unsqueeze(0)
+    return (a, g) if swapped else (g, a)
+
+
+def _embedding_squares(
+    run: SampleRun, block: KroneckerBlock, numbers: Sequence[int], slopes: list[Tensor]
+) -> Tensor:
+    """The same for embeddings alone, U_A = I: columns of D are sums over equal indices."""
+    assert block.left is not None
+    indices = torch.cat([run.inputs(number) for number in numbers], 1)  # (S, M)
+    g = torch.cat([_without_padding(run, n, slopes[n]) for n in numbers], 2) @ block.left
+    first = (indices.unsqueeze(2) == indices.unsqueeze(1)).byte().argmax(2)  # of equal indices
+    sums = torch.zeros_like(g).scatter_add_(2, first[None, :, :, None].expand_as(g), g)
+    squares = sums.square_().sum(0).flatten(0, 1)  # (S M, out)
+    return torch.zeros_like(block.values).index_add_(1, indices.reshape(-1), squares.T)
