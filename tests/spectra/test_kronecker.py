@@ -366,7 +366,13 @@ LOSSES: dict[str, tuple[Any, Callable[[], Tensor]]] = {
         nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
         lambda: torch.randint(0, 3, (4, 3)),
     ),
+    "soft targets": (nn.CrossEntropyLoss(), lambda: randn(4, 3, 3).softmax(1)),
     "mse": ("mse", lambda: randn(4, 3, 3)),
+    "sum": (nn.MSELoss(reduction="sum"), lambda: randn(4, 3, 3)),
+    "binary cross-entropy": (
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)),
+        lambda: torch.rand(4, 3, 3, dtype=torch.float64),
+    ),
 }
 
 
@@ -581,6 +587,17 @@ def test_parameters_of_no_layer_are_named_and_have_zero_rows() -> None:
     assert float(op.dense()[0].abs().max()) == 0.0
     with pytest.raises(ValueError, match=r"nn\.Linear"):
         ca.KFAC(ca.Problem(Odd(linear=False).double(), "mse", (randn(5, 3), randn(5, 3))))
+
+
+def test_a_loss_that_is_linear_in_the_outputs_has_no_exact_matrix() -> None:
+    torch.manual_seed(14)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(-1)).double()
+    problem = ca.Problem(model, nn.NLLLoss(), (randn(5, 4), torch.randint(0, 3, (5,))))
+    with pytest.raises(ValueError, match="nll is linear in the outputs"):
+        ca.KFAC(problem)
+    logits = ca.Problem(model[0], "cross_entropy", next(iter(problem.data)))
+    expected = ca.EKFAC(logits, kind="empirical").exact_trace()
+    assert ca.EKFAC(problem, kind="empirical").exact_trace() == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_loss_without_a_known_curvature_has_an_empirical_matrix_only() -> None:

@@ -242,8 +242,13 @@ class KFAC(LinearOperator):
             )
         if self.kind == "exact" and not loss.convex:
             raise ValueError(
-                f"{name} needs a loss that is convex in the outputs (cross_entropy or mse), got "
-                f"{loss.name!r}: use one of these, or kind='empirical'."
+                f"{name} needs a loss that is convex in the outputs (cross_entropy, mse or "
+                f"bce_with_logits), got {loss.name!r}: use one of these, or kind='empirical'."
+            )
+        if self.kind == "exact" and loss.linear:
+            raise ValueError(
+                f"{loss.name} is linear in the outputs, so that Λ and {name} are zero: give the "
+                "model's logits to a cross-entropy, or use kind='empirical'."
             )
         if self.problem.distributed and parallel.world_size() > 1:
             raise ValueError(
