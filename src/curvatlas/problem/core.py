@@ -194,11 +194,11 @@ class Problem:
             raise ProblemError("the data are empty: there is no batch to differentiate.")
         if total <= 0:
             raise ProblemError("no valid target in the data: every target is ignored.")
+        self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
+        self._counted = self._loss_tensors.fingerprint()
         if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
             self._check_callable(self.loss)
         self._total = self._summed_total = total
-        self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
-        self._counted = self._loss_tensors.fingerprint()
 
     def _check_callable(self, loss: CallableLoss) -> None:
         batch = next((b for b in self.batches() if b.samples > 1), None)
