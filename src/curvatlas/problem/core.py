@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
@@ -225,7 +226,9 @@ class Problem:
             with self.evaluating(), torch.no_grad():
                 return self._called(batch, {})
 
-        return settled(self.model, loss, shift, first, forward)
+        raw = dict(first) if isinstance(first, Mapping) else first
+        on_device = tree_map(lambda t: t.to(self.device) if torch.is_tensor(t) else t, raw)
+        return settled(self.model, loss, shift, on_device, forward)
 
     @property
     def loss(self) -> Loss:

@@ -167,9 +167,10 @@ class Objective:
                 f"batch {index} is a mapping without {LABELS!r}: it has {sorted(map(str, raw))}."
             )
         if isinstance(raw, (tuple, list)) and len(raw) >= 2:
-            inputs, labels = raw[0] if len(raw) == 2 else tuple(raw[:-1]), raw[-1]
+            positional = raw[0] if len(raw) == 2 else tuple(raw[:-1])
             # A decoder reads the labels: by name, so that they reach it.
-            return _named(self.model, inputs) if _has_decoder(self.model) else inputs, labels
+            named = _has_decoder(self.model)
+            return _named(self.model, positional) if named else positional, raw[-1]
         raise ProblemError(
             f"batch {index} is a {type(raw).__name__}: expected (inputs, targets) or a mapping "
             f"with {LABELS!r}."
@@ -226,22 +227,55 @@ def settled(
                 "loss, such as 'cross_entropy'."
             )
         return wanted
-    sample = _few_samples(model, raw)
-    with_labels = _tried(forward, sample)
-    own = own_loss(with_labels)
+    trial = _Trial(_few_samples(model, raw), forward)
+    own = own_loss(trial.output(replace(wanted, labels_in_call=True)))
     if own is None:
-        if loss is None:
-            return _own_objective(wanted, raw, forward)
-        return wanted
+        return _own_objective(wanted, raw, forward) if loss is None else wanted
     number = float(own)
     for candidate in _candidates(wanted, loss, labels):
         for objective in (candidate, replace(candidate, labels_in_call=True)):
-            value = _value(objective, sample, forward)
+            value = trial.value(objective)
             if value is not None and _agree(value, number):
-                return _chosen(objective, wanted, sample, forward, number)
+                return _chosen(objective, wanted, trial, number)
     if loss is None:
         return replace(wanted, labels_in_call=True)
-    return _differing(wanted, sample, forward, number)
+    return _differing(wanted, trial, number)
+
+
+_FAILURES = (ProblemError, RuntimeError, TypeError, ValueError, KeyError, IndexError)
+
+
+class _Trial:
+    """The model's outputs for one raw batch, with and without its labels, each computed once."""
+
+    def __init__(self, raw: Any, forward: Forward) -> None:
+        self._raw, self._forward = raw, forward
+        self._outputs: dict[bool, Any] = {}
+
+    def output(self, objective: Objective) -> Any:
+        """What the model returns; None where it cannot be called so."""
+        key = objective.labels_in_call
+        if key not in self._outputs:
+            try:
+                self._outputs[key] = self._forward(objective.split(self._raw, 0)[0])
+            except _FAILURES:
+                self._outputs[key] = None
+        return self._outputs[key]
+
+    def value(self, objective: Objective) -> float | None:
+        """The objective's loss; None where it cannot be computed."""
+        loss = objective.loss
+        output = self.output(objective)
+        if output is None:
+            return None
+        try:
+            _, targets = objective.split(self._raw, 0)
+            outputs = loss.arranged(loss.outputs_of(output), targets)
+            loss.check(outputs, targets)
+            value = float(loss.value(outputs, targets))
+        except _FAILURES:
+            return None
+        return value if abs(value) < float("inf") else None
 
 
 def _own_objective(wanted: Objective, raw: Any, forward: Forward) -> Objective:
@@ -278,9 +312,7 @@ def _candidates(wanted: Objective, loss: Loss | None, labels: Any) -> Iterator[O
         yield replace(wanted, loss=CrossEntropy(), shift=shift)
 
 
-def _chosen(
-    objective: Objective, wanted: Objective, sample: Any, forward: Forward, number: float
-) -> Objective:
+def _chosen(objective: Objective, wanted: Objective, trial: _Trial, number: float) -> Objective:
     """What agrees with the model, with the user's own loss and options in it."""
     if isinstance(wanted.loss, OwnLoss):
         return objective
@@ -289,7 +321,7 @@ def _chosen(
         return objective
     if wanted.shift is not None and wanted.shift != bool(objective.shift):
         decided = replace(objective, loss=loss, shift=wanted.shift)
-        value = _value(decided, sample, forward)
+        value = trial.value(decided)
         if value is not None:
             _warn(
                 f"shift={wanted.shift} gives a loss of {value:.6g} where the model's own is "
@@ -298,7 +330,7 @@ def _chosen(
         return decided
     decided = replace(objective, loss=loss)
     if type(loss) is not type(objective.loss) and type(loss) in _PLAIN:
-        value = _value(decided, sample, forward)
+        value = trial.value(decided)
         if value is not None and not _agree(value, number):
             _say_difference(loss, value, number)
     return decided
@@ -307,14 +339,14 @@ def _chosen(
 _PLAIN = (CrossEntropy, MeanSquaredError, BinaryCrossEntropy)
 
 
-def _differing(wanted: Objective, sample: Any, forward: Forward, number: float) -> Objective:
+def _differing(wanted: Objective, trial: _Trial, number: float) -> Objective:
     """No formula known here is the model's: the user's loss, and a word about the difference."""
     if type(wanted.loss) in _PLAIN:
-        value = _value(wanted, sample, forward)
+        value = trial.value(wanted)
         if value is None:
             # A decoder may need the labels in its call to run at all.
             in_call = replace(wanted, labels_in_call=True)
-            value = _value(in_call, sample, forward)
+            value = trial.value(in_call)
             wanted = wanted if value is None else in_call
         if value is not None:
             _say_difference(wanted.loss, value, number)
@@ -350,28 +382,6 @@ def _warn(text: str) -> None:
 
 def _agree(value: float, own: float) -> bool:
     return abs(value - own) <= AGREEMENT * max(1.0, abs(own))
-
-
-def _value(objective: Objective, raw: Any, forward: Forward) -> float | None:
-    """The objective's loss of a raw batch; None where it cannot be computed."""
-    loss = objective.loss
-    try:
-        inputs, targets = objective.split(raw, 0)
-        outputs = loss.arranged(loss.outputs_of(forward(inputs)), targets)
-        loss.check(outputs, targets)
-        if not loss.count(targets) > 0:
-            return None
-        value = float(loss.value(outputs, targets))
-    except (ProblemError, RuntimeError, TypeError, ValueError, KeyError, IndexError):
-        return None
-    return value if abs(value) < float("inf") else None
-
-
-def _tried(forward: Forward, inputs: Any) -> Any:
-    try:
-        return forward(dict(inputs))
-    except (ProblemError, RuntimeError, TypeError, ValueError, KeyError, IndexError):
-        return None
 
 
 def _takes_labels(model: nn.Module) -> bool:
