@@ -137,7 +137,7 @@ def by_hand(
     total: float,
     approximation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A (in [+ 1])², G (out²) and the exact block ((out · in)²) of one layer."""  # fmt: skip
+    """A (in [+ 1])², G (out²) and the exact block ((out · in)²) of one layer."""
     layer = model.get_submodule(name)
     transposed = isinstance(layer, nn.Embedding) or type(layer).__name__ == "Conv1D"
     parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -157,9 +157,11 @@ def by_hand(
             slopes, gradients = [], []
             for output in outputs:
                 pulled = torch.autograd.grad(
-                    output, [*(y for _, y, _ in calls), *parameters],
-                    retain_graph=True, materialize_grads=True,
-                )  # fmt: skip
+                    output,
+                    [*(y for _, y, _ in calls), *parameters],
+                    retain_graph=True,
+                    materialize_grads=True,
+                )
                 ys = [rows(g) for g, (_, _, rows) in zip(pulled, calls, strict=False)]
                 slopes.append(torch.cat(ys, -2).flatten(0, -2))  # (positions, out)
                 parts = [p.flatten(1) if p.ndim > 1 else p[:, None] for p in pulled[len(ys) :]]
@@ -216,13 +218,11 @@ def recurrent_batches() -> Batches:
 
 
 CASES: dict[str, tuple[Callable[[], Shown], Callable[[], Batches]]] = {
-    **dict.fromkeys(
-        ["embedding", "query", "value", "up", "down", "head"], (Tokens, token_batches)
-    ),
+    **dict.fromkeys(["embedding", "query", "value", "up", "down", "head"], (Tokens, token_batches)),
     "first": (Pixels, pixel_batches),
     "second": (Pixels, pixel_batches),
     "step": (Recurrent, recurrent_batches),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [ca.KFAC, ca.EKFAC])

@@ -8,9 +8,9 @@ each column on its own: Σ_ic g_icm g_icmᵀ of columns that are pulled back tog
 terms with the signs of a factorisation, which are arbitrary. Columns at targets that reach no
 common position do go together, as their slopes lie at different places: samples always do unless
 the model mixes them, tokens where the model has no attention. Which axes tell them apart is tried
-out with random slopes at single places, which must reach no other place, exactly. Where a layer
-does not know its samples (positions that are looked up once for a whole batch) the samples run one
-by one; where a model mixes its samples, every target of the batch is pulled back alone.
+out with slopes that are scaled place by place and must come back scaled in the same way. Where a
+layer does not know its samples (positions that are looked up once for a whole batch) the samples
+run one by one; where a model mixes its samples, every target of the batch is pulled back alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from curvatlas.progress import track
 _MOST_CLASSES = 512  # Λ^½ is taken exactly: one backward pass a column
 _IN_FLIGHT_BYTES = 2**27  # slopes at the layers' outputs that exist at the same time
 _MOST_AT_ONCE = 256  # columns in one backward pass
+_POWERS = 32  # of two, that tell places apart
 
 # An axis of a use's positions that follows an axis of the outputs: it is that axis ("whole"), or
 # holds it as the outer ("major") or inner ("minor") part of a flattened one.
@@ -265,30 +266,28 @@ def _fits_beside(before: list[Split], split: Split) -> bool:
 def _splits_along(recorded: RecordedPass, axis: int) -> list[Split] | None:
     """For every use the axis that follows the outputs' ``axis``; None where one has none.
 
-    Random slopes at one place of the outputs' axis must reach one place of the use's axis and
-    nothing else: tried at the first, the middle and the last place.
+    Slopes that are multiplied by a number for each place of the outputs' axis must come back
+    multiplied by these at the places of the use's axis. The numbers are powers of two, so that
+    this holds to the last digit, and one for each place, so that no two places cancel.
     """
     outputs = recorded.outputs.detach()
     size = outputs.shape[axis]
-    places = sorted({0, size // 2, size - 1})
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
-    seeds = outputs.new_zeros(len(places), *outputs.shape)
-    for seed, place in zip(seeds, places, strict=True):
-        seed.select(axis, place).copy_(noise.select(axis, place))
-    splits: list[Split] = []
-    for use, slopes in zip(recorded.uses, recorded.pulled(seeds), strict=True):
-        reached = (slopes != 0).any(-1)  # (places, *grid)
-        fitting = (
-            split
-            for split in _candidates(use.grid, axis, size)
-            if _reaches_only(reached, split, size, places)
-        )
-        split = next(fitting, None)
-        if split is None:
-            return None
-        splits.append(split)
-    return splits
+    plain = recorded.pulled(noise.unsqueeze(0))
+    fitting = [list(_candidates(use.grid, axis, size)) for use in recorded.uses]
+    for _ in range(2):  # places beyond the number of powers share them: drawn anew
+        powers = torch.randperm(max(size, _POWERS), generator=generator)[:size] % _POWERS
+        factors = torch.pow(2.0, powers - _POWERS // 2).to(outputs)
+        shape = [size if a == axis else 1 for a in range(outputs.ndim)]
+        scaled = recorded.pulled((noise * factors.view(shape)).unsqueeze(0))
+        for number, (before, after) in enumerate(zip(plain, scaled, strict=True)):
+            fitting[number] = [
+                split for split in fitting[number] if _follows(before[0], after[0], split, factors)
+            ]
+            if not fitting[number]:
+                return None
+    return [splits[0] for splits in fitting]
 
 
 def _candidates(grid: tuple[int, ...], axis: int, size: int) -> Iterator[Split]:
@@ -303,16 +302,21 @@ def _candidates(grid: tuple[int, ...], axis: int, size: int) -> Iterator[Split]:
             yield number, "minor"
 
 
-def _reaches_only(reached: Tensor, split: Split, size: int, places: list[int]) -> bool:
-    """Whether slopes at ``places`` of the outputs reach only these along ``split``."""
+def _follows(before: Tensor, after: Tensor, split: Split, factors: Tensor) -> bool:
+    """Whether slopes (*grid, out) are multiplied by ``factors`` along ``split``."""
     axis, way = split
-    count = reached.shape[1 + axis] // size
+    size, shape = len(factors), before.shape
+    count = shape[axis] // size
     pieces = (count, size) if way == "minor" else (size, count)
-    shape = reached.shape
-    opened = reached.reshape(*shape[: 1 + axis], *pieces, *shape[2 + axis :])
-    by_place = opened.movedim(1 + axis + (way == "minor"), 1).flatten(2).any(2)  # (places, size)
-    by_place[range(len(places)), places] = False
-    return not bool(by_place.any())
+    place = axis + (way == "minor")
+
+    def by_place(slopes: Tensor) -> Tensor:
+        opened = slopes.reshape(*shape[:axis], *pieces, *shape[axis + 1 :])
+        return opened.movedim(place, 0).flatten(1)
+
+    expected = by_place(before) * factors.unsqueeze(1)
+    allowed = 16 * torch.finfo(before.dtype).eps * expected.abs().amax(1, keepdim=True)
+    return bool(((by_place(after) - expected).abs() <= allowed).all())
 
 
 # --- columns of the outputs' curvature ------------------------------------------------------------
