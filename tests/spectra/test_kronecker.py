@@ -518,10 +518,25 @@ def test_inverse_trace_norm_determinant_and_diagonal_are_those_of_the_matrix(
     identity = torch.eye(len(matrix), dtype=torch.float64)
     assert torch.allclose(inverse @ damped, identity, atol=1e-9)
     assert op.exact_log_determinant(0.1) == pytest.approx(float(damped.logdet()), rel=1e-10)
+    for exact in (op, op.inverse(0.1)):
+        dense = exact.dense()
+        assert exact.exact_trace() == pytest.approx(float(dense.trace()), rel=1e-10)
+        assert exact.exact_frobenius_norm() == pytest.approx(float(dense.norm()), rel=1e-10)
+        assert torch.allclose(exact.exact_diagonal(), dense.diagonal(), atol=1e-10)
     assert ca.trace(op).exact
     assert ca.trace(op).value == pytest.approx(float(matrix.trace()), rel=1e-10)
     assert ca.frobenius_norm(op).value == pytest.approx(float(matrix.norm()), rel=1e-10)
     assert torch.allclose(ca.diagonal(op).values, matrix.diagonal(), atol=1e-12)
+
+
+def test_layers_and_lists_of_tensors_are_taken_as_by_the_other_operators() -> None:
+    problem = ca.Problem(Tokens(), "cross_entropy", token_batches())
+    op = ca.KFAC(problem)
+    tensors = [randn(*shape) for shape in problem.layout.shapes]
+    flat = op @ torch.cat([t.reshape(-1) for t in tensors])
+    assert torch.equal(torch.cat([t.reshape(-1) for t in op @ tensors]), flat)
+    at = problem.anatomy.select("value.weight")[0].indices
+    assert torch.allclose(op["value.weight"].dense(), op.dense()[at][:, at], atol=1e-15)
 
 
 def test_ekfac_is_nearer_to_the_exact_blocks_than_kfac() -> None:

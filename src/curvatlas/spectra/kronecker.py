@@ -54,8 +54,9 @@ noise: cross terms average out), one for "empirical", which then is the Fisher m
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -110,10 +111,10 @@ class KroneckerBlock:
         if self.bias is not None:
             result[self.bias] = matrices[:, :, -1].T
 
-    def apply(self, matrices: Tensor, values: Tensor) -> Tensor:
-        """U diag(values) Uᵀ on (K, out, in)."""
+    def apply(self, matrices: Tensor) -> Tensor:
+        """U diag(λ) Uᵀ on (K, out, in)."""
         turned = matrices if self.left is None else self.left.T @ matrices
-        turned = (turned if self.right is None else turned @ self.right) * values
+        turned = (turned if self.right is None else turned @ self.right) * self.values
         turned = turned if self.left is None else self.left @ turned
         return turned if self.right is None else turned @ self.right.T
 
@@ -147,11 +148,11 @@ class GainBlock:
                 result[place] = rows[:, start : start + size].T
                 start += size
 
-    def apply(self, rows: Tensor, values: Tensor) -> Tensor:
-        """V diag(values) Vᵀ on (K, n)."""
+    def apply(self, rows: Tensor) -> Tensor:
+        """V diag(λ) Vᵀ on (K, n)."""
         if self.vectors is None:
-            return rows * values
-        return (rows @ self.vectors * values) @ self.vectors.T
+            return rows * self.values
+        return (rows @ self.vectors * self.values) @ self.vectors.T
 
     def diagonal(self) -> Tensor:
         """The matrix's diagonal, (n,)."""
@@ -164,7 +165,72 @@ Block = KroneckerBlock | GainBlock
 # --- the operators ------------------------------------------------------------------------------
 
 
-class KFAC(LinearOperator):
+class BlockwiseOperator(LinearOperator):
+    """Blocks U diag(λ) Uᵀ on the layers of a problem, ``elsewhere`` · I on the other parameters."""
+
+    def __init__(
+        self, problem: Problem, blocks: Sequence[Block] = (), *, elsewhere: float = 0.0
+    ) -> None:
+        n = problem.size
+        tags = Tags(symmetric=True, psd=True)
+        super().__init__((n, n), dtype=problem.dtype, device=problem.device, tags=tags)
+        self.problem, self.blocks, self.elsewhere = problem, tuple(blocks), elsewhere
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(block.name for block in self.blocks)
+
+    def _problem_on(self, axis: int) -> Problem:
+        return self.problem
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        result = columns * self.elsewhere
+        for block in self.blocks:
+            block.scatter(block.apply(block.gather(columns)), result)
+        return result
+
+    def inverse(self, damping: float) -> BlockwiseOperator:
+        """(A + damping·I)⁻¹, exact for this A; 1/damping on the parameters not covered."""
+        _check_damping(damping)
+        blocks = [replace(block, values=1 / (block.values + damping)) for block in self.blocks]
+        return BlockwiseOperator(self.problem, blocks, elsewhere=1 / (self.elsewhere + damping))
+
+    def _sum_over_eigenvalues(self, function: Callable[[Tensor], Tensor]) -> float:
+        others = self.shape[0] - sum(block.values.numel() for block in self.blocks)
+        alone = torch.tensor(self.elsewhere, dtype=torch.float64)
+        inside = sum(float(function(block.values.double()).sum()) for block in self.blocks)
+        return inside + (others * float(function(alone)) if others else 0.0)
+
+    def exact_trace(self) -> float:
+        """tr A."""
+        return self._sum_over_eigenvalues(lambda values: values)
+
+    def exact_frobenius_norm(self) -> float:
+        """‖A‖_F."""
+        return math.sqrt(self._sum_over_eigenvalues(torch.square))
+
+    def exact_log_determinant(self, damping: float) -> float:
+        """log det(A + damping·I); parameters not covered count log(damping) each."""
+        _check_damping(damping)
+        return self._sum_over_eigenvalues(lambda values: (values + damping).log())
+
+    def exact_diagonal(self) -> Tensor:
+        """diag A, (P,)."""
+        result = torch.full(
+            (self.shape[0], 1), self.elsewhere, dtype=self.dtype, device=self.device
+        )
+        for block in self.blocks:
+            block.scatter(block.diagonal().unsqueeze(0), result)
+        return result.squeeze(1)
+
+
+def _check_damping(damping: float) -> None:
+    if not damping > 0:
+        raise ValueError(f"damping must be positive, got {damping!r}.")
+
+
+class KFAC(BlockwiseOperator):
     r"""KFAC of a problem's layers as a (P, P) operator, G ⊗ A for each layer.
 
     approximation: what is summed where a weight is shared over positions m,
@@ -199,10 +265,7 @@ class KFAC(LinearOperator):
         norms: Literal["exact", "diagonal"] = "exact",
         checks: bool = True,
     ) -> None:
-        n = problem.size
-        tags = Tags(symmetric=True, psd=True)
-        super().__init__((n, n), dtype=problem.dtype, device=problem.device, tags=tags)
-        self.problem = problem
+        super().__init__(problem)
         self.approximation, self.kind, self.per, self.norms = approximation, kind, per, norms
         self.samples, self.seed = samples, seed
         self._refuse()
@@ -218,7 +281,7 @@ class KFAC(LinearOperator):
             sums = _block_sums(self, passes)
             blocks = {key: entry.block(problem) for key, entry in sums.items()}
             kept = _corrected(passes, blocks) if self.corrected else list(blocks.values())
-        self.blocks: tuple[Block, ...] = tuple(kept)
+        self.blocks = tuple(kept)
         self.uncovered = tuple(n for n in problem.parameter_names if n in passes.unexplained)
         self._warn_and_check()
 
@@ -250,6 +313,11 @@ class KFAC(LinearOperator):
                 f"{loss.name} is linear in the outputs, so that Λ and {name} are zero: give the "
                 "model's logits to a cross-entropy, or use kind='empirical'."
             )
+        if self.kind == "mc" and not loss.likelihood:
+            raise ValueError(
+                f"{name} with kind='mc' needs a likelihood and {loss.name!r} is not known as one: "
+                "use cross_entropy, mse or bce_with_logits, or kind='empirical'."
+            )
         if self.problem.distributed and parallel.world_size() > 1:
             raise ValueError(
                 f"{name} does not sum over processes: make its Problem with distributed=False on "
@@ -279,42 +347,6 @@ class KFAC(LinearOperator):
                 stacklevel=3,
             )
 
-    @property
-    def covered(self) -> tuple[str, ...]:
-        """Names of the layers."""
-        return tuple(block.name for block in self.blocks)
-
-    def _columns(self, columns: Tensor) -> Tensor:
-        result = torch.zeros_like(columns)
-        for block in self.blocks:
-            block.scatter(block.apply(block.gather(columns), block.values), result)
-        return result
-
-    def inverse(self, damping: float) -> LinearOperator:
-        """(A + damping·I)⁻¹, exact for this A; 1/damping on the parameters not covered."""
-        _check_damping(damping)
-        return _Inverse(self, damping)
-
-    def exact_trace(self) -> float:
-        return sum(float(block.values.sum()) for block in self.blocks)
-
-    def exact_frobenius_norm(self) -> float:
-        return float(sum(float(block.values.pow(2).sum()) for block in self.blocks) ** 0.5)
-
-    def exact_log_determinant(self, damping: float) -> float:
-        """log det(A + damping·I); parameters not covered count log(damping) each."""
-        _check_damping(damping)
-        shifted = [(block.values.double() + damping).log() for block in self.blocks]
-        others = self.shape[0] - sum(logs.numel() for logs in shifted)
-        alone = torch.tensor(damping, dtype=torch.float64).log()
-        return sum(float(logs.sum()) for logs in shifted) + others * float(alone)
-
-    def exact_diagonal(self) -> Tensor:
-        result = torch.zeros(self.shape[0], 1, dtype=self.dtype, device=self.device)
-        for block in self.blocks:
-            block.scatter(block.diagonal().unsqueeze(0), result)
-        return result.squeeze(1)
-
 
 class EKFAC(KFAC):
     r"""KFAC with its eigenvalues corrected to the true diagonal in KFAC's eigenbasis.
@@ -327,26 +359,6 @@ class EKFAC(KFAC):
     """
 
     corrected = True
-
-
-def _check_damping(damping: float) -> None:
-    if not damping > 0:
-        raise ValueError(f"damping must be positive, got {damping!r}.")
-
-
-class _Inverse(LinearOperator):
-    def __init__(self, original: KFAC, damping: float) -> None:
-        super().__init__(
-            original.shape, dtype=original.dtype, device=original.device, tags=original.tags
-        )
-        self._original, self._damping = original, damping
-
-    def _columns(self, columns: Tensor) -> Tensor:
-        result = columns / self._damping
-        for block in self._original.blocks:
-            values = 1 / (block.values + self._damping)
-            block.scatter(block.apply(block.gather(columns), values), result)
-        return result
 
 
 # --- what belongs to a block --------------------------------------------------------------------
