@@ -137,6 +137,10 @@ def test_preconditioners_refuse_what_they_cannot_serve() -> None:
         ca.solve(op, b, preconditioner=ca.IdentityOperator(30))
     with pytest.raises(ValueError, match="gives"):
         ca.solve(op, b, preconditioner=lambda columns: columns[:3])
+    skewed = ca.MatrixOperator(torch.eye(30, dtype=torch.float64).triu() + _drawn(30, 30).triu())
+    for asymmetric in (skewed, lambda columns: skewed @ columns):
+        with pytest.raises(ValueError, match="not symmetric"):
+            ca.solve(op, b, preconditioner=asymmetric)
     bad = ca.solve(op, b, preconditioner=-1.0 * ca.IdentityOperator(30, dtype=torch.float64))
     assert not bad.converged
     assert "not positive definite" in bad.message
@@ -156,6 +160,16 @@ def test_lsmr_solves_what_is_not_symmetric() -> None:
         assert _error(found.value, want) < 1e-9
     with pytest.raises(ValueError, match="symmetric"):
         ca.solve(op, b)
+
+
+def test_lsmr_leaves_columns_alone_that_have_ended() -> None:
+    # eigenvectors end after one step each, the last column after many
+    values = torch.linspace(1, 40, 30, dtype=torch.float64)
+    matrix = rotated(values)
+    b = torch.cat([torch.linalg.eigh(matrix)[1], _drawn(30, 1), torch.zeros(30, 1).double()], 1)
+    found = ca.solve(DenseOperator(matrix), b, method="lsmr", rtol=1e-11)
+    assert found.converged
+    assert _error(found.value, torch.linalg.solve(matrix, b)) < 1e-9
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (3, 6), (5, 5), (40, 12)])

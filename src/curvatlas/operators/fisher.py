@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -90,12 +90,11 @@ class _ResidualLinearisation(OuterLinearisation):
             raise ProblemError("a sampled or empirical Fisher needs one output tensor.")
         loss, targets, z = self._problem.loss, self.batch.targets, self._z[0]
         observed, axes = loss.residual(z, targets)
+        if self._fisher.kind == "mc" and axes == 1 and self._fisher.samples > z.shape[-1]:
+            return self._second_moment(z)
         residuals = [observed]
         if self._fisher.kind == "mc":
-            residuals = [
-                loss.sample_residual(z, targets, self._uniform(draw))
-                for draw in range(self._fisher.samples)
-            ]
+            residuals = list(self._drawn(z))
         scale = 1.0 / (len(residuals) * loss.target_count(z, targets))
         last = tuple(range(-axes, 0))
 
@@ -108,6 +107,22 @@ class _ResidualLinearisation(OuterLinearisation):
             return [total.mul_(scale)]
 
         return product
+
+    def _drawn(self, z: Tensor) -> Iterator[Tensor]:
+        """The residuals of the sampled targets, draw after draw."""
+        loss, targets = self._problem.loss, self.batch.targets
+        for draw in range(self._fisher.samples):
+            yield loss.sample_residual(z, targets, self._uniform(draw))
+
+    def _second_moment(self, z: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+        """Σ_s r_s r_sᵀ of each target as a matrix: less than the residuals of more samples than
+        outputs, and a product no longer depends on their number."""
+        moment = z.new_zeros(*z.shape, z.shape[-1])
+        for residual in self._drawn(z):
+            moment += residual.unsqueeze(-1) * residual.unsqueeze(-2)
+        loss, targets = self._problem.loss, self.batch.targets
+        moment /= self._fisher.samples * loss.target_count(z, targets)
+        return lambda columns: [(moment @ columns[0].unsqueeze(-1)).squeeze(-1)]
 
     def _chunked_product(self, logits: HiddenLogits) -> Callable[[list[Tensor]], list[Tensor]]:
         loss, targets = self._problem.loss, self.batch.targets

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator, Tags
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.diagonal import diagonal as estimated_diagonal
-from curvatlas.spectra.requirements import check_damping, require_symmetric
+from curvatlas.spectra.requirements import check_damping, largest_asymmetry, require_symmetric
 
 Precondition = Callable[[Tensor], Tensor]  # (n, K) → (n, K), close to (A + μI)⁻¹
 Preconditioner = LinearOperator | Precondition | Literal["nystrom", "cholesky"]
@@ -146,6 +146,8 @@ def as_preconditioner(
             raise ValueError(f"the preconditioner {wanted!r} has another shape than {op!r}.")
         if wanted.dtype != op.dtype:
             raise TypeError(f"the preconditioner is of {wanted.dtype}, the operator of {op.dtype}.")
+        if not wanted.tags.symmetric:
+            _refuse_asymmetric(lambda columns: wanted @ columns, op)
         return lambda columns: wanted @ columns
     if not callable(wanted):
         raise ValueError(f"{_WHAT_IT_IS}, got a {type(wanted).__name__}.")
@@ -159,7 +161,22 @@ def as_preconditioner(
             )
         return image
 
+    _refuse_asymmetric(checked, op)
     return checked
+
+
+def _refuse_asymmetric(precondition: Precondition, op: LinearOperator) -> None:
+    """uᵀ(Pv) against vᵀ(Pu) for two random vectors: conjugate gradients need them alike."""
+    random = torch.randn(op.shape[0], 2, generator=generator(0), dtype=torch.float64)
+    vectors = random.to(device=op.device, dtype=op.dtype)
+    images = precondition(vectors)
+    gap = abs(float(vectors[:, 0] @ images[:, 1]) - float(vectors[:, 1] @ images[:, 0]))
+    scale = float(torch.linalg.norm(vectors)) * float(torch.linalg.norm(images))
+    if not gap <= largest_asymmetry(op.dtype) * scale:
+        raise ValueError(
+            f"the preconditioner is not symmetric (relative {gap / scale:.1e}), and conjugate "
+            "gradients need one that is: take its symmetric part, or method='lsmr' without one."
+        )
 
 
 def _sizes(op: LinearOperator, rank: int | None, damping: float) -> tuple[int, int]:

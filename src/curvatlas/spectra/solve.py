@@ -435,7 +435,7 @@ def _lsmr(
             c_bar, s_bar = diagonal / rho_bar, theta / rho_bar
             zeta, zeta_bar = c_bar * zeta_bar, -s_bar * zeta_bar
             h_bar = h - (theta_bar * rho / (rho_before * rho_bar_before)) * h_bar
-            x += torch.where(active, zeta / (rho * rho_bar), zero) * h_bar
+            x += torch.where(active, zeta / (rho * rho_bar) * h_bar, zero)
             h = v - (theta / rho) * h
             # ‖b − A x‖, damping included
             lost = lost + (s_hat * beta_ddot) ** 2
@@ -452,6 +452,8 @@ def _lsmr(
             done = gradient <= rtol * first_gradient if squares else residual <= rtol * norm_b
             done |= gradient <= eps * square_norm.sqrt() * residual  # as small as rounding allows
             active = active & ~done & (alpha > 0)
+            # What has ended is rounding from here on: keep it out of the operator.
+            u, v = torch.where(active, u, zero), torch.where(active, v, zero)
             progress.update()
     finished = not bool(active.any())
     return x, iterations, "reached rtol" if finished else "product budget exhausted"

@@ -1,0 +1,379 @@
+"""The table: every case of the peers' suites that was carried over, with its verdict.
+
+Facts carry over, code does not: each case is written anew against this library (test_<peer>.py).
+Left out are tests of a peer's own machinery that say nothing of a result: hooks and traced graphs,
+kernels that replace other kernels, vector arithmetic, moving batches to a device, a second
+implementation of the same estimator, downloads, and tests that need a GPU.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from peers.table import Group
+
+# --- curvlinops -----------------------------------------------------------------------------------
+
+SOLVABLE = (
+    "cross-entropy, mean",
+    "cross-entropy, sum",
+    "BCE of one output, mean",
+    "BCE of two outputs, mean",
+    "BCE of two outputs, sum",
+    "MSE, mean",
+    "MSE, sum",
+    "a dict as input, cross-entropy",
+    "a dict as input, BCE",
+    "a dict as input, MSE",
+)
+PROBLEMS = (
+    *SOLVABLE,
+    "sequences, cross-entropy, mean",
+    "sequences, cross-entropy, sum",
+    "sequences, BCE, mean",
+    "sequences, BCE, sum",
+    "sequences, MSE, mean",
+    "sequences, MSE, sum",
+    "a function of parameters, MSE",
+)
+LOSS_SHAPES = tuple(
+    f"{loss}, {reduction}, outputs {shape}"
+    for loss, reduction, shape in product(
+        ("cross-entropy", "MSE", "BCE"), ("mean", "sum"), ("(3,)", "(3, 4)", "(3, 2, 5)")
+    )
+)
+
+
+def _budgets(*counts: int) -> tuple[str, ...]:
+    return tuple(f"{n} products" for n in counts)
+
+
+CURVLINOPS = [
+    Group("curvlinops", "Hessian", "test_hessian.py", "Hessian(problem)", PROBLEMS),
+    Group("curvlinops", "Gauss-Newton matrix", "test_ggn.py", "GaussNewton(problem)", PROBLEMS),
+    Group(
+        "curvlinops",
+        "sampled Gauss-Newton matrix, in expectation",
+        "test_ggn.py (mc_expectation)",
+        'Fisher(problem, kind="mc", samples=…)',
+        [f"{p}; {how}" for p, how in product(PROBLEMS, ("many samples", "mean over seeds"))],
+    ),
+    Group(
+        "curvlinops",
+        "empirical Fisher",
+        "test_gradient_moments.py",
+        'Fisher(problem, kind="empirical")',
+        PROBLEMS,
+        note="(1/N) Σ g gᵀ of the targets' own losses; where a mean runs over outputs too, theirs "
+        "is larger by their number",
+    ),
+    Group("curvlinops", "Jacobian", "test_jacobian.py", "Jacobian(problem)", PROBLEMS),
+    Group(
+        "curvlinops", "Jacobian, transposed", "test_jacobian.py", "Jacobian(problem).T", PROBLEMS
+    ),
+    Group(
+        "curvlinops",
+        "diagonal of the Gauss-Newton matrix",
+        "test_ggn_diagonal.py",
+        "diagonal(GaussNewton(problem))",
+        PROBLEMS,
+    ),
+    Group(
+        "curvlinops",
+        "gradient and loss",
+        "examples/test___init__.py",
+        "problem.gradient(), problem.value()",
+        PROBLEMS,
+    ),
+    Group(
+        "curvlinops",
+        "submatrices by index",
+        "test_submatrix.py",
+        "op[rows, columns]",
+        [
+            f"{p}; {op}; {rows}"
+            for p, op, rows in product(
+                PROBLEMS,
+                ("Hessian", "GaussNewton", "Fisher"),
+                ("even × even", "even × odd", "odd × every third"),
+            )
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "indices that cannot be",
+        "test_submatrix.py",
+        "op[rows, columns]",
+        [
+            "floats as rows",
+            "floats as columns",
+            "a row twice",
+            "a column twice",
+            "a row out of bounds",
+            "a column out of bounds",
+        ],
+        note="TypeError or IndexError; an entry asked for twice is there twice, theirs refuses",
+    ),
+    Group(
+        "curvlinops",
+        "the Hessian of a loss at the outputs",
+        "test_ggn_utils.py (loss_hessian_matrix_sqrt)",
+        "GaussNewton(problem)",
+        LOSS_SHAPES,
+        note="of a model whose outputs are its parameters",
+    ),
+    Group(
+        "curvlinops",
+        "sampled slopes of a loss have its Hessian as their second moment",
+        "test_ggn_utils.py (grad_output_sampler)",
+        'Fisher(problem, kind="mc", samples=…)',
+        LOSS_SHAPES,
+    ),
+    Group(
+        "curvlinops",
+        "vectors and matrices in every form come back in theirs",
+        "test__torch_base.py (preserve_input_format)",
+        "op @ v, op @ V, op @ [tensors], op @ [tensors with K columns]",
+        ["a vector", "a matrix", "a list of tensors", "a list of tensors with columns"],
+    ),
+    Group(
+        "curvlinops",
+        "inputs that do not fit are refused",
+        "test__torch_base.py (input and output formatting)",
+        "op @ v",
+        [
+            "a vector that is too short",
+            "a matrix that is too short",
+            "a tensor of another shape",
+            "different numbers of columns",
+            "too few tensors",
+            "numbers in a list",
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "operators without entries",
+        "test__torch_base.py (empty shapes)",
+        "eigenpairs(op)",
+        ["no rows and columns", "no rows", "no columns"],
+    ),
+    Group(
+        "curvlinops",
+        "a dict as input needs no word on the batch size",
+        "test__torch_base.py (MutableMapping)",
+        "Problem(model, loss, [(mapping, targets)])",
+        ["dict", "UserDict"],
+        note="theirs refuses without batch_size_fn",
+    ),
+    Group(
+        "curvlinops",
+        "randomness is not averaged over in silence",
+        "test__torch_base.py (check_deterministic)",
+        "Hessian(problem)",
+        ["dropout", "batch normalisation", "a shuffling loader that drops its last batch"],
+        note="dropout and batch statistics are refused, a loader that shuffles is read once",
+    ),
+    Group(
+        "curvlinops",
+        "batches that change from pass to pass",
+        "test__torch_base.py (check_deterministic_batch)",
+        "Hessian(problem)",
+        ["permuted samples"],
+        note="the batches of the first pass are kept; theirs refuses",
+    ),
+    Group(
+        "curvlinops",
+        "sums of operators",
+        "test__torch_base.py",
+        "A + B, A - B",
+        ["A + B", "A − B"],
+    ),
+    Group(
+        "curvlinops",
+        "multiples of operators",
+        "test__torch_base.py",
+        "c * A, A * c, A / c",
+        ["c · A", "A · c", "A / c"],
+    ),
+    Group(
+        "curvlinops",
+        "chains of operators",
+        "test__torch_base.py",
+        "A @ B @ C",
+        ["three factors", "another dtype is refused", "another shape is refused"],
+    ),
+    Group(
+        "curvlinops",
+        "diagonal operators",
+        "test_diag.py",
+        "DiagonalOperator, inverse(…)",
+        ["products", "sum", "difference", "c · D", "D · c", "D / c", "D @ E", "damped inverse"],
+    ),
+    Group(
+        "curvlinops",
+        "block-diagonal operators",
+        "test_blockdiagonal.py",
+        "BlockDiagonalOperator",
+        [
+            "rectangular blocks",
+            "square blocks",
+            "trace",
+            "determinant",
+            "log-determinant",
+            "Frobenius norm",
+            "a rectangle has no trace",
+            "a rectangle has no determinant",
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "Kronecker products",
+        "test_kronecker.py",
+        "KroneckerOperator, inverse(…)",
+        [
+            "rectangular factors",
+            "square factors",
+            "trace",
+            "determinant",
+            "log-determinant",
+            "Frobenius norm",
+            "a rectangle has no trace",
+            "a rectangle has no determinant",
+            "damped inverse",
+            "damped by factor",
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "operators from eigenpairs",
+        "test_eigh.py",
+        "U @ DiagonalOperator(values) @ U.T",
+        ["products", "trace", "determinant", "log-determinant", "Frobenius norm", "damped inverse"],
+    ),
+    Group(
+        "curvlinops",
+        "eigenpairs that do not fit together",
+        "test_eigh.py",
+        "MatrixOperator(vectors) @ DiagonalOperator(values)",
+        ["values in two axes", "vectors in one axis", "vectors not square", "too many values"],
+    ),
+    Group(
+        "curvlinops",
+        "the damped inverse of the Gauss-Newton matrix",
+        "test_inverse.py",
+        "inverse(GaussNewton(problem), damping=…, method=…, preconditioner=…)",
+        [
+            f"{p}; {how}"
+            for p, how in product(
+                SOLVABLE, ("conjugate gradients", "Jacobi preconditioner", "LSMR")
+            )
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "inverses by series",
+        "test_inverse.py (Neumann)",
+        "inverse(A, preconditioner=…)",
+        [
+            "a matrix whose series converges",
+            "a matrix whose series diverges",
+            "scaled identity as preconditioner",
+            "Jacobi preconditioner",
+        ],
+        {
+            "Gauss-Seidel preconditioner": "it is not symmetric, and conjugate gradients need one "
+            "that is; inverse(method='lsmr') solves the system without it",
+            "twenty terms of the series": "an unfinished series is no inverse: a product that does "
+            "not reach its tolerance raises ConvergenceError",
+        },
+    ),
+    Group(
+        "curvlinops",
+        "KFAC as preconditioner where it is exact",
+        "test_inverse.py",
+        "solve(GaussNewton(problem), b, preconditioner=KFAC(problem).inverse(damping))",
+        ["KFAC", "EKFAC", "the dense inverse"],
+    ),
+    Group(
+        "curvlinops",
+        "trace, Hutchinson",
+        "trace/test_hutchinson.py",
+        "trace(op, max_products=…)",
+        _budgets(3, 6),
+    ),
+    Group(
+        "curvlinops",
+        "trace, Hutch++",
+        "trace/test_meyer2020hutch.py",
+        "trace(op, max_products=…)",
+        _budgets(3, 6),
+    ),
+    Group(
+        "curvlinops",
+        "trace, XTrace",
+        "trace/test_epperly2024xtrace.py",
+        "trace(op, max_products=…)",
+        _budgets(6, 8),
+    ),
+    Group(
+        "curvlinops",
+        "diagonal, Hutchinson",
+        "diagonal/test_hutchinson.py",
+        "diagonal(op, max_products=…)",
+        _budgets(4, 10),
+    ),
+    Group(
+        "curvlinops",
+        "diagonal, XDiag",
+        "diagonal/test_epperly2024xtrace.py",
+        "diagonal(op, max_products=…)",
+        _budgets(4, 10),
+    ),
+    Group(
+        "curvlinops",
+        "squared Frobenius norm, Hutchinson",
+        "norm/test_hutchinson.py",
+        "frobenius_norm(op, max_products=…)",
+        _budgets(2, 8),
+    ),
+    Group(
+        "curvlinops",
+        "the ends of a spectrum",
+        "papyan2020traces/test_spectrum.py",
+        "eigenpairs(op, which=…), spectral_norm(op)",
+        ["smallest", "largest", "largest magnitude"],
+        {
+            "ends that the caller gives": "an interval of the caller's is not trusted: every "
+            "estimator finds the ends itself and says between which values the spectrum lies"
+        },
+    ),
+    Group(
+        "curvlinops",
+        "spectral density of a known matrix",
+        "papyan2020traces/test_spectrum.py",
+        "spectral_density(op)",
+        ["mass of the bulk and place of the outliers"],
+    ),
+    Group(
+        "curvlinops",
+        "what a model may be",
+        "test__empirical_risk.py",
+        "Problem(model, loss, data, parameters=…)",
+        [
+            "a string is refused",
+            "a module with a mapping of its parameters",
+            "a function with a mapping of its parameters",
+            "a module with a list of its parameters (theirs refuses)",
+        ],
+    ),
+    Group(
+        "curvlinops",
+        "models that mix their batch",
+        "test__checks.py",
+        "Hessian(problem)",
+        ["a mean over the batch"],
+        note="the batch stays together; theirs refuses",
+    ),
+]
+
+GROUPS: list[Group] = [*CURVLINOPS]
