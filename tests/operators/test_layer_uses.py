@@ -110,6 +110,29 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         SEQUENCE,
     ),
+    "the transpose of a weight": (
+        lambda: Model(lambda m, x: m.linear(x).tanh() @ m.linear.weight.T, linear=nn.Linear(3, 3)),
+        SEQUENCE,
+    ),
+    "einsum to heads": (
+        lambda: Model(lambda m, x: torch.einsum("bth,hnd->btnd", x, m.w), w=parameter(3, 2, 5)),
+        SEQUENCE,
+    ),
+    "einsum from heads": (
+        lambda: Model(lambda m, x: torch.einsum("hnd,bntd->htb", m.w, x), w=parameter(5, 4, 2)),
+        (2, 4, 3, 2),
+    ),
+    "gain around one": (
+        lambda: Model(lambda m, x: x.tanh() * (1.0 + m.gain), gain=parameter(3)),
+        SEQUENCE,
+    ),
+    "own weights with rows of one bias": (
+        lambda: Model(
+            lambda m, x: m.attention(x, x[..., :2], x[..., :2])[0],
+            attention=nn.MultiheadAttention(4, 2, kdim=2, vdim=2),
+        ),
+        (2, 3, 4),
+    ),
     "rows that are read": (
         lambda: Model(lambda m, x: x * 2 + m.table[: x.shape[1]], table=parameter(6, 3)),
         SEQUENCE,
@@ -190,8 +213,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "squared as well": lambda: Model(
         lambda m, x: m.linear(x) + x @ m.linear.weight.square(), linear=nn.Linear(3, 3)
     ),
-    "its transpose as well": lambda: Model(
-        lambda m, x: F.linear(m.linear(x), m.linear.weight.T), linear=nn.Linear(3, 3)
+    "turned round as well": lambda: Model(
+        lambda m, x: F.linear(m.linear(x), m.linear.weight.flip(0)), linear=nn.Linear(3, 3)
     ),
 }
 

@@ -74,6 +74,15 @@ class Use:
         return F.pad(last, (start, total - start - last.shape[-1]))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A parameter as it stands in a call: as it is, some of its rows, or its transpose."""
+
+    name: str | None = None
+    rows: tuple[int, int] | None = None
+    flipped: bool = False
+
+
 class UseRecorder(TorchFunctionMode):
     """Inside, the uses of ``leaves`` are written down in ``uses``."""
 
@@ -101,31 +110,29 @@ class UseRecorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if call is None or not result.requires_grad:
             return result
-        weight, rows = self._place(call.weight)
-        bias, bias_rows = self._place(call.bias)
-        if rows != bias_rows and weight is not None and bias is not None:
-            bias = None  # of other rows: ``unexplained`` will miss it
-        if rows is not None and (call.transposed or call.kind != "linear"):
-            weight = bias = None
-        if weight is None and bias is None:
+        weight, bias = self._place(call.weight, call), self._place(call.bias, call)
+        if weight.name is None and bias.name is None:
             return result
         if call.refusal is not None:
-            self.refusal = call.refusal.format(name=weight or bias)
+            self.refusal = call.refusal.format(name=weight.name or bias.name)
             return result
-        self.uses.append(
-            Use(
-                kind=call.kind,
-                weight=weight,
-                bias=bias,
-                transposed=call.transposed,
-                edge=get_gradient_edge(result),
-                shape=result.shape,
-                features=call.features(result),
-                read=call.read,
-                padding=call.padding,
-                rows=rows if weight is not None else bias_rows,
+        together = weight.rows == bias.rows or None in (weight.name, bias.name)
+        pairs = [(weight, bias)] if together else [(weight, _Place()), (_Place(), bias)]
+        for own_weight, own_bias in pairs:
+            self.uses.append(
+                Use(
+                    kind=call.kind,
+                    weight=own_weight.name,
+                    bias=own_bias.name,
+                    transposed=call.transposed != own_weight.flipped,
+                    edge=get_gradient_edge(result),
+                    shape=result.shape,
+                    features=call.features(result),
+                    read=call.read,
+                    padding=call.padding,
+                    rows=own_bias.rows if own_weight.name is None else own_weight.rows,
+                )
             )
-        )
         # A copy goes on: the result may be changed in place (ReLU), and its node must stay y's.
         return result.clone()
 
@@ -134,19 +141,21 @@ class UseRecorder(TorchFunctionMode):
             return False
         return id(argument) in self._names or id(argument._base) in self._names
 
-    def _place(self, tensor: Tensor | None) -> tuple[str | None, tuple[int, int] | None]:
-        """The parameter's name, and (first row, all rows) where the tensor is some of its rows."""
-        if tensor is None:
-            return None, None
+    def _place(self, tensor: Tensor | None, call: _Call) -> _Place:
+        """Which parameter the tensor is, or is some rows or the transpose of."""
+        if tensor is None or id(tensor) in self._names:
+            return _Place(self._names.get(id(tensor)))
         whole = tensor._base
-        if whole is None or id(tensor) in self._names:
-            return self._names.get(id(tensor)), None
-        same_rows = whole.shape[1:] == tensor.shape[1:] and whole.stride() == tensor.stride()
-        if not same_rows or not whole.is_contiguous():
-            return None, None
-        size = whole[0].numel()
-        start = (tensor.storage_offset() - whole.storage_offset()) // size
-        return self._names.get(id(whole)), (start, whole.shape[0])
+        if whole is None or id(whole) not in self._names or call.kind != "linear":
+            return _Place()
+        name, same_start = self._names[id(whole)], whole.storage_offset() == tensor.storage_offset()
+        if whole.shape == tensor.shape[::-1] and whole.stride() == tensor.stride()[::-1]:
+            return _Place(name, flipped=True) if tensor.ndim == 2 and same_start else _Place()
+        some_rows = whole.shape[1:] == tensor.shape[1:] and whole.stride() == tensor.stride()
+        if not some_rows or not whole.is_contiguous() or call.transposed:
+            return _Place()
+        start = (tensor.storage_offset() - whole.storage_offset()) // whole[0].numel()
+        return _Place(name, rows=(start, whole.shape[0]))
 
     @contextmanager
     def _watching_linear(self) -> Iterator[None]:
@@ -269,9 +278,9 @@ def _parameter_slopes(
         indices = use.read().reshape(-1)
         if use.padding is not None:
             g = g * (indices != use.padding).unsqueeze(-1)
-        part = torch.zeros_like(leaves[use.weight]).detach()
-        part.view(-1, g.shape[-1]).index_add_(0, indices, g)
-        yield use.weight, part, float(g.norm(dim=1).sum())
+        shape = leaves[use.weight].shape
+        rows = g.new_zeros(shape.numel() // g.shape[-1], g.shape[-1]).index_add_(0, indices, g)
+        yield use.weight, rows.reshape(shape), float(g.norm(dim=1).sum())
         return
     a = use.read()
     a = a.reshape(-1, a.shape[-1])
@@ -408,6 +417,34 @@ def _rows_of(function: Callable[..., Tensor]) -> Callable[..., _Call | None]:
     return read_call
 
 
+def _einsum(equation: Any, *operands: Any) -> _Call | None:
+    """``einsum("…h,hnd->…nd", x, W)``: contracted letters of W first, or last."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
+        return None
+    terms, out = equation.replace(" ", "").split("->")
+    names = terms.split(",")
+    if "." in equation or any(len(set(name)) != len(name) for name in (*names, out)):
+        return None
+    if _is_parameter(operands[0]):
+        operands, names = operands[::-1], names[::-1]
+    (rest, weight), (other, own) = operands, names
+    if not _is_parameter(weight) or _is_parameter(rest):
+        return None
+    contracted = "".join(letter for letter in own if letter in other and letter not in out)
+    free = "".join(letter for letter in own if letter in out and letter not in other)
+    positions = "".join(letter for letter in out if letter in other)
+    matrix = bool(contracted and free) and own in (contracted + free, free + contracted)
+    if not matrix or set(other) != {*contracted, *positions}:
+        return None
+    order = [other.index(letter) for letter in positions + contracted]
+    rows = rest.detach().permute(order).flatten(len(positions))
+    features = tuple(out.index(letter) - len(out) for letter in free)
+    turned = own == contracted + free
+    return _Call("linear", weight, None, _fixed(rows), lambda result: features, transposed=turned)
+
+
 def _normalised(function: Callable[..., Tensor]) -> Callable[..., _Call]:
     """The reader of a norm: n is the same call without gain and shift."""
     signature = inspect.signature(function)
@@ -443,17 +480,19 @@ def _multiplied(input: Any, other: Any) -> _Call | None:
 
 
 def _added(input: Any, other: Any, *, alpha: float = 1) -> _Call | None:
-    """x + b, and x + table with a row for each position."""
+    """x + b; x + table, with a row for each position; table + number."""
     shift, rest = _vector_and_rest(input, other)
     if alpha != 1:
         return None
     if shift is not None:
         return _Call("linear", None, shift, _fixed(rest))
     for table, rest in ((input, other), (other, input)):
+        if _is_parameter(table) and isinstance(rest, (int, float)) and table.ndim > 0:
+            rest = table.detach()  # 1 + γ: every row once
         if not _is_parameter(table) or not isinstance(rest, Tensor) or _is_parameter(rest):
             continue
         last = zip(reversed(table.shape), reversed(rest.shape), strict=False)
-        repeated = 1 < table.ndim <= rest.ndim and all(a in (1, b) for a, b in last)
+        repeated = 0 < table.ndim <= rest.ndim and all(a in (1, b) for a, b in last)
         if repeated and table.shape[-1] == rest.shape[-1]:
             rows = torch.arange(table.numel() // table.shape[-1], device=table.device)
             indices = rows.view(table.shape[:-1]).expand(rest.shape[:-1])
@@ -486,6 +525,7 @@ _READERS: dict[Any, Callable[..., _Call | None]] = {
     F.batch_norm: _normalised(F.batch_norm),
     F.instance_norm: _normalised(F.instance_norm),
     torch.addmm: _addmm,
+    torch.einsum: _einsum,
     torch.mm: _matmul,
     torch.matmul: _matmul,
     Tensor.mm: _matmul,

@@ -18,9 +18,10 @@ sample) and f_ic, c = 1…r, the columns of a factor of its curvature, Σ_c f_ic
     approximation="expand"   A = mean_m â_m â_mᵀ              G = Σ_ic Σ_m g_icm g_icmᵀ
     approximation="reduce"   A = mean_n ā_n ā_nᵀ              G = Σ_ic (Σ_m g_icm)(Σ_m g_icm)ᵀ
 
-A: (in + 1, in + 1), m over all positions of all samples, ā_n the mean of â_m over the positions of
-sample n.  G: (out, out), weighted over batches by their valid targets.  "expand" is exact for a
-linear network with a target for each position, "reduce" for one that averages the positions first.
+A: (in + 1, in + 1), m over all positions of all samples (those of ignored targets as well), ā_n the
+mean of â_m over the positions of sample n.  G: (out, out), weighted over batches by their valid
+targets.  "expand" is exact for a linear network with a target for each position, "reduce" for one
+that averages the positions first.
 
 **EKFAC** (George et al. 2018) keeps the eigenvectors U_G, U_A of either and takes the true diagonal
 there, λ = Σ_ic (U_Gᵀ D_ic U_A)²  (out, in + 1): the matrix nearest to H_o among those with these
@@ -673,7 +674,11 @@ def _embedding_squares(
     assert block.left is not None
     indices = torch.cat([run.inputs(number) for number in numbers], 1)  # (S, M)
     g = torch.cat([_without_padding(run, n, slopes[n]) for n in numbers], 2) @ block.left
-    first = (indices.unsqueeze(2) == indices.unsqueeze(1)).byte().argmax(2)  # of equal indices
-    sums = torch.zeros_like(g).scatter_add_(2, first[None, :, :, None].expand_as(g), g)
-    squares = sums.square_().sum(0).flatten(0, 1)  # (S M, out)
-    return torch.zeros_like(block.values).index_add_(1, indices.reshape(-1), squares.T)
+    rows = block.values.shape[1]
+    sample = torch.arange(len(indices), device=indices.device).unsqueeze(1)
+    pairs = sample * rows + indices  # of a sample and the row it reads
+    entries, place = torch.unique(pairs, return_inverse=True)
+    sums = g.new_zeros(len(g), len(entries), g.shape[-1])
+    sums.index_add_(1, place.reshape(-1), g.flatten(1, 2))
+    squares = sums.square_().sum(0)  # (pairs, out)
+    return torch.zeros_like(block.values).index_add_(1, entries % rows, squares.T)
