@@ -16,7 +16,11 @@ from curvatlas.operators.base import LinearOperator, Tags
 from curvatlas.operators.compiled import Compile, CompiledLinearisation
 from curvatlas.operators.kept import PLANNED, KeptLinearisations
 from curvatlas.operators.linearisation import Columns, Linearisation
-from curvatlas.operators.probes import probe_by_differences, probe_symmetry
+from curvatlas.operators.probes import (
+    probe_by_differences,
+    probe_loss_by_differences,
+    probe_symmetry,
+)
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.guards import listed
 from curvatlas.problem.head import logit_room
@@ -159,6 +163,9 @@ class CurvatureOperator(LinearOperator):
         try:
             with self.problem.evaluating():
                 linear = self._linearise(sample, names)
+                if self.checks and self.outer != "none":
+                    # Here, where the loss can read what the forward pass leaves in the model.
+                    probe_loss_by_differences(self.problem, linear)
         except Exception:
             if self.checks:
                 self.problem.check()  # finds the cause, and says it of the whole batch

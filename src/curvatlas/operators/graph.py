@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from curvatlas.errors import DifferentiationError
 from curvatlas.problem import checkpointing, chunked
@@ -40,28 +43,56 @@ def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = 
     stack: list[Any] = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
     tensors = 0
     custom: set[str] = set()
+    once: set[str] = set()  # of these, the ones marked once_differentiable
+    refused = False
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
         kind = node.name()
-        if kind == "torch::autograd::Error":
-            # It has no edges, so autograd would skip it and return zeros without a word.
-            raise DifferentiationError(
-                "an operation of the model has no second derivative (its backward is marked "
-                "once_differentiable): replace it by plain PyTorch operations or use eager or sdpa "
-                "attention instead of a fused kernel."
-            )
+        refused = refused or kind == "torch::autograd::Error"
+        if kind == "torch::autograd::WarnNotImplemented":
+            raise DifferentiationError(_without_formula(node))
         if isinstance(node, BackwardCFunction) and kind not in _TRUSTED:
             custom.add(kind)
+            if _differentiable_once(node):
+                once.add(kind.removesuffix("Backward"))
         for tensor in _saved_tensors(node):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 tensors += 1
                 storages[storage.data_ptr()] = storage.nbytes()
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    if refused:
+        # Such a node has no edges: autograd would skip it and return zeros without a word.
+        named = f"{', '.join(sorted(once))}: " if once else ""
+        raise DifferentiationError(
+            f"{named}an autograd.Function marked once_differentiable has no second derivative: "
+            "replace it by plain PyTorch operations, or write its backward in them and remove the "
+            "mark."
+        )
     return GraphSize(bytes=sum(storages.values()), tensors=tensors, custom=frozenset(custom))
+
+
+def _differentiable_once(node: Any) -> bool:
+    """Whether the node's Function has a backward behind ``once_differentiable``."""
+    backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    place = getattr(backward, "__globals__", {}).get("__name__")
+    return hasattr(backward, "__wrapped__") and place == once_differentiable.__module__
+
+
+def _without_formula(node: Any) -> str:
+    """What to say of an operator that drops gradients; torch names it in a warning only."""
+    with warnings.catch_warnings(record=True) as said, contextlib.suppress(RuntimeError, TypeError):
+        warnings.simplefilter("always")
+        node(torch.zeros(()))
+    names = [str(warning.message).split(": an autograd kernel")[0] for warning in said]
+    return (
+        f"the custom operator {names[0] if names else 'of torch.library'} has no derivative, and "
+        "gradients through it are dropped: register one with torch.library.register_autograd, or "
+        "call it on detached tensors where its result is a constant."
+    )
 
 
 def _saved_tensors(node: Any) -> list[Tensor]:

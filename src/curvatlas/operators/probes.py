@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from curvatlas.errors import DifferentiationError
+from curvatlas.operators.graph import graph_size
 from curvatlas.operators.linearisation import HessianLinearisation, Linearisation
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.guards import listed
+from curvatlas.problem.output_curvature import differentiable_leaves
 
 _SYMMETRY = {torch.float64: 1e-5, torch.float32: 5e-3}
 # Differences of gradients in float32 carry some 1e-2 of noise; what they must catch is a term that
@@ -23,7 +26,7 @@ def _draw(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> Iterato
     for place, name in enumerate(names):
         leaf = leaves[name]
         generator = torch.Generator().manual_seed(1009 * seed + place)
-        drawn = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
         yield drawn.to(leaf.device).unsqueeze(0)
 
 
@@ -98,4 +101,56 @@ def probe_by_differences(
             f"the second derivative differs from differences of the gradient by {error / scale:.0%}"
             f": {listed(sorted(custom))} has no usable double backward; replace it by plain "
             "PyTorch operations, or pass checks=False."
+        )
+
+
+def probe_loss_by_differences(problem: Problem, linear: Linearisation) -> None:
+    """Λ u against differences of the slope ∂ℓ/∂Z, for losses with hand-written autograd functions.
+
+    A fused loss whose gradient is made in its forward pass has a second derivative of zero by
+    autograd: H_o would vanish, and H be H_f, symmetric and without a word.
+    """
+    outputs, rebuild = differentiable_leaves(linear.outputs)
+    if not outputs or isinstance(linear.outputs, HiddenLogits):
+        return
+
+    def value(leaves: list[Tensor]) -> Tensor:
+        return problem.loss.value(rebuild(leaves), linear.batch.targets)
+
+    def slopes(sign: float) -> tuple[Tensor, ...]:
+        moved = [
+            (z.detach() + sign * step * u).requires_grad_(True)
+            for z, u in zip(outputs, directions, strict=True)
+        ]
+        return torch.autograd.grad(value(moved), moved, materialize_grads=True)
+
+    fresh = [z.detach().requires_grad_(True) for z in outputs]
+    loss = value(fresh)
+    custom = graph_size([loss]).custom
+    if not custom:
+        return
+    generator = torch.Generator().manual_seed(0)
+    directions = [
+        torch.randn(z.shape, generator=generator, dtype=z.dtype, device="cpu").to(z.device)
+        for z in outputs
+    ]
+    dtype = outputs[0].dtype
+    step = max(_dot(outputs, outputs) / _dot(directions, directions), 1e-6) ** 0.5
+    step *= torch.finfo(dtype).eps ** (1 / 3)
+    first = torch.autograd.grad(loss, fresh, create_graph=True, materialize_grads=True)
+    curved = [(s, u) for s, u in zip(first, directions, strict=True) if s.requires_grad]
+    product: Sequence[Tensor] = [torch.zeros_like(z) for z in outputs]
+    if curved:
+        product = torch.autograd.grad(
+            [s for s, _ in curved], fresh, [u for _, u in curved], materialize_grads=True
+        )
+    difference = [(a - b) / (2 * step) for a, b in zip(slopes(1.0), slopes(-1.0), strict=True)]
+    gap = [a - b for a, b in zip(difference, product, strict=True)]
+    scale = max(_dot(product, product), _dot(difference, difference)) ** 0.5
+    error = _dot(gap, gap) ** 0.5
+    if scale > 0 and error > _DIFFERENCES.get(dtype, 0.3) * scale:
+        raise DifferentiationError(
+            f"the loss's second derivative differs from differences of its slope by "
+            f"{error / scale:.0%}: {listed(sorted(custom))} has no usable double backward; "
+            "compute the loss by plain PyTorch operations, or pass checks=False."
         )

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
-from curvatlas.problem.evaluation import same_precision
+from curvatlas.problem.evaluation import written_buffers
+from curvatlas.problem.kernels import same_operations
 
 TRUSTED_NODES = frozenset({"_BlockBackward", "_BlockGradientBackward"})
 
@@ -33,7 +35,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     def walk(module: nn.Module) -> None:
         children = list(module.children())
         stack = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1
-        alike = len({type(child) for child in children}) == 1
+        alike = len({type_before_parametrizations(child) for child in children}) == 1
         if stack and alike and all(any(True for _ in c.parameters()) for c in children):
             found.extend(children)
             return
@@ -64,6 +66,12 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
                 del block.forward
             else:
                 block.forward = own
+    written = sorted(written_buffers(model))
+    if written:
+        raise ProblemError(
+            f"the forward pass writes into buffer {written[0]!r}, so that a block computed again "
+            "would start from another state: leave checkpoint_activations off."
+        )
 
 
 def _call(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +124,7 @@ class _Plan:
         patched = block.__dict__.get("forward")
         block.forward = self._forward
         try:
-            with same_precision():
+            with same_operations():
                 raw = torch.func.functional_call(block, values, args, kwargs)
         finally:
             if patched is None:

@@ -22,14 +22,15 @@ from curvatlas.problem.batches import Batch, batches_of, checked, described
 from curvatlas.problem.checkpointing import checkpointed
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
+    as_it_was,
     call,
     evaluation,
-    explained,
     fresh_leaf,
     refuse_sharded,
     unwrap,
     whole_parameters,
 )
+from curvatlas.problem.explanations import explained
 from curvatlas.problem.fingerprint import LiveTensors
 from curvatlas.problem.function_model import as_module
 from curvatlas.problem.layout import Layout
@@ -141,7 +142,8 @@ class Problem:
 
     def weights_version(self) -> tuple[bytes, bytes]:
         """Changes with any value of the weights, the buffers or the loss's own tensors."""
-        weights = self._model_tensors.fingerprint()
+        with as_it_was(self.model):
+            weights = self._model_tensors.fingerprint()
         if self._gathered is not None and self._gathered != weights:
             raise ProblemError(
                 "the sharded weights have changed since the Problem gathered them: make a new "
@@ -368,6 +370,8 @@ class Problem:
             with scope(self.model):
                 return call(self.model, values, batch.inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            if isinstance(error, ProblemError):
+                raise  # it says what is wrong, and where
             if isinstance(error, RuntimeError) and "not enough memory" in str(error):
                 raise
             raise ProblemError(

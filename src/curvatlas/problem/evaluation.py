@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.utils.dlpack import from_dlpack
 
-from curvatlas.errors import DifferentiationError, ProblemError
-from curvatlas.problem.weight_norm import exact_weight_norm
-
-_NO_SECOND_DERIVATIVE = (
-    "is not implemented",
-    "does not have a derivative",
-    "once_differentiable",
-    "not differentiable",
-    "doesn't support double backward",
-    "does not currently support double backward",
+from curvatlas.errors import ProblemError
+from curvatlas.problem.kernels import (
+    TwiceDifferentiable,
+    plain_python,
+    warn_of_compiled,
+    warn_once,
 )
 
 
@@ -42,7 +40,13 @@ def unwrap(model: Any) -> nn.Module:
                 "FSDP1-wrapped models cannot be differentiated twice: shard with FSDP2 "
                 "(torch.distributed.fsdp.fully_shard), which is accepted, or pass the module."
             )
+        elif isinstance(bare, torch.jit.ScriptModule):
+            raise ProblemError(
+                "a TorchScript module cannot be called with other parameter values, as derivatives "
+                "need: pass the module that was scripted or traced."
+            )
         else:
+            warn_of_compiled(bare)
             return bare
         warnings.warn(
             f"unwrapped a {kind}: {why}, so curvatlas works on the module inside.",
@@ -57,7 +61,10 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     Gathering is collective: every process of the group makes the Problem. The copies are of now;
     after an optimizer step make a new Problem.
     """
-    named: dict[str, Tensor] = dict(model.named_parameters())
+    named: dict[str, Tensor] = {
+        name: nn.Parameter(outside_inference(p), p.requires_grad) if p.is_inference() else p
+        for name, p in model.named_parameters()
+    }
     if not _fully_sharded(model):
         return named
     gathered: dict[str, Tensor] = {}
@@ -104,114 +111,276 @@ def refuse_sharded(named: Mapping[str, Tensor]) -> None:
             raise ProblemError(f"parameter {name!r} is on the meta device: load its values first.")
 
 
-class _StayDouble(TorchFunctionMode):
-    """Inside, no float64 tensor is rounded to float32 on the way.
+class _Scope:
+    """An open evaluation of a model, and what a forward pass in it may change.
 
-    Some libraries compute norms and softmax by ``x.to(torch.float32)`` or ``dtype=torch.float32``,
-    which rounds a float64 model to 5e-8 and makes its second derivatives asymmetric.
+    Buffers: those that a pass writes into (running statistics, counters) are copies during a call,
+    so that every call starts from the same values. Attributes: caches and counters stay for the
+    loss to read, and are put back when the scope ends.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.paused = 0
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args else None
-        if not self.paused and isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return first
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-            elif func is torch.Tensor.to:
-                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        return func(*args, **kwargs)
+    def _remember(self) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
+        """What is there before the first call; then what can not be differentiated is replaced."""
+        before = [
+            (name, module, dict(module._buffers), _attributes(module))
+            for name, module in self.model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # which keep theirs out of reach
+        ]
+        for name, module, _, attributes in before:
+            for attribute, (value, _) in attributes.items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    module.__dict__[attribute] = outside_inference(value)
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                _check_row_norms(name, module)
+                module.max_norm = None  # no row is as long: the same result, and nothing is written
+        return before
 
     @contextlib.contextmanager
-    def with_pauses(self, model: nn.Module) -> Iterator[None]:
-        """Leave position tables alone: they are constants, and the model's to round."""
+    def one_call(self) -> Iterator[None]:
+        """The buffers as they were; copies of all in the model's first call, then of the written.
 
-        def pause(*_: Any) -> None:
-            self.paused += 1
+        Copies that the graph of a call saves are held by it, which is why not all are copied.
+        """
+        if self._before is None:
+            self._before = self._remember()
+        written = _written_buffers.get(self.model)
+        copies: dict[int, tuple[str, Tensor, Tensor]] = {}
+        shared: list[tuple[str, Tensor, int]] = []
+        for prefix, module, buffers, _ in self._before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                if buffer is None:
+                    continue
+                label = f"{prefix}.{name}" if prefix else name
+                if id(buffer) not in copies and (
+                    written is None or label in written or buffer.is_inference()
+                ):
+                    copies[id(buffer)] = label, buffer, buffer.clone()
+                if id(buffer) in copies:
+                    module._buffers[name] = copies[id(buffer)][2]
+                else:
+                    shared.append((label, buffer, buffer._version))
+        yield
+        changed = [label for label, buffer, version in shared if buffer._version != version]
+        if changed:
+            raise ProblemError(
+                f"the forward pass changes buffer {changed[0]!r} in some calls and not in others, "
+                "so the loss is no function of the parameters: make it do the same every time."
+            )
+        if written is None:
+            written = frozenset(
+                label
+                for label, buffer, copy in copies.values()
+                if copy._version > 0 or not _same_values(copy, buffer)
+            )
+            _written_buffers[self.model] = written
+        # What was written stays for the loss to read; the others are the user's own again.
+        untouched = {
+            id(copy): buffer for label, buffer, copy in copies.values() if label not in written
+        }
+        for _, module, _, _ in self._before:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = untouched.get(id(buffer), buffer)
 
-        def resume(*_: Any) -> None:
-            self.paused -= 1
+    @contextlib.contextmanager
+    def before_its_calls(self) -> Iterator[None]:
+        """Inside, the model has the buffers and attributes that its user sees."""
+        states = self._before or ()
+        now = [(module, dict(module._buffers), _fields(module)) for _, module, _, _ in states]
+        for _, module, buffers, attributes in states:
+            _set_state(module, buffers, {name: value for name, (value, _) in attributes.items()})
+        yield
+        for module, buffers, fields in now:
+            _set_state(module, buffers, fields)
 
-        handles = []
-        for module in model.modules():
-            if "Rotary" in type(module).__name__:
-                handles.append(module.register_forward_pre_hook(pause))
-                handles.append(module.register_forward_hook(resume, always_call=True))
-        try:
-            _staying.append(self)
-            with self:
-                yield
-        finally:
-            _staying.pop()
-            for handle in handles:
-                handle.remove()
+    def put_back(self) -> None:
+        """The model's buffers and attributes as they were before the first call."""
+        for _, module, buffers, attributes in self._before or ():
+            _set_state(module, buffers, {name: value for name, (value, _) in attributes.items()})
+            for value, contents in attributes.values():
+                if contents is not None:
+                    _refill(value, contents)
 
 
-_staying: list[_StayDouble] = []  # the modes of the scopes that are open, innermost last
+_scopes: list[_Scope] = []  # that are open, innermost last
+# By model, the buffers that its forward pass writes into.
+_written_buffers: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
-def same_precision() -> contextlib.AbstractContextManager[Any]:
-    """The open scope's precision inside a backward pass, where autograd suspends its mode."""
-    return _staying[-1] if _staying else contextlib.nullcontext()
+# Attributes every module has, and those that a scope of ours may hold patched.
+_MODULE_FIELDS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+
+def _fields(module: nn.Module) -> dict[str, Any]:
+    """The module's plain attributes."""
+    return {name: value for name, value in vars(module).items() if name not in _MODULE_FIELDS}
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name → (value, its contents where it is a container) of the module's plain attributes."""
+    return {
+        name: (value, value.copy() if type(value) in _CONTAINERS else None)
+        for name, value in _fields(module).items()
+    }
+
+
+def _set_state(module: nn.Module, buffers: dict[str, Any], fields: dict[str, Any]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+    for name in _fields(module).keys() - fields.keys():
+        del module.__dict__[name]
+    module.__dict__.update(fields)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Give a container its former contents, unless it has them."""
+    mapping = isinstance(container, dict)
+    pairs = zip(container.items(), contents.items(), strict=False) if mapping else ()
+    same = all(a is c and b is d for (a, b), (c, d) in pairs) and all(
+        a is b for a, b in zip(container, contents, strict=False)
+    )
+    if same and len(container) == len(contents):
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(contents)
+    else:
+        container.extend(contents)
+
+
+def _same_values(left: Tensor, right: Tensor) -> bool:
+    if left.is_floating_point():
+        left, right = left.nan_to_num(), right.nan_to_num()
+    return torch.equal(left, right)
+
+
+def _check_row_norms(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Where no row is longer than ``max_norm`` the limit does nothing, here and nearby."""
+    longest = torch.linalg.vector_norm(module.weight.detach(), module.norm_type, dim=1).max()
+    if float(longest) > float(module.max_norm or 0):
+        raise ProblemError(
+            f"{name or type(module).__name__} has max_norm={module.max_norm:g} and rows of norm up "
+            f"to {float(longest):.3g}: its forward pass would rescale the weights themselves, "
+            "which no derivative sees. Rescale the rows once, or set max_norm=None."
+        )
+
+
+def outside_inference(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd accepts, for one made in ``inference_mode``."""
+    with torch.inference_mode(False):
+        return from_dlpack(tensor.detach())
+
+
+def as_it_was(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, an open scope shows the model as its user sees it."""
+    scope = next((s for s in reversed(_scopes) if s.model is model), None)
+    return contextlib.nullcontext() if scope is None else scope.before_its_calls()
+
+
+def written_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that the model's forward pass writes into, as seen in its first call."""
+    return _written_buffers.get(model, frozenset())
 
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
     """Everything a twice-differentiable forward needs, restored on the way out.
 
-    Evaluation mode; math attention (fused kernels have no double backward); no encoder fast path;
-    no autocast; no key/value cache; gradients enabled even under ``no_grad``; experts one by one in
-    float64, which the grouped kernel does not take; weight normalisation written out.
+    Evaluation mode; operations that can be differentiated twice (``TwiceDifferentiable``), also
+    where the model chooses others; no encoder fast path, no autocast, no key/value cache, nothing
+    compiled or checkpointed; gradients enabled even under ``no_grad``; experts one by one in
+    float64, which the grouped kernel does not take. Buffers and attributes that the model changes
+    in its forward pass are put back.
     """
-    training = [module for module in model.modules() if module.training]
-    config: Any = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    experts = getattr(config, "_experts_implementation", None)
-    grouped = experts == "grouped_mm" and any(p.dtype == torch.float64 for p in model.parameters())
+    modules = list(model.modules())
+    training = [module for module in modules if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    first = next(model.parameters(), None)
+    device = "cpu" if first is None else first.device.type
+    scope = _Scope(model)
+    mode = TwiceDifferentiable(model, double=stay_double, device=device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(torch.autocast(device_type=device, enabled=False))
-        stack.enter_context(exact_weight_norm(model))
-        if stay_double:
-            stack.enter_context(_StayDouble().with_pauses(model))
+        stack.enter_context(plain_python(model))
+        stack.enter_context(_exact_configurations(model, modules))
+        stack.enter_context(mode.scope(model))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         try:
+            _scopes.append(scope)
             for module in training:
                 module.training = False
-            if cached:
-                config.use_cache = False
-            if grouped:
-                config._experts_implementation = "eager"
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
+            _scopes.remove(scope)
+            scope.put_back()
             for module in training:
                 module.training = True
-            if cached:
-                config.use_cache = cached
-            if grouped:
-                config._experts_implementation = experts
-            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _exact_configurations(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Hugging Face's options that cannot be differentiated twice, switched in every part."""
+    parts: list[Any] = [vars(m)["config"] for m in modules if "config" in vars(m)]
+    configurations = {id(config): config for config in parts}.values()
+    double = any(p.dtype == torch.float64 for p in model.parameters()) if parts else False
+    changes: list[tuple[Any, str, Any]] = []  # configuration, attribute, value to put back
+    try:
+        for config in configurations:
+            for attribute, instead in _switched(model, config, double):
+                changes.append((config, attribute, getattr(config, attribute)))
+                setattr(config, attribute, instead)
+        yield
+    finally:
+        for config, attribute, value in changes:
+            setattr(config, attribute, value)
+
+
+def _switched(model: nn.Module, config: Any, double: bool) -> Iterator[tuple[str, Any]]:
+    """(attribute, value during the evaluation) of one configuration."""
+    if getattr(config, "use_cache", None):
+        yield "use_cache", False
+    if double and getattr(config, "_experts_implementation", None) == "grouped_mm":
+        yield "_experts_implementation", "eager"
+    # The plain attribute: the property would also set those of sub-configurations.
+    attention = getattr(config, "_attn_implementation_internal", None)
+    if isinstance(attention, str) and ("flash" in attention or "/" in attention):
+        warn_once(
+            model,
+            "attention",
+            f"attn_implementation={attention!r} has no second derivative: curvatlas computes with "
+            "eager attention; the model stays as it is.",
+        )
+        yield "_attn_implementation_internal", "eager"
 
 
 def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     """The model's output with its parameters replaced by ``values``."""
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
-    with _without_sharding_hooks(model):
+    scope = next((s for s in reversed(_scopes) if s.model is model), None)
+    versions = {name: value._version for name, value in values.items()}
+    with _without_sharding_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
         if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
-            return torch.func.functional_call(model, dict(values), (), dict(inputs))
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        return torch.func.functional_call(model, dict(values), arguments)
+            outputs = torch.func.functional_call(model, dict(values), (), dict(inputs))
+        else:
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+            outputs = torch.func.functional_call(model, dict(values), arguments)
+    for name, value in values.items():
+        if value._version != versions[name]:
+            raise ProblemError(
+                f"the forward pass changes parameter {name!r} in place, which no derivative sees: "
+                "do that outside of forward, or in a parametrization."
+            )
+    return outputs
 
 
 def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
@@ -237,30 +406,6 @@ def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn PyTorch's messages about missing second derivatives into what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        first = text.strip().splitlines()[0] if text.strip() else repr(error)
-        if any(mark in text for mark in _NO_SECOND_DERIVATIVE):
-            raise DifferentiationError(
-                f"an operation of the model has no second derivative ({first}): use eager or sdpa "
-                "attention (attn_implementation='eager' for Hugging Face), not flash or flex."
-            ) from error
-        if "use_reentrant" in text or "Checkpointing is not compatible" in text:
-            raise DifferentiationError(
-                "reentrant activation checkpointing cannot be differentiated twice: use "
-                "torch.utils.checkpoint(..., use_reentrant=False) or switch checkpointing off."
-            ) from error
-        raise
-
-
 def fresh_leaf(parameter: Tensor) -> Tensor:
     """A leaf of the autograd graph that shares the parameter's memory."""
-    value = parameter.detach()
-    if value.is_inference():
-        value = value.clone()
-    return value.requires_grad_(True)
+    return parameter.detach().requires_grad_(True)

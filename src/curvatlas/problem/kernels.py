@@ -1,0 +1,410 @@
+"""The operations of a forward pass in a form that can be differentiated twice.
+
+Models choose how they compute inside their own forward pass: a fused attention kernel, compiled
+code, low precision, activation checkpoints. What is set around the call is then overridden, and the
+second derivative is missing, or wrong without a word. Here the calls themselves are intercepted:
+the same mathematics, by operations whose double backward is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+Operation = Callable[..., Any]
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """Inside, operations are replaced by ones that can be differentiated twice.
+
+    Attention by plain matrix products, whatever kernel the module asks for; weight normalisation
+    written out; no autocast, even where the module opens it itself. With ``double`` no float64
+    tensor is rounded to float32 on the way: some libraries compute norms and softmax by
+    ``x.to(torch.float32)`` or ``dtype=torch.float32``, which rounds a float64 model to 5e-8 and
+    makes its second derivatives asymmetric.
+    """
+
+    def __init__(self, model: nn.Module, *, double: bool, device: str) -> None:
+        super().__init__()
+        self._model = weakref.ref(model)
+        self._double, self._device = double, device
+        self._pauses = 0
+        self._replaced = _replacements()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = self._replaced.get(func, func)
+        kwargs = kwargs or {}
+        if self._double and not self._pauses:
+            operation, args, kwargs = _unrounded(operation, args, kwargs)
+        if torch.is_autocast_enabled(self._device):
+            warn_once(
+                self._model(),
+                "autocast",
+                "the model opens torch.autocast in its forward pass: curvature is that of the "
+                "model without it, in the precision of its parameters.",
+            )
+            with torch.autocast(self._device, enabled=False):
+                return operation(*args, **kwargs)
+        return operation(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        """Active, except that position tables are rounded as the model does: they are constants."""
+
+        def pause(*_: Any) -> None:
+            self._pauses += 1
+
+        def resume(*_: Any) -> None:
+            self._pauses -= 1
+
+        handles = []
+        if self._double:
+            for module in model.modules():
+                if "Rotary" in type(module).__name__:
+                    handles.append(module.register_forward_pre_hook(pause))
+                    handles.append(module.register_forward_hook(resume, always_call=True))
+        try:
+            _active.append(self)
+            with self:
+                yield
+        finally:
+            _active.pop()
+            for handle in handles:
+                handle.remove()
+
+
+_active: list[TwiceDifferentiable] = []  # the modes of the scopes that are open, innermost last
+
+
+def same_operations() -> contextlib.AbstractContextManager[Any]:
+    """The open scope's operations inside a backward pass, where autograd suspends its mode."""
+    return _active[-1] if _active else contextlib.nullcontext()
+
+
+def _unrounded(
+    operation: Operation, args: Any, kwargs: dict[str, Any]
+) -> tuple[Operation, Any, dict[str, Any]]:
+    """A call that would round a float64 tensor to float32, as one that does not."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and first.dtype == torch.float64:
+        if operation is torch.Tensor.float:
+            return torch.Tensor.double, args, kwargs
+        if kwargs.get("dtype") is torch.float32:
+            return operation, args, {**kwargs, "dtype": torch.float64}
+        if operation is torch.Tensor.to:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+    return operation, args, kwargs
+
+
+# --- operations ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _replacements() -> dict[Any, Operation]:
+    """Operation → the same one, twice differentiable."""
+    attention = torch.ops.aten.scaled_dot_product_attention
+    replaced: dict[Any, Operation] = {
+        torch._weight_norm: weight_norm,
+        torch.nn.functional.hardsigmoid: hard_sigmoid,
+    }
+    fused_loss = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if fused_loss is not None:
+        # In chunks, its gradient is made in the forward pass: the second derivative misses Λ.
+        def in_one_piece(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+            return fused_loss(*args, **kwargs)
+
+        replaced[fused_loss] = in_one_piece
+    for func in (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.multi_head_attention_forward,  # calls the former out of our sight
+        attention,
+        attention.default,
+    ):
+        replaced[func] = _by_matrix_products(func)
+    flex = _flex_attention_operation()
+    if flex is not None:
+        replaced[flex] = flex_attention
+    return replaced
+
+
+def _by_matrix_products(attention: Operation) -> Operation:
+    """Attention as softmax(Q Kᵀ) V in separate operations: fused kernels have no double backward.
+
+    Set around every call: modules such as those of x-transformers choose a kernel of their own.
+    """
+
+    def by_matrix_products(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attention(*args, **kwargs)
+
+    return by_matrix_products
+
+
+@functools.cache
+def _flex_attention_operation() -> Any:
+    """The operation behind ``torch.nn.attention.flex_attention``, or None before torch 2.5."""
+    try:
+        importlib.import_module("torch.nn.attention.flex_attention")
+        operations = importlib.import_module("torch._higher_order_ops.flex_attention")
+    except ImportError:
+        return None
+    return getattr(operations, "flex_attention", None)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Operation,
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: Any,
+    score_buffers: Sequence[Tensor] = (),
+    mask_buffers: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """softmax(score(Q Kᵀ scale), over the keys that the mask lets through) V.
+
+    query: (B, H, L, d);  key, value: (B or 1, H / groups, S, d)  →  the result (B, H, L, d) with
+    log₂ Σ exp and, in later versions, the largest score of every row, as torch's operation gives.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-2, -1) * scale
+    places = [torch.arange(size, device=scores.device) for size in scores.shape]
+    with _IndexedByTensors():
+        seen = _at_every_place(block_mask[-1], 0, len(mask_buffers))(*places, *mask_buffers)
+        scores = _at_every_place(score_mod, 1, len(score_buffers))(scores, *places, *score_buffers)
+    scores = scores.masked_fill(~seen, -math.inf)
+    empty = torch.isneginf(scores).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    bits = scores.masked_fill(empty, 0.0).logsumexp(-1) / math.log(2)
+    results = [weights @ value, bits.masked_fill(empty.squeeze(-1), -math.inf)]
+    if hasattr(sys.modules["torch.nn.attention.flex_attention"], "AuxRequest"):
+        results.append(scores.amax(-1) / math.log(2))
+    return tuple(results)
+
+
+def _at_every_place(function: Operation, tensors: int, buffers: int) -> Operation:
+    """A function of numbers (values, b, h, i, j, buffers) on whole (B, H, L, S) tensors."""
+    for axis in (3, 2, 1, 0):
+        places = [0 if place == axis else None for place in range(4)]
+        function = torch.vmap(function, in_dims=(*[0] * tensors, *places, *[None] * buffers))
+    return function
+
+
+class _IndexedByTensors(TorchFunctionMode):
+    """Inside, ``table[i, j]`` with tensors for numbers is a lookup, also where they are mapped."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            table, index = args
+            indices = list(index) if isinstance(index, (tuple, list)) else [index]
+            if all(isinstance(i, Tensor) or type(i) is int for i in indices):
+                on_device = [torch.as_tensor(i, device=table.device) for i in indices]
+                return torch.ops.aten.index(table, on_device)
+        return func(*args, **(kwargs or {}))
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / ‖v‖, the norm over all axes but ``dim`` (-1: over all).
+
+    PyTorch's fused ``torch._weight_norm`` has a wrong second derivative and says nothing (its error
+    is watched by a test).
+    """
+    axes = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
+    return v * (g / v.square().sum(axes, keepdim=True).sqrt())
+
+
+def hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    """x / 6 + ½ between −3 and 3, constant outside: PyTorch's has no second derivative."""
+    inside = (x > -3) & (x < 3)
+    value = torch.where(inside, x / 6 + 0.5, (x >= 3).to(x.dtype))
+    return x.copy_(value) if inplace else value
+
+
+# --- what is around the operations --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, ``torch.compile``d code runs as it was written: it has no double backward.
+
+    Modules and functions alike, by the compiler's own switch; before torch 2.6, which has none,
+    only modules.
+    """
+    set_stance: Any = getattr(torch.compiler, "set_stance", None)
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+        yield
+    elif set_stance is not None:
+        with set_stance("force_eager"):
+            yield
+    else:
+        with _original_calls(model):
+            yield
+
+
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """``torch.compile`` as a call or a decorator that changes nothing."""
+    return model if model is not None else _not_compiled
+
+
+@contextlib.contextmanager
+def _original_calls(model: nn.Module) -> Iterator[None]:
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in compiled_modules(model):
+            fields = module.__dict__
+            if fields.get("_compiled_call_impl") is not None:
+                changed.append((fields, "_compiled_call_impl", fields["_compiled_call_impl"]))
+                fields["_compiled_call_impl"] = None
+            original = module._modules.get("_orig_mod")
+            if original is not None:
+                changed.append((fields, "forward", fields["forward"]))
+                fields["forward"] = original
+        yield
+    finally:
+        for fields, name, value in changed:
+            fields[name] = value
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules below ``model`` that ``torch.compile`` or ``module.compile()`` was called on."""
+    return [
+        module
+        for module in model.modules()
+        if module.__dict__.get("_compiled_call_impl") is not None
+        or "_orig_mod" in module._modules
+        or _compiled_forward(module)
+    ]
+
+
+def _compiled_forward(module: nn.Module) -> bool:
+    """Whether the class's ``forward`` is decorated by ``torch.compile``."""
+    kinds = (vars(kind) for kind in type(module).__mro__)
+    forward = next((members["forward"] for members in kinds if "forward" in members), None)
+    return hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def warn_of_compiled(model: nn.Module) -> None:
+    """Say once that compiled parts run uncompiled."""
+    modules = set(compiled_modules(model))
+    named = model.named_modules()
+    names = [name or type(module).__name__ for name, module in named if module in modules]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warn_once(
+            model,
+            "compiled",
+            f"torch.compile was called on {shown}: compiled graphs cannot be differentiated twice, "
+            "so curvatlas runs them uncompiled; the model stays as it is.",
+        )
+
+
+_said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(model: nn.Module | None, subject: str, message: str) -> None:
+    """Warn of a subject once for every model."""
+    if model is not None and subject not in _said.setdefault(model, set()):
+        _said[model].add(subject)
+        warnings.warn(message, stacklevel=4)
+
+
+class _Replaced:
+    """``owner.name`` does ``instead`` inside our scopes, in their own thread; elsewhere the usual.
+
+    module: where the owner is, replaced only if loaded;  owner: a class in it, or "" for itself.
+    """
+
+    def __init__(self, module: str, owner: str, name: str, instead: Operation) -> None:
+        self._place, self._name, self._instead = (module, owner), name, instead
+        self._lock, self._thread, self._scopes = threading.Lock(), threading.local(), 0
+        self._owner: Any = None  # while it is replaced
+        self._own_attribute: Any = None  # what stood in the owner itself, None: inherited
+
+    def __enter__(self) -> None:
+        self._thread.scopes = getattr(self._thread, "scopes", 0) + 1
+        with self._lock:
+            self._scopes += 1
+            if self._owner is None:
+                self._replace()
+
+    def _replace(self) -> None:
+        module, owner = self._place
+        place: Any = sys.modules.get(module)
+        place = getattr(place, owner, None) if owner else place
+        usual = getattr(place, self._name, None)
+        if usual is None:  # not loaded, or a torch that has it elsewhere
+            return
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            inside = getattr(self._thread, "scopes", 0) > 0
+            return self._instead(*args, **kwargs) if inside else usual(*args, **kwargs)
+
+        self._owner, self._own_attribute = place, vars(place).get(self._name)
+        setattr(place, self._name, staticmethod(chosen) if owner else chosen)
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.scopes -= 1
+        with self._lock:
+            self._scopes -= 1
+            if self._scopes or self._owner is None:
+                return
+            if self._own_attribute is None:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._own_attribute)
+            self._owner = None
+
+
+def _called_directly(function: Operation, _preserve_random_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+# Activation checkpoints of the model's own: the reentrant kind has no double backward, the other
+# computes its block again in the backward pass, where no mode is active, and would find other
+# kernels there. A graph that is kept for products holds the activations with or without them.
+_CHECKPOINTS = (
+    _Replaced("torch.utils.checkpoint", "CheckpointFunction", "apply", _called_directly),
+    _Replaced(
+        "torch.utils.checkpoint", "", "_checkpoint_without_reentrant_generator", _nothing_around
+    ),
+)
+_COMPILE = _Replaced("torch", "", "compile", _not_compiled)
+# Flex attention refuses inputs that carry gradients where its own kernel has no backward pass, and
+# warns that it runs uncompiled.
+_FLEX = tuple(
+    _Replaced("torch.nn.attention.flex_attention", "", name, lambda *_, **__: None)
+    for name in ("_validate_device", "_warn_once")
+)
+
+
+@contextlib.contextmanager
+def plain_python(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's Python code runs as it stands: not compiled, not checkpointed."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_uncompiled(model))
+        for replaced in (*_CHECKPOINTS, _COMPILE, *_FLEX):
+            stack.enter_context(replaced)
+        yield
