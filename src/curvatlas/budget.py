@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -22,8 +26,17 @@ def parse_bytes(budget: int | float | str) -> int:
     return int(budget)
 
 
-def available_bytes() -> int:
-    """Memory this machine can still give without swapping (4 GB where it cannot be told)."""
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory this machine can still give without swapping (4 GB where it cannot be told).
+
+    device: a CUDA device has memory of its own, what it has free and what PyTorch holds unused of
+    it; others (CPU, Apple's MPS) share the machine's.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
@@ -34,9 +47,9 @@ def available_bytes() -> int:
         return 4 * 10**9
 
 
-def default_budget() -> int:
-    """A bit less than half of the available memory: a second operator still finds room."""
-    return max(available_bytes() * 9 // 20, 2**28)
+def default_budget(device: torch.device | None = None) -> int:
+    """A bit less than half of the device's available memory: a second operator finds room."""
+    return max(available_bytes(device) * 9 // 20, 2**28)
 
 
 def readable(size: float) -> str:

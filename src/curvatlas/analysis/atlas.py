@@ -69,7 +69,7 @@ def atlas(
     if not rtol > 0 or not (worst is None or worst > 0):
         raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
     blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
-    room = default_budget() if budget is None else parse_bytes(budget)
+    room = default_budget(problem.device) if budget is None else parse_bytes(budget)
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
     operator = CurvatureParts(problem, budget=budget)
     if method == "dense" or (method == "auto" and fits):

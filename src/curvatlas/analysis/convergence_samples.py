@@ -99,7 +99,7 @@ class _Sampler:
         self.problem = problem
         self.directions = directions.to(dtype=problem.dtype, device=problem.device)
         row = 8 * problem.size * problem.dtype.itemsize  # gradient, products and their graph
-        self.chunk = chunk or max(1, min(_CHUNK, default_budget() // row))
+        self.chunk = chunk or max(1, min(_CHUNK, default_budget(problem.device) // row))
         self._vectorised = problem.loss.additive
         self._checked = False
         everything = dict(problem.model.named_parameters())

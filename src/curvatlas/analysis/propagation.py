@@ -165,7 +165,7 @@ class CurvaturePropagationAnalyzer:
         every = wanted or (lambda _: True)
         view = Samples(1 if samples_interact(batch, captured) else batch.samples)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
-        room = default_budget() if self.budget is None else parse_bytes(self.budget)
+        room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
         one = view.count * largest**2 * problem.dtype.itemsize
         fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
         if self.method == "dense" or (self.method == "auto" and fits):

@@ -45,7 +45,7 @@ class BlockDerivatives:
         like = evaluation.output
         self.dtype, self.device = like.dtype, like.device
         share = max(_SMALLEST_BUDGET, self.size**2 * like.element_size() // 16)
-        self.budget = budget or min(share, default_budget())
+        self.budget = budget or min(share, default_budget(self.device))
         self._shared: dict[str, Tensor] = {}  # what chunks of one sample have in common
 
     # ---- chunks -----------------------------------------------------------------------------

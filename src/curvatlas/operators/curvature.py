@@ -61,7 +61,7 @@ class CurvatureOperator(LinearOperator):
             tags=tags or Tags(symmetric=True),
         )
         self.problem = problem
-        self.budget = default_budget() if budget is None else parse_bytes(budget)
+        self.budget = default_budget(self.device) if budget is None else parse_bytes(budget)
         self._logit_room = logit_room(None if budget is None else self.budget)
         self.checks = checks
         self._compile, self._expected_products = compile, expected_products

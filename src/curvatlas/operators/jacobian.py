@@ -51,7 +51,7 @@ class Jacobian(LinearOperator):
                 "the Problem for the Jacobian of the outputs."
             )
         self.problem = problem
-        self.budget = default_budget() if budget is None else parse_bytes(budget)
+        self.budget = default_budget(problem.device) if budget is None else parse_bytes(budget)
         self.checks = checks
         self.output_shapes = [self._shapes(batch) for batch in self._batches()]
         self._rows = [sum(map(math.prod, shapes)) for shapes in self.output_shapes]

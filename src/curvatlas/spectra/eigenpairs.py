@@ -129,7 +129,7 @@ def _capacity(
     if memory is not None:
         budget = parse_bytes(memory)
     elif device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] // 2
+        budget = available_bytes(device) // 2
     else:
         budget = max(default_budget(), available_bytes() // 2)
     if memory is None and device.type == "cuda" and budget < most * row:
