@@ -28,7 +28,8 @@ has no tests: its cases are what its example and tutorial show.
 
 Left out are tests of a peer's own machinery that say nothing of a result: hooks and traced graphs,
 kernels that replace kernels, vector arithmetic, moving batches to a device, the distribution of
-probes, second implementations of the same estimator, downloads, and what needs a GPU.
+probes, second implementations of the same estimator, downloads, and what needs a GPU. Several
+processes and memory have tests of their own here.
 """
 
 

@@ -2,8 +2,9 @@
 
 Facts carry over, code does not: each case is written anew against this library (test_<peer>.py).
 Left out are tests of a peer's own machinery that say nothing of a result: hooks and traced graphs,
-kernels that replace other kernels, vector arithmetic, moving batches to a device, a second
-implementation of the same estimator, downloads, and tests that need a GPU.
+kernels that replace other kernels, vector arithmetic, moving batches to a device, the distribution
+of probes, a second implementation of the same estimator, downloads, and tests that need a GPU;
+several processes and memory have tests of their own here (tests/distributed, test_memory.py).
 """
 
 from __future__ import annotations
@@ -376,4 +377,210 @@ CURVLINOPS = [
     ),
 ]
 
-GROUPS: list[Group] = [*CURVLINOPS]
+# --- hessian-eigenthings --------------------------------------------------------------------------
+
+LINEAR_MODELS = ("linear regression", "binary logistic regression", "softmax regression")
+
+EIGENTHINGS = [
+    Group(
+        "hessian-eigenthings",
+        "closed forms of linear models",
+        "test_analytic_hessian.py",
+        "Hessian(problem), GaussNewton(problem)",
+        [
+            f"{model}; {op}"
+            for model, op in product(LINEAR_MODELS, ("Hessian", "GaussNewton", "both agree"))
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "batch statistics",
+        "test_batching.py, test_hessian_operator.py",
+        "Hessian(problem)",
+        [
+            "BatchNorm1d in training is refused",
+            "BatchNorm2d in training is refused",
+            "the layer is named",
+            "BatchNorm1d in evaluation",
+            "LayerNorm",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "the Hessian of an MLP",
+        "test_hessian_operator.py",
+        "Hessian(problem, …)",
+        [
+            "products",
+            "over batches",
+            "a filter gives the size of the part",
+            "a filter gives that block",
+            "a vector of another length is refused",
+        ],
+        {
+            "another batch at every product": "an operator is one matrix: products of different "
+            "batches belong to none; per_batch() gives the batches' own operators"
+        },
+    ),
+    Group(
+        "hessian-eigenthings",
+        "products by finite differences",
+        "test_hessian_finite_difference.py",
+        "Hessian(problem)",
+        ["parameters are as before a product", "parameters are as before a product that fails"],
+        {
+            "differences in place of derivatives": "products are exact; differences serve only to "
+            "check custom autograd functions",
+            "a step for every dtype": "there is no step to choose",
+        },
+    ),
+    Group(
+        "hessian-eigenthings",
+        "the Gauss-Newton matrix of an MLP",
+        "test_ggn_operator.py, test_ggn_matvec.py",
+        "GaussNewton(problem)",
+        [
+            "cross-entropy",
+            "MSE",
+            "over batches",
+            "no negative curvature",
+            "a vector of another length is refused",
+            "a loss without a closed form (theirs refuses)",
+            "float32",
+            "vectors of length 1e-12",
+            "vectors of length 1e-6",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "the empirical Fisher of an MLP",
+        "test_fisher_operator.py",
+        'Fisher(problem, kind="empirical")',
+        ["products", "no negative curvature", "over batches", "another length is refused"],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "eigenpairs of an MLP's Hessian",
+        "test_eigendecomp_on_hessian.py",
+        'eigenpairs(Hessian(problem), which="magnitude")',
+        ["values", "vectors solve the equation", "values, in place of power iteration"],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "eigenpairs of random matrices, Lanczos",
+        "test_lanczos_random_matrix.py",
+        "eigenpairs(op, k=…, which=…)",
+        [
+            "largest magnitude",
+            "largest",
+            "smallest",
+            "vectors solve the equation",
+            "vectors are orthonormal",
+            "residuals are numbers",
+            "the budget is kept",
+            "a seed repeats the result",
+            "k = 0 is refused",
+            "k beyond the size is refused",
+            "a budget beyond the size (theirs refuses)",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "eigenpairs of random matrices, power iteration",
+        "test_power_iteration_random_matrix.py",
+        "eigenpairs(op, k=…)",
+        [
+            "the largest value",
+            "its vector solves the equation",
+            "five values",
+            "vectors are orthogonal",
+            "residuals are not negative",
+            "k = 0 is refused",
+            "k beyond the size is refused",
+            "a seed repeats the result",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "which parameters vary",
+        "test_param_utils.py",
+        "Problem(…, parameters=…), problem.layout",
+        [
+            "all by default",
+            "a glob",
+            "several globs",
+            "a regular expression",
+            "frozen ones stay out",
+            "an empty selection is refused",
+            "the total size",
+            "to a vector and back",
+            "a vector of another length is refused",
+            "a vector in two axes is refused",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "losses",
+        "test_loss_fns.py",
+        "Problem(model, loss, data)",
+        [
+            "a loss is a number",
+            "a Hessian from a loss function",
+            "a Gauss-Newton matrix from a loss function",
+            "a Fisher from a loss function",
+            "a Hugging Face language model's own loss",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "spectral density",
+        "test_spectral_density.py",
+        "spectral_density(op)",
+        [
+            "it integrates to one",
+            "two clusters",
+            "an even spectrum looks even",
+            "weights of the nodes sum to one",
+            "a seed repeats the result",
+            "more steps than entries (theirs refuses)",
+            "a budget of zero is refused",
+            "an MLP's Hessian lies within",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "trace",
+        "test_trace.py",
+        "trace(op)",
+        [
+            "within the interval",
+            "within five percent on 99 products",
+            "closer than Hutchinson at equal cost",
+            "of a diagonal operator",
+            "a budget of zero is refused",
+            "of an MLP's Hessian",
+        ],
+    ),
+    Group(
+        "hessian-eigenthings",
+        "the Hessian of cross-entropy at the logits",
+        "test_fused_ce_hvp.py",
+        "GaussNewton(problem)",
+        [
+            "a vocabulary of 7",
+            "a vocabulary of 100",
+            "a vocabulary of 50257",
+            "a vocabulary of 130000",
+            "the dense matrix",
+            "one valid token among many",
+            "all logits equal",
+        ],
+        {
+            "no valid token": "a mean over no targets has no curvature; theirs gives zero",
+            "float16": "curvature needs float32 or float64",
+            "bfloat16": "curvature needs float32 or float64",
+        },
+    ),
+]
+
+GROUPS: list[Group] = [*CURVLINOPS, *EIGENTHINGS]
