@@ -580,6 +580,24 @@ def test_wrong_options_are_refused_in_a_line() -> None:
             ca.KFAC(problem).exact_log_determinant(damping)
 
 
+def test_what_cannot_be_summed_or_held_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = (randn(5, 4), randn(5, 3))
+    problem = ca.Problem(nn.Linear(4, 3).double(), "mse", data)
+    checkpointed = ca.Problem(problem.model, "mse", data, checkpoint_activations=True)
+    with pytest.raises(ValueError, match="without checkpoint_activations"):
+        ca.KFAC(checkpointed)
+    with monkeypatch.context() as patch:
+        patch.setattr("curvatlas.spectra.kronecker.available_bytes", lambda: 1000)
+        with pytest.raises(ValueError, match=r"factors of '' \(5 inputs, 3 outputs\) take 1.09 kB"):
+            ca.KFAC(problem)
+    problem.distributed = True
+    monkeypatch.setattr("curvatlas.parallel.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="EKFAC does not sum over processes"):
+        ca.EKFAC(problem)
+
+
 class Odd(nn.Module):
     """A parameter that is no layer's, beside a linear layer."""
 

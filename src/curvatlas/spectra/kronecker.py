@@ -29,11 +29,11 @@ eigenvectors. Its trace is that of H_o's block, always.
 
 **Layers.** ``nn.Linear``, ``nn.Conv2d`` and ``nn.Conv1d`` (â the patches under the kernel), GPT-2's
 ``Conv1D``, the projections of ``nn.MultiheadAttention`` (one layer for fused query, key and value).
-Embeddings: â is the unit vector of the index, A = diag(counts)/positions, U_A = I, always
-"expand"; the padding index is left out. Gain and shift of norms (Layer-, RMS-, Group- and BatchNorm
-in evaluation, ``weight * x``): no Kronecker product but H_o's own block, norms="exact" with 2d × 2d
-numbers, or its diagonal, norms="diagonal". A frozen weight or bias leaves the other, with â = a or
-â = 1.
+Embeddings, and tables of which rows are read or added: â is the unit vector of the row, A =
+diag(counts)/positions, U_A = I, always "expand"; the padding index is left out. Gain and shift of
+norms (Layer-, RMS-, Group-, InstanceNorm, BatchNorm in evaluation, ``weight * x``): no Kronecker
+product but H_o's own block, norms="exact" with 2d × 2d numbers, or its diagonal, norms="diagonal".
+A frozen weight or bias leaves the other, with â = 1 or â = a.
 
 **Tied weights, layers called twice.** All uses are positions of one layer: m runs over those of
 every use, and D_ic sums over all uses. Where a weight is used in two ways (W h in the head, Wᵀ e in
@@ -47,7 +47,9 @@ All are U diag(λ) Uᵀ, so products, damped inverses, traces, norms and determi
 different samples do not meet and are pulled back together: T·C passes for T targets a sample and C
 outputs a target ("exact"), T·samples ("mc"), T ("empirical"), twice that for EKFAC; T is 1 where
 targets do not meet in the model either (classification, layers that act on each token). Many
-columns go in one call, as memory allows. per="sample" pulls the targets of a sample back together,
+columns go in one call, as memory allows. Where a layer does not know its samples (positions looked
+up once for a batch) the samples run one by one, with as many operations; where a model mixes them,
+T counts the targets of the whole batch. per="sample" pulls the targets of a sample back together,
 Σ_i∈n f_ic: samples passes for "mc", whose mean stays the same since draws are independent (more
 noise: cross terms average out), one for "empirical", which then is the Fisher matrix of samples.
 "exact" has no such way: its columns have arbitrary signs.
