@@ -29,6 +29,7 @@ from curvatlas.spectra.density_result import SpectralDensity, exact_density, sum
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.lean_density import LeanDensity
 from curvatlas.spectra.probe_lanczos import recurrences
+from curvatlas.spectra.quadrature import DROP, invariant_after
 from curvatlas.spectra.requirements import check_budget, refuse_asymmetric, require_symmetric
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
@@ -105,6 +106,7 @@ class _Run:
         self.basis = KrylovBasis(op, deflate + 2)
         self.alphas: Array = np.zeros((0, steps))
         self.betas: Array = np.zeros((0, steps))
+        self.spent = 0  # products of the probes
 
     def result(self) -> SpectralDensity:
         stored = self.file.load()
@@ -128,7 +130,7 @@ class _Run:
 
     @property
     def _products(self) -> int:
-        return self.basis.products + self.alphas.size
+        return self.basis.products + self.spent
 
     def _advance(self) -> bool:
         basis = self.basis
@@ -137,6 +139,7 @@ class _Run:
                 basis.add_random(self.random)
             if basis.pending:
                 basis.expand()
+                self._stop_at_invariance()
                 return True
             # Few distinct eigenvalues: what deflation does not need goes to further probes.
             self.probes += (self.deflate - basis.products) // self.steps
@@ -152,10 +155,23 @@ class _Run:
         with undone(self.random):
             starts = torch.randn(n, group, generator=self.random, dtype=torch.float64)
             starts = starts.to(device=self.op.device, dtype=self.op.dtype)
-            alphas, betas = recurrences(self.op, starts, self.steps, outside)
+            alphas, betas, products = recurrences(
+                self.op, starts, self.steps, outside, scale=basis.scale
+            )
+        self.spent += products
         self.alphas = np.concatenate([self.alphas, alphas])
         self.betas = np.concatenate([self.betas, betas])
         return True
+
+    def _stop_at_invariance(self) -> None:
+        """Cut the basis where its space became invariant, once rounding has shown that it was."""
+        alphas, betas = self.basis.recurrence()
+        if betas[:-1].min(initial=np.inf) > DROP * betas[-1]:
+            return
+        basis = self.basis
+        steps = invariant_after(alphas, betas, basis.scale, basis.eps, basis.size)
+        if steps < len(alphas):
+            basis.cut(steps)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = self.basis.state()
@@ -164,10 +180,16 @@ class _Run:
             alphas=torch.from_numpy(self.alphas.copy()),
             betas=torch.from_numpy(self.betas.copy()),
         )
-        return tensors, {**numbers, "deflate": self.deflate, "probes": self.probes}
+        return tensors, {
+            **numbers,
+            "deflate": self.deflate,
+            "probes": self.probes,
+            "spent": self.spent,
+        }
 
     def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.basis.restore(tensors, numbers)
         self.random.set_state(tensors["random"])
         self.deflate, self.probes = int(numbers["deflate"]), int(numbers["probes"])
         self.alphas, self.betas = tensors["alphas"].numpy(), tensors["betas"].numpy()
+        self.spent = int(numbers.get("spent", self.alphas.size))

@@ -17,7 +17,7 @@ from curvatlas.spectra.density_small import QUANTILE, small_magnitude
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.probe_brackets import FEWEST_STEPS, Probes, zero_of
-from curvatlas.spectra.quadrature import gauss, length, wasserstein
+from curvatlas.spectra.quadrature import rule, wasserstein
 from curvatlas.spectra.smoothing import smooth
 
 _NORMAL = 1.96
@@ -127,13 +127,14 @@ def summarise(
     m = len(alphas)
     share = (size - len(outliers)) / size
     scale = max(float(np.abs(outliers).max(initial=0.0)), float(np.abs(alphas).max()))
-    rules = [_rule(a, b, scale, eps) for a, b in zip(alphas, betas, strict=True)]
+    rules = _rules(alphas, betas, scale, eps, size)
     nodes = np.concatenate([outliers, *(x for x, _ in rules)])
     weights = np.concatenate([np.full(len(outliers), 1 / size), *(w * share / m for _, w in rules)])
     order = np.argsort(nodes, kind="stable")
     nodes, weights = nodes[order], weights[order] / weights.sum()
     grid, density = smooth(outliers, rules, size)
-    coarse = _coarser(alphas, betas, scale, eps)
+    fewer = max(alphas.shape[1] - max(alphas.shape[1] // 4, 1), 1)  # how far the rules still move
+    coarse = _rules(alphas[:, :fewer], betas[:, :fewer], scale, eps, size)
     resolution = share * wasserstein(*_mean_rule(rules), *_mean_rule(coarse))
     few = alphas.shape[1] < FEWEST_STEPS
     if few:  # a rule of so few nodes says nothing of its own error: β is the spread it leaves open
@@ -162,15 +163,9 @@ def summarise(
 Rule = tuple[Array, Array]
 
 
-def _rule(alphas: Array, betas: Array, scale: float, eps: float) -> Rule:
-    s = length(betas, scale, eps)
-    return gauss(alphas[:s], betas[:s])
-
-
-def _coarser(alphas: Array, betas: Array, scale: float, eps: float) -> list[Rule]:
-    """The same probes with a quarter fewer steps: how far the rules still move."""
-    s = max(alphas.shape[1] - max(alphas.shape[1] // 4, 1), 1)
-    return [_rule(a[:s], b[:s], scale, eps) for a, b in zip(alphas, betas, strict=True)]
+def _rules(alphas: Array, betas: Array, scale: float, eps: float, size: int) -> list[Rule]:
+    """The rule of every probe."""
+    return [rule(a, b, scale, eps, size) for a, b in zip(alphas, betas, strict=True)]
 
 
 def _mean_rule(rules: list[Rule]) -> Rule:
@@ -186,13 +181,13 @@ def _scatter(rules: list[Rule]) -> float:
         nodes, weights = rules[0]
         return float(np.abs(nodes) @ weights)  # one probe cannot tell: the whole scale
     points = np.sort(np.concatenate([x for x, _ in rules]))
-    functions = np.stack([_distribution(rule, points) for rule in rules])
+    functions = np.stack([_distribution(part, points) for part in rules])
     spread = functions.std(0, ddof=1) / np.sqrt(m)
     return _quantile(m) * float(spread[:-1] @ np.diff(points))
 
 
-def _distribution(rule: Rule, points: Array) -> Array:
-    nodes, weights = rule
+def _distribution(part: Rule, points: Array) -> Array:
+    nodes, weights = part
     total = np.concatenate([[0.0], np.cumsum(weights)])
     result: Array = total[np.searchsorted(nodes, points, side="right")]
     return result

@@ -22,7 +22,7 @@ from curvatlas.spectra.dense import symmetric_matrix
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.probe_lanczos import recurrences
-from curvatlas.spectra.quadrature import gauss, length, radau
+from curvatlas.spectra.quadrature import radau, rule
 from curvatlas.spectra.requirements import (
     check_budget,
     check_damping,
@@ -80,13 +80,15 @@ def trace_function(
     if n <= min(max_products, _EXACT_UP_TO):
         return _from_matrix(op, function, quantity)
     random = generator(seed)
+    before = op.products
     vectors, known = outliers(op, min(60, max_products // 3, n // 2), random)
+    products = op.products - before
     inside = _applied(function, known) if len(known) else known
     steps = max(min(30, (max_products - 60) // 6, n - len(known)), 2)
     d = n - len(known)
+    eps, scale = torch.finfo(op.dtype).eps, float(np.abs(known).max(initial=0.0))
     fine: list[float] = []
     coarse: list[float] = []
-    products = min(60, max_products // 3, n // 2)
     with bar(quantity, total=max_products) as progress:
         while True:
             count = 6 if not fine else min(len(fine), 16)
@@ -95,13 +97,15 @@ def trace_function(
                 break
             starts = torch.randn(n, count, generator=random, dtype=torch.float64)
             starts = starts.to(device=op.device, dtype=op.dtype)
-            alphas, betas = recurrences(op, starts, steps, vectors)
-            products += count * steps
+            alphas, betas, spent = recurrences(op, starts, steps, vectors, scale=scale)
+            products += spent
             progress.update(products - progress.n)
+            scale = max(scale, float(np.abs(alphas).max()))
+            fewer = max(steps - max(steps // 4, 1), 1)
             for a, b in zip(alphas, betas, strict=True):
-                fine.append(d * _integral(function, a, b, op.dtype))
-                part = max(steps - max(steps // 4, 1), 1)
-                coarse.append(d * _integral(function, a[:part], b[:part], op.dtype))
+                for integrals, s in ((fine, steps), (coarse, fewer)):
+                    nodes, weights = rule(a[:s], b[:s], scale, eps, n)
+                    integrals.append(d * float(weights @ _applied(function, nodes)))
             reached = _estimate(inside, fine, coarse, rtol, products, quantity)
             if reached.converged:
                 return reached
@@ -156,7 +160,7 @@ def quadratic_form(
             betas.append(basis.expand())
             progress.update()
             alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
-            nodes, weights = gauss(alphas, np.array(betas))
+            nodes, weights = rule(alphas, np.array(betas), basis.scale, basis.eps, n)
             value = low = high = middle = square * float(weights @ _applied(f, nodes))
             if betas[-1] > 0 and certain:
                 at, outer = radau(alphas, np.array(betas), damping)
@@ -191,13 +195,6 @@ def outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[T
     settled = ritz.residuals <= limit
     rows = basis.vectors(ritz.coordinates[:, settled]).T.contiguous()
     return rows, ritz.values[settled]
-
-
-def _integral(function: Function, alphas: Array, betas: Array, dtype: torch.dtype) -> float:
-    scale = float(np.abs(alphas).max()) + float(np.abs(betas).max())
-    s = length(betas, scale, torch.finfo(dtype).eps)
-    nodes, weights = gauss(alphas[:s], betas[:s])
-    return float(weights @ _applied(function, nodes))
 
 
 def _estimate(

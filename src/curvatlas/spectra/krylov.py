@@ -145,7 +145,7 @@ class KrylovBasis:
         self.scale = max(self.scale, before_)
         self.multiplied += 1
         # Below this the remainder is rounding of the product itself: the space is invariant.
-        if after_ <= 8 * self.eps * self.scale or self.count >= self.size:
+        if after_ <= 16 * self.eps * self.scale or self.count >= self.size:
             return 0.0
         lost = self.store.put(self.count, image / after_)
         self.drift[j] += after_ * lost
@@ -202,6 +202,19 @@ class KrylovBasis:
         self.coefficients[m:r, :m] = rotation.T @ self.coefficients[m:r, :m]
         if lost.any():
             self.drift[:m] += lost.max() * np.linalg.norm(self.coefficients[m:r, :m], axis=0)
+
+    def recurrence(self) -> tuple[Array, Array]:
+        """α (M,) and β (M,) of a plain Lanczos run: the diagonal of C and the one below it."""
+        m = self.multiplied
+        below = np.diag(self.coefficients, -1)[:m]
+        return np.diag(self.coefficients)[:m].copy(), below.copy()
+
+    def cut(self, steps: int) -> None:
+        """Forget everything after the first ``steps`` rows, the pending ones too."""
+        self.multiplied = self.count = steps
+        self.coefficients[steps:] = 0.0
+        self.coefficients[:, steps:] = 0.0
+        self.drift[steps:] = 0.0
 
     def restart(self, keep: NDArray[np.int64], ritz: RitzPairs) -> None:
         """Thick restart: keep the Ritz vectors ``keep`` (positions) and the pending rows."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvatlas.spectra.krylov import Array
-from curvatlas.spectra.quadrature import gauss, length, mass_below
+from curvatlas.spectra.quadrature import ROUNDING, gauss, length, mass_below, rule
 
 _NORMAL = 1.96
 FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
@@ -56,7 +56,7 @@ class Probes:
     @property
     def ended(self) -> bool:
         """Whether every probe has seen all of its few different eigenvalues."""
-        return all(b[s - 1] <= 16 * self.eps * self.scale for _, b, s in self._rules())
+        return all(b[s - 1] <= ROUNDING * self.eps * self.scale for _, b, s in self._rules())
 
     def around(self, point: float, steps: int) -> Array:
         """L and w of every probe at ``point``, (m, 2).
@@ -67,7 +67,7 @@ class Probes:
         for alphas, betas, s in self._rules(steps):
             nodes, weights = gauss(alphas[:s], betas[:s])
             null = point == 0.0 and bool((np.abs(nodes) <= self.zero).any())
-            if null or betas[s - 1] <= 16 * self.eps * self.scale:
+            if null or betas[s - 1] <= ROUNDING * self.eps * self.scale:
                 below = nodes < (-self.zero if point == 0.0 else point)
                 rows.append((float(weights[below].sum()), 0.0))
             else:
@@ -89,7 +89,8 @@ class Probes:
 
     def spacing(self) -> float:
         """Distance of neighbouring nodes around zero, that of Chebyshev's nodes on their range."""
-        ends = [gauss(a[:s], b[:s])[0][[0, -1]] for a, b, s in self._rules()]
+        rules = [rule(a, b, self.scale, self.eps, self.size)[0] for a, b, _ in self._rules()]
+        ends = [nodes[[0, -1]] for nodes in rules]
         low, high = np.mean(ends, 0)
         edge = (high - low) / self.steps**2
         return float(np.pi / self.steps * np.sqrt(max(-low, edge) * max(high, edge)))

@@ -12,6 +12,9 @@ from numpy.linalg import eigh
 
 from curvatlas.spectra.krylov import Array
 
+ROUNDING = 16  # times eps·scale: the norm of what rounding leaves of an invariant space
+DROP = 1e-2  # β this far below a later one: the later direction was hardly in the start, or not
+
 
 def jacobi(alphas: Array, betas: Array) -> Array:
     """The symmetric tridiagonal matrix of alphas (s,) and betas (s − 1,)."""
@@ -20,8 +23,48 @@ def jacobi(alphas: Array, betas: Array) -> Array:
 
 def length(betas: Array, scale: float, eps: float) -> int:
     """How many steps count: up to the first β that is rounding (the Krylov space is invariant)."""
-    small = np.flatnonzero(betas <= 16 * eps * scale)
+    small = np.flatnonzero(betas <= ROUNDING * eps * scale)
     return int(small[0]) + 1 if len(small) else len(betas)
+
+
+def rounding_weight(eps: float, size: int) -> float:
+    """A node of less weight is not in the spectrum: rounding put it there.
+
+    A direction that rounding drew, c·eps of the start, weighs (c·eps)²; c grows with the steps. One
+    of ``size`` eigenvalues weighs 1/size: a node of a thousandth of that is nothing either.
+    """
+    return min((1e3 * eps) ** 2, 1e-3 / size)
+
+
+def rule(alphas: Array, betas: Array, scale: float, eps: float, size: int) -> tuple[Array, Array]:
+    """The Gauss rule of the steps that count, without nodes that are rounding.
+
+    scale: of the operator, so that eps·scale is the rounding of a product.
+    """
+    s = length(betas, scale, eps)
+    nodes, weights = gauss(alphas[:s], betas[:s])
+    held = weights > rounding_weight(eps, size)
+    return nodes[held], weights[held] / weights[held].sum()
+
+
+def invariant_after(alphas: Array, betas: Array, scale: float, eps: float, size: int) -> int:
+    """After how many steps rounding went on alone; all of them if it did not.
+
+    The space was invariant, but roundings had grown by then: β is small, far above eps, and the
+    next direction is one that rounding drew. It shows by β rising again, and by all that later
+    steps add elsewhere weighing less than rounding.
+    """
+    after = np.append(np.maximum.accumulate(betas[::-1])[::-1][1:], 0.0)
+    drops = np.flatnonzero((betas <= DROP * after) & (betas <= np.sqrt(eps) * scale))
+    if len(drops) == 0:
+        return len(alphas)
+    nodes, weights = gauss(alphas, betas)
+    for i in drops[np.argsort(betas[drops])]:
+        before = np.linalg.eigvalsh(jacobi(alphas[: i + 1], betas[:i]))
+        elsewhere = np.abs(nodes[:, None] - before).min(1) > 4 * betas[i] + ROUNDING * eps * scale
+        if weights[elsewhere].sum() <= rounding_weight(eps, size):
+            return int(i) + 1
+    return len(alphas)
 
 
 def gauss(alphas: Array, betas: Array) -> tuple[Array, Array]:
