@@ -377,6 +377,207 @@ CURVLINOPS = [
     ),
 ]
 
+KRONECKER = ("KFAC", "EKFAC")
+REDUCTIONS = ("mean", "sum")
+KINDS = ("exact", "mc", "empirical")
+_LOSSES = ("MSE", "cross-entropy", "BCE")
+
+
+def _variants(*parts: tuple[str, ...]) -> list[str]:
+    return ["; ".join(chosen) for chosen in product(*parts)]
+
+
+KFAC = [
+    Group(
+        "curvlinops",
+        "KFAC of deep linear regression is exact",
+        "test_kfac.py, test_ekfac.py (type2)",
+        "KFAC(problem), EKFAC(problem)",
+        _variants(
+            KRONECKER,
+            ("one output", "three outputs", "a dict as input"),
+            REDUCTIONS,
+            ("all", "no weights", "no biases"),
+        ),
+        {
+            "weight and bias as blocks apart": "the bias is a column of its layer's matrix; the "
+            "blocks apart are KFAC(problem)[name]"
+        },
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of shared weights is exact",
+        "test_kfac.py, test_ekfac.py (weight_sharing)",
+        "KFAC(problem, approximation=…)",
+        _variants(
+            KRONECKER,
+            ("linear over positions", "convolution"),
+            ("expand", "reduce"),
+            REDUCTIONS,
+            ("all", "no weights", "no biases"),
+        ),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of tied weights is exact for one sample",
+        "test_kfac.py, test_ekfac.py (weight_tying)",
+        "KFAC(problem)",
+        _variants(KRONECKER, REDUCTIONS, ("without bias", "with bias")),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of tied weights with a bias in one place",
+        "test_kfac.py (mixed_bias)",
+        "KFAC(problem)",
+        _variants(REDUCTIONS),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of tied weights with two biases",
+        "test_kfac.py (conflicting_biases)",
+        "KFAC(problem)",
+        _variants(REDUCTIONS),
+        note="a block each for the weight and for the biases; theirs refuses",
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of one sample is exact",
+        "test_kfac.py, test_ekfac.py (one_datum)",
+        "KFAC(problem, kind=…)",
+        _variants(KRONECKER, KINDS, ("cross-entropy", "BCE"), REDUCTIONS),
+    ),
+    Group(
+        "curvlinops",
+        "sampled KFAC approaches the exact one",
+        "test_kfac.py, test_ekfac.py (mc)",
+        'KFAC(problem, kind="mc", samples=…)',
+        _variants(KRONECKER, ("one output", "three outputs", "a dict as input"), REDUCTIONS),
+    ),
+    Group(
+        "curvlinops",
+        "sampled KFAC of shared weights approaches the exact one",
+        "test_kfac.py, test_ekfac.py (mc_weight_sharing)",
+        'KFAC(problem, approximation=…, kind="mc", samples=…)',
+        _variants(
+            KRONECKER, ("linear over positions", "convolution"), ("expand", "reduce"), REDUCTIONS
+        ),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC with activations in place",
+        "test_kfac.py, test_ekfac.py",
+        "KFAC(problem)",
+        list(KRONECKER),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of outputs with more axes is that of flat ones",
+        "test_kfac.py, test_ekfac.py (multi_dim_output)",
+        "KFAC(problem, kind=…)",
+        _variants(KRONECKER, KINDS, _LOSSES, REDUCTIONS),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of a sum is that of the mean, scaled",
+        "test_kfac.py, test_ekfac.py (expand_setting_scaling)",
+        "KFAC(problem, kind=…)",
+        _variants(KRONECKER, KINDS, _LOSSES),
+        note="the empirical kind follows the slopes of the losses, as the empirical Fisher does",
+    ),
+    Group(
+        "curvlinops",
+        "trace, norm and determinants of KFAC",
+        "test_kfac.py, test_ekfac.py (property)",
+        "trace(KFAC(problem)), …",
+        _variants(PROBLEMS, ("trace", "Frobenius norm", "determinant", "log-determinant")),
+    ),
+    Group(
+        "curvlinops",
+        "trace, norm and determinants of EKFAC",
+        "test_ekfac.py (property)",
+        "trace(EKFAC(problem)), …",
+        _variants(SOLVABLE, ("trace", "Frobenius norm", "determinant", "log-determinant")),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC from the forward pass alone",
+        "test_kfac.py (forward_only)",
+        "KFAC(problem)",
+        refused={
+            "the slopes as the identity": "G = I is no curvature of the loss; "
+            'kind is "exact", "mc" or "empirical"'
+        },
+    ),
+    Group(
+        "curvlinops",
+        "KFAC leaves gradients alone",
+        "test_kfac.py, test_ekfac.py",
+        "KFAC(problem)",
+        list(KRONECKER),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC saved and loaded",
+        "test_kfac.py, test_ekfac.py (torch_save_load)",
+        "torch.save, torch.load",
+        refused=dict.fromkeys(
+            KRONECKER,
+            "a pickle runs code when it is loaded: an operator is made anew, results save",
+        ),
+    ),
+    Group(
+        "curvlinops",
+        "options of KFAC as strings",
+        "test_kfac.py (string_in_enum)",
+        "KFAC(problem, approximation=…, kind=…)",
+        _variants(("expand", "reduce"), KINDS),
+    ),
+    Group(
+        "curvlinops",
+        "the damped inverse of KFAC",
+        "test_kfac.py, test_ekfac.py (inverse)",
+        "KFAC(problem).inverse(damping)",
+        [*_variants(("KFAC",), PROBLEMS), *_variants(("EKFAC",), SOLVABLE)],
+        {
+            "damping by factor": "it is another matrix: inverse(damping) is (A + damping·I)⁻¹",
+            "damping by a rule of thumb": "it is another matrix: inverse(damping) is "
+            "(A + damping·I)⁻¹",
+        },
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of flattened inputs in batches of different sizes",
+        "test_kfac.py, test_ekfac.py (flatten)",
+        "KFAC(problem)",
+        list(KRONECKER),
+    ),
+    Group(
+        "curvlinops",
+        "KFAC of a function of parameters",
+        "test_kfac.py, test_ekfac.py (callable_model_func)",
+        "KFAC(problem)",
+        list(KRONECKER),
+    ),
+    Group(
+        "curvlinops",
+        "parameters that no layer explains",
+        "test_kfac.py (unsupported_layer_params)",
+        "KFAC(problem)",
+        ["they are named, and have no block"],
+        note="a warning; theirs refuses",
+    ),
+    Group(
+        "curvlinops",
+        "EKFAC is nearer to the exact blocks than KFAC",
+        "test_ekfac.py (closer_to_exact)",
+        "EKFAC(problem), KFAC(problem)",
+        [
+            *_variants(SOLVABLE, ("exact", "empirical"), ("expand", "reduce")),
+            *_variants(("a convolutional network",), KINDS, ("expand", "reduce")),
+        ],
+    ),
+]
+
 # --- hessian-eigenthings --------------------------------------------------------------------------
 
 LINEAR_MODELS = ("linear regression", "binary logistic regression", "softmax regression")
@@ -830,4 +1031,4 @@ MATFREE = [
     ),
 ]
 
-GROUPS: list[Group] = [*CURVLINOPS, *EIGENTHINGS, *PYHESSIAN, *MATFREE]
+GROUPS: list[Group] = [*CURVLINOPS, *KFAC, *EIGENTHINGS, *PYHESSIAN, *MATFREE]

@@ -228,6 +228,13 @@ class LinearOperator:
             dtype=dtype,
         )  # fmt: skip
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle runs code when it is loaded, and graphs cannot be stored at all.
+        raise TypeError(
+            f"{self!r} is not pickled or copied: make it anew from its Problem, keep its numbers "
+            "as a tensor (op.dense()), and store results by their save()."
+        )
+
     def __repr__(self) -> str:
         tags = [name for name in ("symmetric", "psd") if getattr(self.tags, name)]
         described = f", {' '.join(tags)}" if tags else ""
