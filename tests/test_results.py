@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import pickle
 import struct
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from curvatlas import archive, results
+from curvatlas import archive, files, results
 from run_samples import SampleEstimate, estimate
 
 
@@ -22,8 +24,24 @@ def _write(path: Path, header: dict[str, Any], body: bytes) -> Path:
     return path
 
 
-def _metadata(result: Any) -> dict[str, str]:
-    return {"curvatlas": json.dumps({"schema": 1, "result": result})}
+def _metadata(result: Any, *, schema: int = 2) -> dict[str, str]:
+    return {"curvatlas": json.dumps({"schema": schema, "result": result})}
+
+
+def _forge(path: Path, result: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """A file as an attacker would write it, who also knows how the checksum is made."""
+    archive.write(path, tensors, _metadata(result))
+
+
+def _sample(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "value": 1.0,
+        "interval": {"@tuple": [0.0, 2.0]},
+        "values": {"@tensor": "x"},
+        "notes": {"@dict": {}},
+        "inner": None,
+    }
+    return {"@result": "SampleEstimate", "fields": {**fields, **changes}}
 
 
 def test_a_result_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -133,7 +151,7 @@ def test_a_header_length_beyond_the_file_is_refused(tmp_path: Path, length: int)
 )
 def test_unknown_kinds_and_wrong_fields_are_refused(tmp_path: Path, packed: Any) -> None:
     path = tmp_path / "r.safetensors"
-    save_file({"x": torch.ones(1)}, path, metadata=_metadata(packed))
+    _forge(path, packed, {"x": torch.ones(1)})
     with pytest.raises(ValueError, match=r"r\.safetensors"):
         results.load(path)
 
@@ -151,33 +169,178 @@ def test_unknown_kinds_and_wrong_fields_are_refused(tmp_path: Path, packed: Any)
     ],
 )
 def test_fields_of_the_wrong_type_are_refused(tmp_path: Path, field: str, value: Any) -> None:
-    fields = {
-        "value": 1.0, "interval": {"@tuple": [0.0, 2.0]}, "values": {"@tensor": "x"},
-        "notes": {"@dict": {}}, "inner": None,
-    }  # fmt: skip
     path = tmp_path / "r.safetensors"
-    good = _metadata({"@result": "SampleEstimate", "fields": fields})
-    save_file({"x": torch.ones(1)}, path, metadata=good)
+    _forge(path, _sample(), {"x": torch.ones(1)})
     assert isinstance(results.load(path), SampleEstimate)
-    bad = _metadata({"@result": "SampleEstimate", "fields": {**fields, field: value}})
-    save_file({"x": torch.ones(1)}, path, metadata=bad)
+    _forge(path, _sample(**{field: value}), {"x": torch.ones(1)})
     with pytest.raises(ValueError, match=field):
         results.load(path)
 
 
 def test_a_file_from_before_a_field_was_added_is_read_with_its_default(tmp_path: Path) -> None:
     path = tmp_path / "old.safetensors"
-    fields = {"value": 1.0, "interval": {"@tuple": [0.0, 2.0]}, "values": {"@tensor": "x"},
-              "notes": {"@dict": {}}}  # fmt: skip
-    old = _metadata({"@result": "SampleEstimate", "fields": fields})  # "inner" came later
-    save_file({"x": torch.ones(1)}, path, metadata=old)
+    old = _sample()
+    del old["fields"]["inner"]  # it came later
+    _forge(path, old, {"x": torch.ones(1)})
     loaded = results.load(path)
     assert isinstance(loaded, SampleEstimate)
     assert (loaded.value, loaded.inner) == (1.0, None)
-    newer = _metadata({"@result": "SampleEstimate", "fields": {**fields, "invented": 1.0}})
-    save_file({"x": torch.ones(1)}, path, metadata=newer)
+    _forge(path, _sample(invented=1.0), {"x": torch.ones(1)})
     with pytest.raises(ValueError, match="invented"):
         results.load(path)
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+def test_a_file_of_schema_1_has_no_checksum_and_is_read_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "old.safetensors"
+    save_file({"x": torch.ones(1)}, path, metadata=_metadata(_sample(), schema=1))
+    with pytest.warns(UserWarning, match="carries no checksum"):
+        loaded = results.load(path)
+    loaded.save(path)
+    assert results.same(results.load(path), loaded)
+
+
+def test_a_file_whose_checksum_was_removed_or_does_not_belong_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.safetensors"
+    save_file({"x": torch.ones(1)}, path, metadata=_metadata(_sample()))
+    with pytest.raises(ValueError, match="carries no checksum"):
+        results.load(path)
+    archive.write(path, {"x": torch.ones(1)}, _metadata(_sample(), schema=1))
+    with pytest.raises(ValueError, match="checksum it should not have"):
+        results.load(path)
+    metadata, tensors = archive.parse(archive.read(estimate(1).save(path)), "r")
+    save_file({k: v.clone() for k, v in tensors.items()}, path, metadata=metadata)
+    assert results.same(results.load(path), estimate(1))  # other bytes, the same content
+    changed = {**tensors, "/values": tensors["/values"] + 1}
+    save_file(changed, path, metadata=metadata)
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        results.load(path)
+
+
+def test_every_flipped_bit_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Every byte of the file, with every bit of it flipped in turn."""
+    result = estimate(3)
+    path = result.save(tmp_path / "r")
+    content = path.read_bytes()
+    refused = 0
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        try:
+            assert results.same(results.parse(damaged, "r"), result)
+        except ValueError:
+            refused += 1
+    assert refused > 0.9 * len(content)
+
+
+def test_tensors_of_one_name_do_not_hide_each_other(tmp_path: Path) -> None:
+    notes = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}
+    result = SampleEstimate(value=1.0, interval=(0.0, 1.0), values=torch.ones(1), notes=notes)
+    back = results.load(result.save(tmp_path / "r"))
+    assert isinstance(back, SampleEstimate)
+    assert torch.equal(back.notes["a/b"], torch.zeros(2))
+    assert torch.equal(back.notes["a"]["b"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {1: "a", "1": "b"},
+        {"half a pair": "\ud800"},
+        {"deep": functools.reduce(lambda inner, _: [inner], range(200), [])},
+        {"long": 10**70},
+        {"complex": torch.ones(1, dtype=torch.complex128)},
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, notes: dict[Any, Any]) -> None:
+    result = SampleEstimate(value=1.0, interval=(0.0, 1.0), values=torch.ones(1), notes=notes)
+    with pytest.raises((ValueError, TypeError)):
+        result.save(tmp_path / "r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_previous_file_stays_when_asked_for(tmp_path: Path) -> None:
+    path = estimate(1).save(tmp_path / "r", keep_previous=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.safetensors"]
+    estimate(2).save(path, keep_previous=True)
+    estimate(3).save(path, keep_previous=True)
+    assert results.same(results.load(path), estimate(3))
+    assert results.same(results.load(tmp_path / "r.safetensors.previous"), estimate(2))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# --- a small file makes no large one of the memory ------------------------------------------------
+
+
+def test_a_tensor_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "r.safetensors"
+    for notes in ({"@tensor": "x"}, [{"@tensor": "y"}] * 2):
+        packed = _sample(notes={"@dict": {"n": notes}})
+        _forge(path, packed, {"x": torch.ones(1), "y": torch.ones(1)})
+        with pytest.raises(ValueError, match="named twice"):
+            results.load(path)
+    _forge(path, _sample(), {"x": torch.ones(1), "y": torch.ones(1)})
+    with pytest.raises(ValueError, match="nothing names 'y'"):
+        results.load(path)
+
+
+def test_many_empty_tensors_do_not_become_millions_of_lists(tmp_path: Path) -> None:
+    path = tmp_path / "r.safetensors"
+    names = [f"t{i}" for i in range(300)]
+    packed = _sample(notes={"@dict": {name: {"@tensor": name} for name in names}})
+    tensors = {name: torch.ones(10_000, 0) for name in names}
+    _forge(path, packed, {"x": torch.ones(1), **tensors})
+    with pytest.raises(ValueError, match="huge shape"):
+        results.load(path)
+    empty = SampleEstimate(
+        value=1.0, interval=(0.0, 1.0), values=torch.ones(10_000, 0), notes={"n": torch.ones(0, 9)}
+    )
+    shown = results.brief(empty, largest=4096)
+    assert shown["values"] == {"shape": [10_000, 0], "dtype": "float32"}
+    assert shown["notes"] == {"n": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 101 + "]" * 101, "nested"),
+        ("[" * 10**6, "nested"),
+        ('{"a":' * 10**5, "nested"),
+        ("[" + "0," * 2_000_000 + "0]", "more than 2,000,000 values"),
+        ("[" + "[]," * 1_999_999 + "[]]", "more than 2,000,000 values"),
+        ('{"a": 1, "a": 2}', "twice"),
+        ("1" * 65, "digits"),
+        ("-" + "9" * 10**6, "digits"),
+        ("NaN", "no number"),
+        ("[-Infinity]", "no number"),
+        (r'"\ud800"', "no valid text"),
+        (r'"a \udc00\ud800"', "no valid text"),
+        ("\ud800", "JSON"),
+        (b'"\xff"', "no valid text"),
+        (b"", "JSON"),
+        ('"' + "\\" * 10**6, "JSON"),
+        ("\ufeff1", "JSON"),
+        ("1 2", "JSON"),
+        ("[1,]", "JSON"),
+        ("]" * 10**6 + "[" * 10**6, "JSON"),
+    ],
+)
+def test_json_that_is_not_ours_is_refused(text: str | bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^here is .*{reason}"):
+        files.parse_json(text, "here")
+
+
+def test_json_of_ours_is_read_whatever_its_strings_hold() -> None:
+    value = {
+        "brackets [[[{{{,,,": ["[" * 500, '"' * 7, "\\" * 9, '\\"[', "a\nb", "é😀"],
+        "numbers": [0, -1, 10**63, 1.5, 1e300, True, None],
+        "nested": functools.reduce(lambda inner, _: [inner], range(90), {"end": []}),
+    }
+    assert files.parse_json(json.dumps(value), "here") == value
+    assert files.parse_json(json.dumps(value, ensure_ascii=False).encode(), "here") == value
+    assert math.isnan(files.parse_json("NaN", "here", allow_nan=True))
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:

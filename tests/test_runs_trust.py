@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from curvatlas import runs
+from curvatlas.files import json_checksum
 from curvatlas.results import same
 from curvatlas.runs import manifest as manifests
 from run_samples import estimate, write_run
@@ -28,7 +29,7 @@ def _edit(run: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = Tr
     content = json.loads(path.read_text())
     change(content)
     if sign:
-        content["checksum"] = manifests.checksum(content)
+        content["checksum"] = json_checksum(content)
     path.write_text(json.dumps(content))
 
 

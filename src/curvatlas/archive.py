@@ -1,19 +1,23 @@
-"""Reading ``.safetensors`` files that nobody vouches for.
+"""Writing ``.safetensors`` files with a checksum, and reading those that nobody vouches for.
 
 The format is eight bytes of header length, a JSON header, and the tensors' bytes. Everything the
 header declares is checked against the bytes that are there before a tensor is made, so a small file
 cannot claim a huge shape; the tensors are views of the one buffer that was read, so a file that
-changes later changes nothing.
+changes later changes nothing. The checksum notices damage; it is no signature.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import importlib
+import json
 import math
 import pkgutil
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,11 @@ import torch
 from torch import Tensor
 
 from curvatlas.budget import available_bytes
-from curvatlas.files import parse_json, read_bytes
+from curvatlas.files import parse_json, read_bytes, replacing
 
+CHECKSUM = "sha256"  # entry of the metadata
 _HEADER_LIMIT = 64 * 2**20
-_EMPTY_LIMIT = 10**6  # leading size of a tensor without elements: tolist() makes that many lists
+_EMPTY_LIMIT = 10**6  # leading sizes of tensors without elements: tolist() makes that many lists
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -34,6 +39,73 @@ _DTYPES = {
 _RESULT_PACKAGES = (
     "problem", "operators", "spectra", "blocks", "theory", "analysis", "training", "runs", "zoo",
 )  # fmt: skip
+
+
+def write(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    keep_previous: bool = False,
+) -> None:
+    """Replace ``target`` by these tensors and texts and their checksum, atomically.
+
+    The bytes go to the disk straight from the tensors' memory: one that fills the memory has no
+    room for a second copy.
+    """
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in names:
+            raise TypeError(f"{name}: a tensor of {tensor.dtype} cannot be stored.")
+    texts = {**metadata, CHECKSUM: checksum(metadata, tensors)}
+    entries: dict[str, Any] = {"__metadata__": texts}
+    # wide numbers first, so that every tensor is aligned without gaps
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    place = 0
+    for name in order:
+        end = place + tensors[name].numel() * tensors[name].element_size()
+        entries[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [place, end],
+        }
+        place = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with replacing(target, keep_previous=keep_previous) as temporary, open(temporary, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in order:
+            file.write(raw_bytes(tensors[name]))
+
+
+def checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of every text, and of each tensor's name, dtype, shape and bytes, by name."""
+    digest = hashlib.sha256()
+    for name in sorted(texts):
+        content = texts[name].encode()
+        digest.update(json.dumps(["text", name, len(content)]).encode() + b"\n" + content)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        described = ["tensor", name, str(tensor.dtype), list(tensor.shape)]
+        digest.update(json.dumps(described).encode() + b"\n")
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def verified(metadata: dict[str, str], tensors: Mapping[str, Tensor], where: str) -> dict[str, str]:
+    """The metadata without their checksum; ValueError when it is absent or does not hold."""
+    texts = {name: text for name, text in metadata.items() if name != CHECKSUM}
+    if CHECKSUM not in metadata:
+        raise ValueError(f"{where} carries no checksum: it was edited or is not ours.")
+    if metadata[CHECKSUM] != checksum(texts, tensors):
+        raise ValueError(f"{where} does not match its checksum: it is damaged or was edited.")
+    return texts
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of the tensor's numbers in row-major order, without a copy where it is on a CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def read(path: Path, *, follow_links: bool = True) -> bytearray:
@@ -48,7 +120,7 @@ def parse(content: bytearray, where: str) -> tuple[dict[str, str], dict[str, Ten
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{where} has metadata that is not text.")
     tensors: dict[str, Tensor] = {}
-    expected = 0
+    expected = rows_of_nothing = 0
     try:
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         for name, entry in entries:
@@ -57,6 +129,9 @@ def parse(content: bytearray, where: str) -> tuple[dict[str, str], dict[str, Ten
                 raise ValueError("its shape and its bytes disagree")
             if end > len(content) - start:
                 raise ValueError("it ends beyond the file")
+            rows_of_nothing += math.prod(shape[: shape.index(0)]) if 0 in shape else 0
+            if rows_of_nothing > _EMPTY_LIMIT:
+                raise ValueError("it has no elements and a huge shape")
             tensors[name] = _tensor(content, dtype, shape, start + begin, end - begin)
             expected = end
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -85,8 +160,6 @@ def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], tuple[i
     numbers = [*shape, *offsets]
     if len(offsets) != 2 or len(shape) > 16 or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError("its sizes are no sizes")
-    if 0 in shape and math.prod(shape[: shape.index(0)]) > _EMPTY_LIMIT:
-        raise ValueError("it has no elements and a huge shape")
     return _DTYPES[entry["dtype"]], tuple(shape), (offsets[0], offsets[1])
 
 
@@ -115,14 +188,19 @@ def wrongly_typed(cls: type, fields: dict[str, Any]) -> str | None:
 
     Annotations that cannot be resolved at run time are not checked.
     """
-    try:
-        hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):
-        return None
+    hints = _hints(cls)
     for name, value in fields.items():
         if name in hints and not _fits(value, hints[name]):
             return name
     return None
+
+
+@functools.cache  # a file may hold thousands of results of one class
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, TypeError):
+        return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:

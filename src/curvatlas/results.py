@@ -3,7 +3,10 @@
 A result is a frozen keyword-only dataclass that derives from ``Result``. Its fields are JSON values
 (numbers, strings, booleans, None, tuples, lists, mappings with string keys), tensors, or other
 results. One ``.safetensors`` file holds it all: tensors as tensors, everything else as JSON in the
-file's header. Loading reads numbers and text; it never runs code.
+file's header, and a checksum of both. Loading reads numbers and text; it never runs code.
+
+Schema 2 requires the checksum. Files of schema 1 have none: they are read, with a warning unless
+the manifest of a run vouches for them.
 """
 
 from __future__ import annotations
@@ -12,19 +15,22 @@ import dataclasses
 import json
 import math
 import os
+import warnings
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from curvatlas import archive
-from curvatlas.files import parse_json, replacing
+from curvatlas.files import parse_json
 
 R = TypeVar("R", bound="Result")
 
-_SCHEMA = 1
+_SCHEMA = 2
+_HEADER = "curvatlas"  # entry of the metadata that holds everything but the tensors
 _registry: dict[str, type[Result]] = {}
 
 
@@ -55,16 +61,19 @@ class Result:
     def __contains__(self, key: object) -> bool:
         return key in self.keys()
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the result to one ``.safetensors`` file, atomically; returns the path written."""
+    def save(self, path: str | os.PathLike[str], *, keep_previous: bool = False) -> Path:
+        """Write the result to one ``.safetensors`` file, atomically; returns the path written.
+
+        keep_previous: the file that stood there stays as ``<name>.previous``. A result that could
+        not be read back is refused before anything is written.
+        """
         tensors: dict[str, Tensor] = {}
-        packed = _pack(self, "", tensors)
-        header = {"curvatlas": json.dumps({"schema": _SCHEMA, "result": packed})}
+        text = json.dumps({"schema": _SCHEMA, "result": _pack(self, "", tensors)})
+        _read_header(text, tensors, f"this {self.kind}")
         target = Path(path)
         if target.suffix != ".safetensors":
             target = target.with_name(target.name + ".safetensors")
-        with replacing(target) as temporary:
-            save_file(tensors, temporary, metadata=header)
+        archive.write(target, tensors, {_HEADER: text}, keep_previous=keep_previous)
         return target
 
     @classmethod
@@ -77,29 +86,56 @@ class Result:
 
 
 def load(path: str | os.PathLike[str]) -> Result:
-    """Read any saved result; raises ValueError on a file that is not one of ours."""
-    return parse(archive.read(Path(path)), str(path))
+    """Read any saved result; raises ValueError on a file that is damaged or not one of ours."""
+    result, schema = _parse(archive.read(Path(path)), str(path))
+    if schema < _SCHEMA:
+        warnings.warn(
+            f"{path} was written by an earlier version and carries no checksum: damage would not "
+            "be noticed. Save it again to give it one.",
+            stacklevel=2,
+        )
+    return result
 
 
 def parse(content: bytearray, where: str) -> Result:
     """The result in the bytes of a ``.safetensors`` file; ``where`` names it in errors."""
+    return _parse(content, where)[0]
+
+
+def _parse(content: bytearray, where: str) -> tuple[Result, int]:
+    """The result and the schema of its file."""
     metadata, tensors = archive.parse(content, where)
-    try:
-        header = parse_json(metadata["curvatlas"], f"the header of {where}")
-        schema = header["schema"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{where} is not a curvatlas result: no valid header.") from error
-    if schema != _SCHEMA:
+    signed = archive.CHECKSUM in metadata
+    if signed:
+        metadata = archive.verified(metadata, tensors, where)
+    if _HEADER not in metadata:
+        raise ValueError(f"{where} is not a curvatlas result: no valid header.")
+    result, schema = _read_header(metadata[_HEADER], tensors, where)
+    if signed != (schema >= 2):
+        state = "has a checksum it should not have" if signed else "carries no checksum"
+        raise ValueError(f"{where} {state}: it was edited or is not ours.")
+    return result, schema
+
+
+def _read_header(text: str, tensors: dict[str, Tensor], where: str) -> tuple[Result, int]:
+    header = parse_json(text, f"the header of {where}", allow_nan=True)
+    if not isinstance(header, dict) or set(header) != {"schema", "result"}:
+        raise ValueError(f"{where} is not a curvatlas result: no valid header.")
+    schema = header["schema"]
+    if type(schema) is not int or not 1 <= schema <= _SCHEMA:
         raise ValueError(
-            f"{where} has schema {schema!r}, this version reads {_SCHEMA}: upgrade curvatlas."
+            f"{where} has schema {schema!r}, this version reads up to {_SCHEMA}: upgrade curvatlas."
         )
+    unused = dict(tensors)
     try:
-        result = _unpack(header["result"], tensors)
+        result = _unpack(header["result"], unused)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is a damaged curvatlas result: {error}.") from error
     if not isinstance(result, Result):
         raise ValueError(f"{where} does not hold a result at its top level.")
-    return result
+    if unused:
+        raise ValueError(f"{where} is a damaged curvatlas result: nothing names {min(unused)!r}.")
+    return result, schema
 
 
 def _fields(result: Result) -> dict[str, Any]:
@@ -115,7 +151,9 @@ def _plain(value: Any, largest: int | None = None) -> Any:
     if isinstance(value, Result):
         return value.to_dict() if largest is None else brief(value, largest=largest)
     if isinstance(value, Tensor):
-        if largest is not None and value.numel() > largest:
+        # also an empty tensor of shape (n, 0) becomes n lists
+        length = max(accumulate(value.shape, mul), default=1)
+        if largest is not None and length > largest:
             return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         return _plain(value.tolist())
     if isinstance(value, dict):
@@ -132,13 +170,17 @@ def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         fields = {k: _pack(v, f"{where}/{k}", tensors) for k, v in _fields(value).items()}
         return {"@result": value.kind, "fields": fields}
     if isinstance(value, Tensor):
-        tensors[where] = value.detach().cpu().contiguous().clone()
+        while where in tensors:  # {"a/b": …, "a": {"b": …}} come to the same place
+            where += "'"
+        tensors[where] = value.detach().cpu().contiguous()
         return {"@tensor": where}
     if isinstance(value, tuple):
         return {"@tuple": [_pack(v, f"{where}/{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_pack(v, f"{where}/{i}", tensors) for i, v in enumerate(value)]
     if isinstance(value, dict):
+        if len({str(k) for k in value}) != len(value):
+            raise TypeError(f"{where}: keys of a mapping are texts, two of these read the same.")
         return {"@dict": {str(k): _pack(v, f"{where}/{k}", tensors) for k, v in value.items()}}
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
@@ -155,8 +197,10 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         fields = {k: _unpack(v, tensors) for k, v in value["fields"].items()}
         _check_fields(cls, fields)
         return cls(**fields)
-    if "@tensor" in value:
-        return tensors[value["@tensor"]]
+    if "@tensor" in value:  # once each: a small file cannot name a large tensor a million times
+        if value["@tensor"] not in tensors:
+            raise ValueError(f"tensor {value['@tensor']!r} is missing or named twice")
+        return tensors.pop(value["@tensor"])
     if "@tuple" in value:
         return tuple(_unpack(v, tensors) for v in value["@tuple"])
     return {k: _unpack(v, tensors) for k, v in value["@dict"].items()}

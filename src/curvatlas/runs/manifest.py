@@ -7,13 +7,14 @@ and every value is checked again as if a stranger had written it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, get_args
+
+from curvatlas.files import json_checksum
 
 SCHEMA = 1
 FILE_NAME = "manifest.json"
@@ -57,7 +58,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The content of the file, checksum included."""
         content = {"schema": SCHEMA, **json.loads(json.dumps(asdict(self)))}
-        return {**content, "checksum": checksum(content)}
+        return {**content, "checksum": json_checksum(content)}
 
 
 def now() -> str:
@@ -70,13 +71,6 @@ def valid_name(name: Any) -> bool:
     return isinstance(name, str) and len(name) <= 120 and _NAME.fullmatch(name) is not None
 
 
-def checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of the content in canonical form, without its own ``checksum`` entry."""
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def parse(content: Any, where: str) -> Manifest:
     """A checked manifest from JSON of any older schema; ValueError with the reason otherwise."""
     if not isinstance(content, dict) or type(content.get("schema")) is not int:
@@ -86,7 +80,7 @@ def parse(content: Any, where: str) -> Manifest:
         raise ValueError(
             f"{where} has schema {schema}, this version reads up to {SCHEMA}: upgrade curvatlas."
         )
-    if schema >= 1 and content.get("checksum") != checksum(content):
+    if schema >= 1 and content.get("checksum") != json_checksum(content):
         raise ValueError(f"{where} does not match its own checksum: it is damaged or was edited.")
     try:
         while content["schema"] != SCHEMA:
