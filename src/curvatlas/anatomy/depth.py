@@ -7,22 +7,24 @@ import re
 from curvatlas.anatomy.names import Reading
 
 _INDEXED = re.compile(r"(?:\w*_)?(?:block|layer|stage)_?\d+")  # attributes like block1, layer_2
+_MIXING = {"attention", "mixer"}  # sublayers where tokens meet
+_PARTS = {*_MIXING, "ffn"}
 
 
 def find_blocks(readings: dict[str, Reading | None]) -> dict[str, str]:
     """Parameter name → path of its block, for those that have one.
 
-    The block is the innermost numbered module that holds an attention and a feed-forward part (T5
-    numbers sublayers inside blocks, Swin numbers stages around them), or the outermost numbered
-    module where none holds both. Attention and feed-forward parts outside all numbered modules (a
-    bare encoder layer) make one block: the smallest module around them.
+    The block is the innermost numbered module that holds an attention (or another mixer of tokens)
+    and a feed-forward part (T5 numbers sublayers inside blocks, Swin numbers stages around them),
+    or the outermost numbered module where none holds both. Attention and feed-forward parts outside
+    all numbered modules (a bare encoder layer) make one block: the smallest module around them.
     """
     kinds = {name: reading.sublayer if reading else "other" for name, reading in readings.items()}
     holds: dict[str, set[str]] = {}
     for name, kind in kinds.items():
         for path in _numbered(name):
             holds.setdefault(path, set()).add(kind)
-    complete = {path for path, inside in holds.items() if {"attention", "ffn"} <= inside}
+    complete = {path for path, parts in holds.items() if "ffn" in parts and parts & _MIXING}
     stages = {path for path in complete if any(p.startswith(f"{path}.") for p in complete)}
     blocks: dict[str, str] = {}
     for name, kind in kinds.items():
@@ -30,9 +32,9 @@ def find_blocks(readings: dict[str, Reading | None]) -> dict[str, str]:
         whole = [path for path in paths if path in complete]
         if whole:
             blocks[name] = whole[0]
-        elif paths and (kind not in ("embedding", "head") or "attention" in holds[paths[0]]):
+        elif paths and (kind not in ("embedding", "head") or holds[paths[0]] & _MIXING):
             blocks[name] = paths[0]
-    loose = [n for n, kind in kinds.items() if kind in ("attention", "ffn") and n not in blocks]
+    loose = [n for n, kind in kinds.items() if kind in _PARTS and n not in blocks]
     if loose:
         path = _shared_path(loose)
         inside = f"{path}." if path else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
 from collections import Counter
@@ -10,31 +12,43 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from curvatlas.anatomy import fused
+from curvatlas.anatomy import fused, trials
 from curvatlas.anatomy.depth import find_blocks
-from curvatlas.anatomy.names import Reading, read
+from curvatlas.anatomy.names import Reading, own_role, read
 from curvatlas.anatomy.selection import Anatomy
 from curvatlas.anatomy.slices import Slice
 
 _FUSED = ("query_key_value", "key_value", "gate_up")
+_UNITS = 3  # modules around a projection that may be what computes with it
+_TRIALS = 2  # that run and show nothing, before a projection is left as it is
+_INDEX = re.compile(r"layer_?(idx|id|index|number)|^(idx|index)$")
 
 
-def anatomy_of(model: nn.Module, parameter_names: Sequence[str] | None = None) -> Anatomy:
-    """The anatomy of the flat vector made of ``parameter_names`` (None: all trainable)."""
-    tree = _Tree(model)
+def anatomy_of(
+    model: nn.Module,
+    parameter_names: Sequence[str] | None = None,
+    *,
+    run: trials.Runner | None = None,
+) -> Anatomy:
+    """The anatomy of the flat vector made of ``parameter_names`` (None: all trainable).
+
+    A fused projection is cut where a trial shows what its features are (``anatomy.trials``), and
+    stays in one piece elsewhere; ``Anatomy.notes`` says which and why.
+    run: runs a copy of the model on data, for attentions that do not run on made-up inputs.
+    """
+    tree = _Tree(model, run)
     if parameter_names is None:
         parameter_names = [n for n, p in tree.parameters.items() if p.requires_grad]
     unknown = [name for name in parameter_names if name not in tree.parameters]
     if unknown:
         raise KeyError(f"the model has no parameter {', '.join(unknown[:5])}.")
     slices: list[Slice] = []
-    notes: list[str] = []
     start = 0
     for name in parameter_names:
         whole = tree.whole(name, start)
-        slices += tree.pieces(whole, notes)
+        slices += tree.pieces(whole)
         start += whole.size
-    return Anatomy(_unique(slices), assumptions=dict.fromkeys(notes))
+    return Anatomy(_unique(slices), notes=dict.fromkeys(tree.notes))
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,11 @@ class _Known:
 class _Tree:
     """A model's parameters with readings, blocks and norm numbers, computed once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, run: trials.Runner | None) -> None:
+        self.model, self.run = model, run
+        self.notes: list[str] = []
+        self._verdicts: dict[object, trials.Verdict | str] = {}  # or why there is none
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameters = dict(model.named_parameters())
         by_identity = {id(p): name for name, p in self.parameters.items()}
         self.aliases: dict[str, list[str]] = {name: [] for name in self.parameters}
@@ -57,8 +74,9 @@ class _Tree:
             if name != by_identity[id(p)]:
                 self.aliases[by_identity[id(p)]].append(name)
         readings = {name: self._read(name) for name in self.parameters}
-        # Names such as fc1 mean a feed-forward part only in a model that has an attention.
-        if not any(r is not None and r.sublayer == "attention" for r in readings.values()):
+        # Names such as fc1 mean a feed-forward part only in a model that mixes tokens.
+        mixing = ("attention", "mixer")
+        if not any(r is not None and r.sublayer in mixing for r in readings.values()):
             readings = {n: r if r is None or r.certain else None for n, r in readings.items()}
         blocks = find_blocks(readings)
         self.known = {n: _Known(readings[n], blocks.get(n)) for n in self.parameters}
@@ -97,22 +115,24 @@ class _Tree:
         """The parameter as one slice."""
         parameter, known = self.parameters[name], self.known[name]
         layer = self.layer.get(known.block) if known.block is not None else None
-        path = name.rpartition(".")[0]
         reading = known.reading
-        attribute = name.rpartition(".")[2]
         return Slice(
             name=self._title(name, known, layer),
             parameter=name,
             layer=layer,
             sublayer=reading.sublayer if reading else "other",
-            role=reading.role if reading else attribute,
+            role=reading.role if reading else own_role(name, self.modules),
             shape=tuple(parameter.shape) or (1,),
             start=start,
             length=parameter.numel(),
-            transposed=type(self.modules.get(path)).__name__ == "Conv1D" and parameter.ndim == 2,
+            transposed=self._transposed(name),
             head_size=self._head_size(name, reading),
             tied=tuple(self.aliases[name]),
         )
+
+    def _transposed(self, name: str) -> bool:
+        owner = self.modules.get(name.rpartition(".")[0])
+        return type(owner).__name__ == "Conv1D" and self.parameters[name].ndim == 2
 
     def _title(self, name: str, known: _Known, layer: int | None) -> str:
         reading = known.reading
@@ -131,24 +151,32 @@ class _Tree:
             return f"{reading.sublayer}.{reading.title}"
         return name
 
-    def pieces(self, whole: Slice, notes: list[str]) -> list[Slice]:
-        """The slice itself, or its parts when it is a fused projection we can take apart."""
+    def pieces(self, whole: Slice) -> list[Slice]:
+        """The slice itself, or its parts when it is a fused projection that was seen to be one."""
         cross = "cross_" if whole.role.startswith("cross_") else ""
         suffix = "_bias" if whole.role.endswith("_bias") else ""
         role = whole.role.removeprefix(cross).removesuffix(suffix)
         if role not in _FUSED:
             return [whole]
-        axis = len(whole.shape) - 1 if whole.transposed else max(len(whole.shape) - 2, 0)
-        parts = self._parts(whole, role, whole.shape[axis], notes)
-        if parts is None:
+        verdict = self._verdict(whole.parameter, role)
+        if verdict is None:
             return [whole]
-        pieces = []
+        axis = len(whole.shape) - 1 if whole.transposed else verdict.axis or 0
+        out = whole.shape[axis]
+        parts = fused.parts_of(verdict.roles)
         inner = math.prod(whole.shape[axis + 1 :])  # entries of one output feature in a run
         outer = math.prod(whole.shape[:axis])
+        # Runs within runs are one regular row of runs only if they go on at the same pace.
+        if parts is None or (
+            outer > 1 and any(p.count > 1 and p.count * p.stride != out for p in parts)
+        ):
+            self.notes.append(
+                f"{whole.parameter} stays in one piece: its parts are no regular runs"
+            )
+            return [whole]
+        pieces = []
         for part in parts:
-            if outer > 1 and part.count > 1:
-                return [whole]
-            entries = part.length * inner
+            stride = part.stride if part.count > 1 else out
             pieces.append(
                 replace(
                     whole,
@@ -159,36 +187,102 @@ class _Tree:
                     ),
                     start=whole.start + part.start * inner,
                     offset=whole.offset + part.start * inner,
-                    length=entries,
-                    count=part.count if outer == 1 else outer,
-                    stride=part.stride * inner if outer == 1 else whole.shape[axis] * inner,
+                    length=part.length * inner,
+                    count=part.count * outer,
+                    stride=stride * inner if part.count * outer > 1 else 0,
+                    head_size=verdict.head_size,
                 )
             )  # fmt: skip
         return pieces
 
-    def _parts(
-        self, whole: Slice, role: str, out: int, notes: list[str]
-    ) -> list[fused.Part] | None:
-        path, _, attribute = whole.parameter.rpartition(".")
-        bare = attribute not in ("weight", "bias")
-        owner = self.modules[path]
-        if role == "key_value":
-            return fused.halves("key", "value", out)
-        if role == "gate_up":
-            kind = type(self.modules[path if bare else path.rpartition(".")[0]]).__name__
-            sure = re.search(r"^Phi3|^Phi4|^Mixtral|^Glm|SwiGLU|^ModernBert", kind)
-            return fused.halves("gate", "up", out) if sure else None
-        if bare and not isinstance(owner, nn.MultiheadAttention):
-            return None  # a bare matrix does not say which axis is the output
-        attention = owner if bare else self.modules[path.rpartition(".")[0]]
-        leaf_name = attribute if bare else path.rpartition(".")[2]
-        heads = fused.heads_of(self._chain(whole.parameter))
-        if heads.count and not heads.size and isinstance(owner, nn.Linear):
-            heads = fused.Heads(heads.count, owner.in_features // heads.count)
-        parts, note = fused.query_key_value(attention, owner, leaf_name, out, heads)
-        if note is not None:
-            notes.append(note)
-        return parts
+    def _verdict(self, name: str, role: str) -> trials.Verdict | None:
+        """What a fused parameter's features are, tried out once for all layers that are alike."""
+        owner = self.modules[name.rpartition(".")[0]]
+        if getattr(type(owner), "forward", None) is nn.MultiheadAttention.forward:
+            assert isinstance(owner, nn.MultiheadAttention)  # the layout is torch's own, [q; k; v]
+            roles = [r for r in ("query", "key", "value") for _ in range(owner.embed_dim)]
+            return trials.Verdict(roles, 0, owner.head_dim)
+        weight = self._weight_beside(name)
+        if weight is None:
+            return None  # the weight is made of others, by a parametrization
+        unit = self._unit_of(weight)
+        likeness = _likeness(self.modules[unit], weight, unit, role)
+        if likeness not in self._verdicts:
+            self._verdicts[likeness] = self._tried(*self._examples[likeness], role)
+        verdict = self._verdicts[likeness]
+        if isinstance(verdict, str):
+            kind, inner = type(self.modules[unit]).__name__, weight[len(unit) :].lstrip(".")
+            self.notes.append(f"{kind}.{inner} stays in one piece: {verdict}")
+            return None
+        return verdict
+
+    def _weight_beside(self, name: str) -> str | None:
+        """The weight whose features a fused weight or bias has: itself, or the module's."""
+        path, _, attribute = name.rpartition(".")
+        if attribute not in ("weight", "bias"):
+            return name
+        return f"{path}.weight" if "weight" in self.modules[path]._parameters else None
+
+    def _unit_of(self, weight: str) -> str:
+        """Path of the module that computes with a weight: the one that holds its linear map."""
+        path, _, attribute = weight.rpartition(".")
+        return path.rpartition(".")[0] if attribute == "weight" else path
+
+    @functools.cached_property
+    def _examples(self) -> dict[object, tuple[str, str]]:
+        """The first weight of every kind of fused ones, and its unit: layers alike are one kind."""
+        found: dict[object, tuple[str, str]] = {}
+        for name, known in self.known.items():
+            role = known.reading.role if known.reading else ""
+            role = role.removesuffix("_bias").removeprefix("cross_")
+            weight = self._weight_beside(name)
+            if weight is not None and role in _FUSED:
+                unit = self._unit_of(weight)
+                likeness = _likeness(self.modules[unit], weight, unit, role)
+                found.setdefault(likeness, (weight, unit))
+        return found
+
+    @functools.cached_property
+    def _rehearsal(self) -> trials.Rehearsal:
+        """Calls of the examples' units and of the modules around them."""
+        units = {unit for _, unit in self._examples.values()}
+        around = {path for unit in units for path in list(trials.outwards(unit))[:_UNITS]}
+        return trials.Rehearsal(self.modules, around, self.run)
+
+    def _tried(self, weight: str, unit: str, role: str) -> trials.Verdict | str:
+        """A verdict from the module itself or, where it only projects, from those around it."""
+        parameter = self.model.get_parameter(weight)
+        owner = self.modules[weight.rpartition(".")[0]]
+        width = parameter.shape[-1]
+        if type(owner).__name__ == "Conv1D":
+            width = parameter.shape[0]
+        elif isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            width = parameter.shape[1]
+        heads = fused.heads_of(self._chain(weight))
+        completed = 0
+        with trials.undisturbed(self.model):
+            for path in list(trials.outwards(unit))[:_UNITS]:
+                for call in self._rehearsal.calls(path, width):
+                    own = call.unit.get_parameter(weight[len(path) :].lstrip("."))
+                    try:
+                        if role == "gate_up":
+                            verdict = trials.gate_roles(call, own)
+                        else:
+                            verdict = trials.attention_roles(
+                                call, own, queries=role == "query_key_value", heads=heads
+                            )
+                    except Exception:  # whatever it is, the module does not run in a trial
+                        continue
+                    if verdict is not None:
+                        return verdict
+                    completed += 1
+                    if completed >= _TRIALS:
+                        break
+        if completed:
+            what = "gate and up" if role == "gate_up" else "query, key and value"
+            return f"a trial does not show {what} in it"
+        wanted = "" if self.run else "; problem.anatomy tries it on the problem's data"
+        return f"it could not be tried out on made-up inputs{wanted}"
 
     def _chain(self, name: str) -> list[nn.Module]:
         """Modules around a parameter, innermost first."""
@@ -204,16 +298,17 @@ class _Tree:
         if not isinstance(owner, nn.MultiheadAttention) and attribute not in ("weight", "bias"):
             return None
         heads = fused.heads_of(self._chain(name))
-        if heads.size is not None or not heads.count:
-            return heads.size
-        # Without a stated size: the query's (or the output's inner) width over the head count.
-        width = None
+        width = None  # of the query, or of what the output takes
         if isinstance(owner, nn.MultiheadAttention):
             width = owner.embed_dim
         elif isinstance(owner, nn.Linear):
             role = reading.role.removeprefix("cross_")
             width = owner.in_features if role == "output" else self._query_width(path)
-        return width // heads.count if width and width % heads.count == 0 else None
+        if width is None:
+            return heads.size
+        if heads.count:  # a size beside it may be that of a part (rotary, or a key's bottleneck)
+            return width // heads.count if width % heads.count == 0 else None
+        return heads.size if heads.size and width % heads.size == 0 else None
 
     def _query_width(self, path: str) -> int | None:
         """Output features of the query projection beside a projection."""
@@ -227,15 +322,27 @@ class _Tree:
         return None
 
 
+def _likeness(unit: nn.Module, weight: str, path: str, role: str) -> object:
+    """Equal for modules that lay their fused weights out alike: their class and settings are."""
+    settings = [
+        (name, value if isinstance(value, (bool, int, float, str)) else id(value))
+        for name, value in vars(unit).items()
+        if (isinstance(value, (bool, int, float, str)) or callable(value))
+        and name != "training" and not _INDEX.search(name)
+    ]  # fmt: skip
+    inner = weight[len(path) :].lstrip(".")
+    shape = tuple(unit.get_parameter(inner).shape)
+    return type(unit), inner, role, shape, tuple(settings)
+
+
 def _unique(slices: list[Slice]) -> list[Slice]:
     """Number the slices that would share a name: "blocks.0.key.0", "blocks.0.key.1", …"""
     total = Counter(piece.name for piece in slices)
-    seen: Counter[str] = Counter()
+    numbers = {name: itertools.count() for name in total}
     result = []
     for piece in slices:
         name = piece.name
-        if total[name] > 1:
-            piece = replace(piece, name=f"{name}.{seen[name]}")
-            seen[name] += 1
-        result.append(piece)
+        while total[name] > 1 or (name != piece.name and name in total):
+            name = f"{piece.name}.{next(numbers[piece.name])}"
+        result.append(replace(piece, name=name))
     return result

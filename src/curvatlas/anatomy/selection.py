@@ -15,9 +15,9 @@ Selector = str | Slice | Iterable["Selector"]
 class Anatomy:
     """Who is who in the flat vector: slices that cover every entry exactly once."""
 
-    def __init__(self, slices: Iterable[Slice], *, assumptions: Iterable[str] = ()) -> None:
+    def __init__(self, slices: Iterable[Slice], *, notes: Iterable[str] = ()) -> None:
         self.slices: tuple[Slice, ...] = tuple(slices)
-        self.assumptions = tuple(assumptions)  # what was read by convention, not known for certain
+        self.notes = tuple(notes)  # fused projections that stay in one piece, and why
         self.size = sum(piece.size for piece in self.slices)
 
     def __iter__(self) -> Iterator[Slice]:
@@ -100,16 +100,16 @@ class Anatomy:
                 raise ValueError(f"{piece!r} is {len(found)} slices, heads are cut from one.")
             piece = found[0]
         kind = piece.role.removeprefix("cross_")
-        if piece.head_size is None or kind not in _HEADED:
-            raise ValueError(
-                f"{piece.name} does not divide into heads: only query, key, value and output of an "
-                "attention whose head size is known do."
-            )
         # Heads divide the features that come out of query, key, value, and that go into output.
         along_rows = len(piece.shape) == 1 or (kind == "output") == piece.transposed
         cut = piece.rows if along_rows else piece.columns
         width = piece.shape[0] if along_rows else piece.shape[1]
         step = piece.head_size
+        if step is None or kind not in _HEADED or width % step:
+            raise ValueError(
+                f"{piece.name} does not divide into heads: only query, key, value and output of an "
+                "attention whose head size is known do."
+            )
         return Selection(
             cut(h * step, (h + 1) * step, name=f"{piece.name}.head{h}")
             for h in range(width // step)
@@ -151,7 +151,7 @@ class Anatomy:
             for n, s, h, e, p in rows
         ]
         lines.append(f"{len(self.slices)} slices, {self.size:,} entries")
-        return "\n".join([*lines, *(f"assumed: {note}" for note in self.assumptions)])
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def __repr__(self) -> str:
         return f"Anatomy({len(self.slices)} slices, {len(self.layers)} layers, {self.size} entries)"

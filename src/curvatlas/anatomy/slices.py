@@ -23,7 +23,7 @@ class Slice:
     name: str  # canonical: "blocks.0.query", "blocks.0.norm1.gamma", "embedding.token", …
     parameter: str  # the name in model.named_parameters()
     layer: int | None
-    sublayer: str  # embedding, attention, norm, ffn, head, other
+    sublayer: str  # embedding, attention, mixer (Mamba, RWKV), norm, ffn, head, other
     role: str  # query, key, …, with "_bias" for biases
     shape: tuple[int, ...]  # of the piece, entries in the order of ``indices``
     start: int  # position of the first entry in the flat vector

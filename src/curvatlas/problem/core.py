@@ -129,7 +129,15 @@ class Problem:
     @functools.cached_property
     def anatomy(self) -> Anatomy:
         """Every parameter slice with its layer, sublayer and role."""
-        return anatomy_of(self.model, list(self.parameter_names))
+        return anatomy_of(self.model, list(self.parameter_names), run=self._run_briefly)
+
+    def _run_briefly(self, model: nn.Module) -> None:
+        """Call a copy of the model on two samples, or on the first batch if it cannot be cut."""
+        batch = next(self.batches())
+        try:
+            call(model, {}, batch.part(0, min(2, batch.samples), self.loss.count).inputs)
+        except Exception:  # whatever the model says of a cut batch, the batch itself is right
+            call(model, {}, batch.inputs)
 
     @property
     def parameters(self) -> Tensor:
