@@ -199,6 +199,22 @@ def test_max_norm_is_exact_within_the_limit_and_refused_beyond_it() -> None:
     assert torch.equal(short.embed.weight, before)
 
 
+def test_modules_registered_under_two_names_keep_their_parameters() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(3, 2)).double()
+    model[3].bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    inputs, targets = data()
+    hidden = F.linear(torch.tanh(F.linear(inputs, shared.weight, shared.bias)), shared.weight)
+    outputs = F.linear(hidden + shared.bias, model[3].weight, model[3].bias)
+    want = oracles.hessian(F.cross_entropy(outputs, targets), list(model.parameters()))
+    before = dict(model.named_parameters(remove_duplicate=False))
+    found = ca.Hessian(ca.Problem(model, "cross_entropy", data())).dense()
+    assert oracles.relative_error(found, want) < 1000 * EPS
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+
+
 # --- inference mode ------------------------------------------------------------------------------
 
 
@@ -338,6 +354,70 @@ class SoftPrompt(nn.Module):
         seen = torch.cat([ones, attention_mask], 1)
         logits: Tensor = self.base(inputs_embeds=embedded, attention_mask=seen).logits
         return logits[:, PROMPT:]
+
+
+class OwnPrompt(SoftPrompt):
+    """The same with all logits, and a loss of its own as PEFT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = self.base.transformer.wte  # a second name for the model's own
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> Any:
+        samples = len(input_ids)
+        words = self.embedding(input_ids)
+        embedded = torch.cat([self.prompt.expand(samples, -1, -1), words], 1)
+        seen = torch.cat([attention_mask.new_ones(samples, PROMPT), attention_mask], 1)
+        if labels is not None:
+            labels = torch.cat([labels.new_full((samples, PROMPT), -100), labels], 1)
+        return self.base(inputs_embeds=embedded, attention_mask=seen, labels=labels)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("loss", ["cross_entropy", "model"])
+@pytest.mark.parametrize("operator", [ca.Hessian, ca.GaussNewton])
+def test_labels_of_the_tokens_alone_are_read_as_a_prompted_model_reads_them(
+    loss: str, operator: Any
+) -> None:
+    model, batch = OwnPrompt(), tokens()
+    problem = ca.Problem(model, loss, batch)
+    assert problem.value() == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+    with sdpa_kernel(SDPBackend.MATH):
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
+    labels = F.pad(batch["labels"], (PROMPT, 0), value=-100)[:, 1:]
+
+    def mean_loss(z: Tensor) -> Tensor:
+        return F.cross_entropy(z[:, :-1].reshape(-1, VOCABULARY), labels.reshape(-1))
+
+    if operator is ca.Hessian:
+        want = oracles.hessian(mean_loss(logits), [model.prompt])
+    else:
+        want = oracles.outer_hessian(logits, mean_loss, [model.prompt])
+    assert oracles.relative_error(operator(problem).dense(), want) < 1000 * EPS
+    assert model.base.lm_head.weight is model.base.transformer.wte.weight
+
+
+class BarePrompt(OwnPrompt):
+    """All logits, and no loss of its own."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = super().forward(input_ids, attention_mask).logits
+        return logits
+
+
+@pytest.mark.huggingface
+def test_labels_for_all_logits_of_a_prompted_model_are_next_tokens() -> None:
+    model, batch = BarePrompt(), tokens()
+    labels = F.pad(batch["labels"], (PROMPT, 0), value=-100)
+    value = ca.Problem(model, "cross_entropy", {**batch, "labels": labels}).value()
+    own = OwnPrompt()(**batch).loss.detach()
+    assert value == pytest.approx(float(own), rel=1e-6)
+    with pytest.raises(ProblemError, match=r"prompt of 3 before the tokens put 3 times -100"):
+        ca.Problem(model, "cross_entropy", batch).value()
+    with pytest.raises(ProblemError, match=r"expect targets \(3, 9\), got \(3, 5\)"):
+        ca.Problem(model, "cross_entropy", {**batch, "labels": batch["labels"][:, 1:]}).value()
 
 
 class Prefix(nn.Module):

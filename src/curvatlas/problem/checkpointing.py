@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
-from curvatlas.problem.evaluation import written_buffers
+from curvatlas.problem.evaluation import called_with, written_buffers
 from curvatlas.problem.kernels import same_operations
 
 TRUSTED_NODES = frozenset({"_BlockBackward", "_BlockGradientBackward"})
@@ -125,7 +125,7 @@ class _Plan:
         block.forward = self._forward
         try:
             with same_operations():
-                raw = torch.func.functional_call(block, values, args, kwargs)
+                raw = called_with(block, values, args, kwargs)
         finally:
             if patched is None:
                 del block.forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,13 @@ from curvatlas.problem.chunked import ChunkedSoftmax, HiddenLogits
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Rebuild, Uniform, main_tensor
 
 Reduction = Literal["mean", "sum"]
+
+
+def positions_more(logits: Sequence[int], targets: Tensor) -> int:
+    """How many positions logits (B, n + L, classes) have before those of labels (B, L); else 0."""
+    if len(logits) != 3 or targets.ndim != 2 or logits[0] != targets.shape[0]:
+        return 0
+    return max(logits[1] - targets.shape[1], 0)
 
 
 class CrossEntropy(Loss):
@@ -95,6 +102,12 @@ class CrossEntropy(Loss):
         if tuple(outputs.shape[:-1]) != tuple(targets.shape):
             hint = "" if self.classes_first else " (for logits (B, classes, ...) pass the torch.nn "
             hint += "" if self.classes_first else "module as the loss)"
+            more = positions_more(outputs.shape, targets)
+            if more:
+                hint = (
+                    f" (for a prompt of {more} before the tokens put {more} times "
+                    f"{self.ignore_index} before every row of labels, and say shift=)"
+                )
             raise ProblemError(
                 f"{self.name} takes logits (..., classes) and targets (...): logits of shape "
                 f"{tuple(outputs.shape)} expect targets {tuple(outputs.shape[:-1])}, "

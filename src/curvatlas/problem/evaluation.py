@@ -370,10 +370,10 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     versions = {name: value._version for name, value in values.items()}
     with _without_sharding_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
         if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
-            outputs = torch.func.functional_call(model, dict(values), (), dict(inputs))
+            outputs = called_with(model, values, (), inputs)
         else:
             arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-            outputs = torch.func.functional_call(model, dict(values), arguments)
+            outputs = called_with(model, values, arguments, {})
     for name, value in values.items():
         if value._version != versions[name]:
             raise ProblemError(
@@ -381,6 +381,33 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
                 "do that outside of forward, or in a parametrization."
             )
     return outputs
+
+
+def called_with(
+    module: nn.Module, values: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``module(*args, **kwargs)`` with parameters replaced by name, wherever they are used.
+
+    ``torch.func.functional_call`` leaves a replacement behind in a module that is registered under
+    two names (shared layers, soft prompts on a model's own embedding), instead of its parameter.
+    """
+    modules = list(module.modules())
+    if any(isinstance(part, torch.jit.ScriptModule) for part in modules):
+        return torch.func.functional_call(module, dict(values), tuple(args), dict(kwargs))
+    by_parameter = {
+        id(parameter): values[name]
+        for name, parameter in module.named_parameters()
+        if name in values
+    }
+    kept = [(part._parameters, dict(part._parameters)) for part in modules if part._parameters]
+    try:
+        for held, own in kept:
+            held.update({name: by_parameter.get(id(p), p) for name, p in own.items()})  # type: ignore[misc]
+        return module(*args, **kwargs)
+    finally:
+        for held, own in kept:
+            held.clear()
+            held.update(own)
 
 
 def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:

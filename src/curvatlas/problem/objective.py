@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvatlas.errors import ProblemError
-from curvatlas.problem.cross_entropy import CrossEntropy
+from curvatlas.problem.cross_entropy import CrossEntropy, positions_more
 from curvatlas.problem.head import largest_logits
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Rebuild, Uniform
 from curvatlas.problem.mean_squared_error import BinaryCrossEntropy, MeanSquaredError
@@ -128,6 +128,7 @@ class Objective:
     model: nn.Module
     shift: bool | None = None  # labels are next-token labels; None: told from each batch
     labels_in_call: bool = False  # the model is called with the labels
+    prompt: int = 0  # positions that the model puts before the tokens, with logits of their own
 
     def split(self, raw: Any, index: int) -> tuple[Any, Any]:
         """(inputs, targets) of one raw batch; next-token labels are moved onto their logits."""
@@ -149,6 +150,9 @@ class Objective:
             return called, torch.zeros(_length(called))  # one target a sample
         if isinstance(self.loss, SpanCrossEntropy):
             return called, _spans(labels, inputs)
+        if self.prompt:
+            ignored = labels.new_full((labels.shape[0], self.prompt), self._ignore_index)
+            labels = torch.cat([ignored, labels], dim=1)
         shifted = isinstance(labels, Tensor) and self._shifts(inputs, labels, mapping=mapping)
         return called, next_tokens(labels, self._ignore_index) if shifted else labels
 
@@ -232,7 +236,8 @@ def settled(
     if own is None:
         return _own_objective(wanted, raw, forward) if loss is None else wanted
     number = float(own)
-    for candidate in _candidates(wanted, loss, labels):
+    prompted = replace(wanted, prompt=_prompt(trial.output(wanted), labels))
+    for candidate in _candidates(prompted, loss, labels):
         for objective in (candidate, replace(candidate, labels_in_call=True)):
             value = trial.value(objective)
             if value is not None and _agree(value, number):
@@ -240,6 +245,14 @@ def settled(
     if loss is None:
         return replace(wanted, labels_in_call=True)
     return _differing(wanted, trial, number)
+
+
+def _prompt(raw: Any, labels: Any) -> int:
+    """Positions before the labels', of models that put a learned prompt before the tokens."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return 0
+    logits = getattr(raw, "logits", raw)
+    return positions_more(logits.shape, labels) if isinstance(logits, Tensor) else 0
 
 
 _FAILURES = (ProblemError, RuntimeError, TypeError, ValueError, KeyError, IndexError)
@@ -404,10 +417,13 @@ def _looks_like_next_token(model: nn.Module, inputs: Mapping[str, Any], labels: 
     if _is_causal(model):
         return True
     tokens = inputs.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.shape != labels.shape:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[0] != labels.shape[0]:
+        return False
+    prompt = labels.shape[1] - tokens.shape[1]
+    if prompt < 0 or bool((labels[:, :prompt] != IGNORE_INDEX).any()):
         return False
     # Labels that repeat the inputs can only mean the next token; masked-LM labels cover few.
-    return _repeats(tokens, labels)
+    return _repeats(tokens, labels[:, prompt:])
 
 
 def _repeats(tokens: Tensor, labels: Tensor) -> bool:
