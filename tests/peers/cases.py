@@ -774,6 +774,7 @@ EIGENTHINGS = [
             "a vocabulary of 130000",
             "the dense matrix",
             "one valid token among many",
+            "a logit of 50",
             "all logits equal",
         ],
         {

@@ -189,6 +189,8 @@ class CrossEntropy(Loss):
         if targets.is_floating_point():
             mass = self._probabilities(targets).reshape(rows.shape).to(rows)
             return F.cross_entropy(rows, mass, weight=weights, label_smoothing=self.label_smoothing)
+        if not self.label_smoothing and _is_saturated(rows.detach()):
+            return self._saturated_value(rows, targets.reshape(-1))
         return F.cross_entropy(
             rows,
             targets.reshape(-1).long(),
@@ -197,12 +199,34 @@ class CrossEntropy(Loss):
             label_smoothing=self.label_smoothing,
         )
 
+    def _saturated_value(self, rows: Tensor, targets: Tensor) -> Tensor:
+        r"""ℓ_i = Z_m − Z_y + log(1 + Σ_{c≠m} exp(Z_c − Z_m)) with m the likeliest class.
+
+        The same number as torch's, but with derivatives that are right to rounding of themselves:
+        torch takes them as differences such as π_m − 1, of which nothing is left in float32 where
+        the other classes have 1e-8 together.
+        """
+        likeliest = rows.detach().argmax(-1, keepdim=True)
+        top = rows.gather(-1, likeliest)
+        classes = self._classes(targets).unsqueeze(-1)
+        # Where m = y the difference is zero in its derivatives too, and must not be rounded to it.
+        behind = torch.where(likeliest == classes, 0.0, top - rows.gather(-1, classes))
+        others = (rows - top).exp().scatter(-1, likeliest, 0.0).sum(-1)
+        weights = self._row_weights(targets, rows.dtype)
+        return (weights * (behind.squeeze(-1) + others.log1p())).sum() / weights.sum()
+
     def curvature(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
         mass, count = self._masses(outputs, targets)
         scale = (mass / count).unsqueeze(-1)  # (..., 1)
         probabilities = outputs.detach().softmax(-1)
+        likeliest = None
+        if _is_saturated(outputs.detach()):
+            likeliest = probabilities.argmax(-1, keepdim=True)
 
         def product(w: Tensor) -> Tensor:
+            if likeliest is not None:
+                # Λ 1 = 0: about w_m, the difference below is one of small numbers.
+                w = w - w.gather(-1, likeliest.expand(*w.shape[:-1], 1))
             weighted = probabilities * w
             weighted.addcmul_(probabilities, weighted.sum(-1, keepdim=True), value=-1)
             return weighted.mul_(scale)
@@ -284,6 +308,22 @@ class CrossEntropy(Loss):
         truth = torch.zeros_like(probabilities).scatter_(-1, drawn, 1.0)
         mass, _ = self._masses(outputs, targets)
         return (probabilities - truth) * mass.sqrt().unsqueeze(-1)
+
+
+def _is_saturated(logits: Tensor) -> bool:
+    """Whether almost nothing is left beside the likeliest class, in the mean over targets.
+
+    Some 64 of the targets are looked at first, which is enough to say no.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    if rows.shape[1] < 2 or not len(rows):
+        return False
+    limit = torch.finfo(rows.dtype).eps ** (1 / 3)
+    for some in (rows[:: max(1, len(rows) // 64)], rows):
+        rest = 1 - some.softmax(-1).amax(-1)
+        if not bool(rest.mean() < limit):
+            return False
+    return True
 
 
 class NegativeLogLikelihood(CrossEntropy):
