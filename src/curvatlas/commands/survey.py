@@ -77,8 +77,8 @@ class Survey:
                 "subject", lambda: subject_of(self.problem, name=name, data=data, state=state)
             )
         )
-        for assumption in self.problem.anatomy.assumptions:
-            self.run.warn(f"roles: {assumption}")
+        for note in self.problem.anatomy.notes:
+            self.run.warn(f"roles: {note}")
         for part in self.operators:
             self.say(part, self.ends(part))
         if "trace" not in self.effort.skip:
