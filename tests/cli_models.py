@@ -22,6 +22,24 @@ def make_model() -> nn.Module:
     return Tiny()
 
 
+class Tied(nn.Module):
+    """One matrix under two names, as in language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(x))
+        return out
+
+
+def make_tied_model() -> nn.Module:
+    return Tied()
+
+
 def make_hostile_model() -> nn.Module:
     """A model whose class and parameter names are HTML."""
     model = make_model()

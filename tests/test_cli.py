@@ -20,12 +20,14 @@ from safetensors.torch import save_file
 import curvatlas
 from cli_models import make_data, make_model
 from curvatlas import cli, runs
+from curvatlas.commands.models import find_model
 from curvatlas.results import same
 from run_samples import write_run
 
 _HERE = Path(__file__).parent
 _ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(_HERE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    **os.environ, "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
 
@@ -258,6 +260,18 @@ def test_arrays_on_disk_give_the_same_numbers_as_python(
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     _check_numbers(json.loads(finished.stdout)["results"])
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
+def test_tied_weights_are_read_from_either_of_their_names(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "once.safetensors"
+    save_file({name: torch.arange(6.0).reshape(3, 2)}, path)
+    model: Any = find_model("cli_models:make_tied_model", weights=path).model
+    assert torch.equal(model.head.weight, torch.arange(6.0).reshape(3, 2))
+    assert model.embedding.weight is model.head.weight
+    save_file({"other.weight": torch.ones(3, 2)}, path)
+    with pytest.raises(ValueError, match=r"missing \['embedding.weight', 'head.weight'\]"):
+        find_model("cli_models:make_tied_model", weights=path)
 
 
 def test_weights_and_roles_can_be_chosen(

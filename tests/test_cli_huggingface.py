@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from curvatlas.commands.models import find_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.huggingface
@@ -126,6 +130,114 @@ def test_a_model_from_text_to_text_takes_pairs_of_them(
     model = transformers.T5ForConditionalGeneration.from_pretrained(folder).double().eval()
     loss = json.loads(out)["results"]["model.subject"]["loss"]
     assert loss == pytest.approx(float(model(**pairs).loss.detach()), rel=1e-6)
+
+
+def _edit_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("transformer.h.0.attn.c_attn.weight"), "lacks .*h.0.attn.c_attn.weight"),
+        (lambda t: t.pop("transformer.h.0.ln_1.bias"), "lacks .*h.0.ln_1.bias"),
+        (lambda t: t.pop("transformer.wte.weight"), "lacks .*wte.weight"),  # also the tied head's
+        (lambda t: t.clear() or t.update(a=torch.ones(1)), "lacks .* and 11 more"),
+        (
+            lambda t: t.update({"transformer.h.1.ln_1.bias": torch.ones(8)}),
+            "holds transformer.h.1.ln_1.bias, which GPT2LMHeadModel does not use",
+        ),
+        (
+            lambda t: t.update({"transformer.ln_f.weight": torch.ones(9)}),
+            "transformer.ln_f.weight have other sizes than its config.json",
+        ),
+    ],
+)
+def test_a_folder_whose_tensors_are_not_the_models_is_refused_by_name(
+    gpt: Path,
+    change: Callable[[dict[str, Any]], Any],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _edit_tensors(gpt, change)
+    code, out, err = _run(["analyze", "tiny", "sea.txt", *_QUICK], gpt.parent, capsys, monkeypatch)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert re.search(words, err), err
+    assert sorted(p.name for p in gpt.parent.iterdir()) == ["sea.txt", "tiny"]  # no run was begun
+
+
+def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
+    transformers.BertModel(transformers.BertConfig(**_SIZES)).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["architectures"] = ["BertForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"classifier\.bias, classifier\.weight .*train the head"):
+        find_model(str(tmp_path))
+
+
+_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+_BART = {
+    "vocab_size": 20,
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 12,
+    "decoder_ffn_dim": 12,
+}
+_SAVED = {  # what transformers stores once or not at all differs from family to family
+    "GPT2LMHeadModel": {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2},
+    "LlamaForCausalLM": {**_SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    "Qwen2ForCausalLM": {**_SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "OPTForCausalLM": {**_SIZES, "ffn_dim": 16, "word_embed_proj_dim": 8},
+    "BertForMaskedLM": _SIZES,
+    "RobertaForMaskedLM": _SIZES,
+    "BertForSequenceClassification": _SIZES,
+    "DistilBertForTokenClassification": {"vocab_size": 20, "dim": 8, "n_layers": 1, "n_heads": 2},
+    "ViTForImageClassification": {**_SIZES, "image_size": 8, "patch_size": 4},
+    "T5ForConditionalGeneration": {"vocab_size": 20, "d_model": 8, "d_ff": 12, "num_layers": 1},
+    "BartForConditionalGeneration": _BART,
+}
+
+
+def _saved_model(name: str, folder: Path) -> Any:
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**_SAVED[name]))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", _SAVED)
+def test_a_folder_as_transformers_saved_it_is_loaded_with_its_own_weights(
+    name: str, tmp_path: Path
+) -> None:
+    model = _saved_model(name, tmp_path)
+    loaded = find_model(str(tmp_path), seed=5).model
+    stored = model.state_dict()
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, stored[key]), key
+
+
+def test_a_tied_weight_may_be_stored_under_either_name(tmp_path: Path) -> None:
+    model = _saved_model("GPT2LMHeadModel", tmp_path)
+    _edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")}))
+    loaded: Any = find_model(str(tmp_path)).model
+    assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
 def test_pickled_weights_are_refused(

@@ -105,7 +105,8 @@ _KILLED = textwrap.dedent(
 
 
 def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
 
     def start(mode: str) -> int:
         command = [sys.executable, "-c", _KILLED, str(tmp_path / "run"), mode]

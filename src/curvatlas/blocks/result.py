@@ -151,9 +151,9 @@ class BlockHessian(Result):
         plain.pop("_source", None)
         return plain
 
-    def save(self, path: Any) -> Any:
+    def save(self, path: Any, *, keep_previous: bool = False) -> Any:
         """Write the result with all three parts to one file."""
-        return Result.save(self._complete(), path)
+        return Result.save(self._complete(), path, keep_previous=keep_previous)
 
     def _complete(self) -> BlockHessian:
         """A copy with every part computed and nothing left to compute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from curvatlas import archive
 from curvatlas.commands import references
 
+_MOST_NAMES = 6  # of tensors in a message
 ZOO = ("vit", "gpt", "benchmark-gpt", "mlp")
 _HEADS = {  # ending of a Hugging Face architecture → the class that loads it
     "LMHeadModel": "AutoModelForCausalLM",
@@ -100,6 +102,7 @@ def _from_folder(folder: Path) -> nn.Module:
             f"{folder} needs transformers: pip install 'curvatlas[huggingface]'."
         ) from error
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **safe)
@@ -110,14 +113,57 @@ def _from_folder(folder: Path) -> nn.Module:
                 f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
                 "function that makes the model instead (pkg.module:make_model)"
             )
-        model = getattr(transformers, loader).from_pretrained(
-            folder, config=config, use_safetensors=True, **safe
+        # Sizes that do not fit are told below, by name: transformers' own error has no names.
+        model, loading = getattr(transformers, loader).from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **safe,
         )
+        _refuse_other_tensors(model, loading)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot load {folder} as a Hugging Face model: {reason}") from error
     result: nn.Module = model
     return result
+
+
+def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> None:
+    """ValueError when the folder's tensors are not those of the model: the rest would be random.
+
+    transformers has already taken out tied weights, which are stored once, and what a family
+    declares it can do without.
+    """
+    kind = type(model).__name__
+    mismatched = [m if isinstance(m, str) else m[0] for m in loading["mismatched_keys"]]
+    if mismatched:
+        raise ValueError(
+            f"its tensors {_some(mismatched)} have other sizes than its config.json says: "
+            "bring back the config.json it was saved with"
+        )
+    if loading["missing_keys"]:
+        raise ValueError(
+            f"it lacks {_some(loading['missing_keys'])} of {kind}, which would be random: bring "
+            "back the file; if the folder is a base model without this head, train the head and "
+            "save the model with it, or name a function that makes the model "
+            "(pkg.module:make_model)"
+        )
+    if loading["unexpected_keys"]:
+        raise ValueError(
+            f"it holds {_some(loading['unexpected_keys'])}, which {kind} does not use: bring back "
+            "the config.json it was saved with; if they are not needed, load it in Python and save "
+            "it with save_pretrained, or name a function that makes the model "
+            "(pkg.module:make_model)"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    """All of a few names, the first of many."""
+    ordered = sorted(names)
+    rest = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
@@ -132,6 +178,10 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise ValueError(
             f"{path} does not fit the model: {' '.join(str(error).split())}"
         ) from error
+    # A tied weight has two names and is stored under one of them.
+    named = model.state_dict(keep_vars=True)
+    present = {id(value) for name, value in named.items() if name in tensors}
+    missing = [name for name in missing if id(named.get(name)) not in present]
     if missing or unexpected:
         raise ValueError(
             f"{path} does not fit the model: missing {sorted(missing)}, "
