@@ -17,3 +17,18 @@ class DifferentiationError(RuntimeError):
 
 class ConvergenceError(RuntimeError):
     """An iteration stopped before its tolerance, where only a settled number may be returned."""
+
+
+class PeerError(RuntimeError):
+    """Another process of the group failed: its own error says why, and all stop with it."""
+
+    def __init__(self, message: str, *, wrong_input: bool = False) -> None:
+        super().__init__(message)
+        self.wrong_input = wrong_input  # what the user gave there is at fault
+
+
+def is_wrong_input(error: BaseException) -> bool:
+    """Whether what the user gave is at fault, not the computation."""
+    if isinstance(error, PeerError):
+        return error.wrong_input
+    return isinstance(error, (ValueError, TypeError, OSError, ImportError, KeyError))

@@ -1,15 +1,33 @@
-"""Sums over the processes of a torch.distributed group; plain sums without one."""
+"""Sums over the processes of a torch.distributed group, which have to bring the same to them.
+
+Every process adds its part of a product, and the sum is a product only if all of them multiply the
+same vector at the same weights. So each reduction carries one small row of every process beside the
+numbers: whether it failed, a digest of what its part rests on, a sketch of the vector. A process
+that fails or differs stops all of them with a message, instead of a wrong number or a wait.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from curvatlas.errors import PeerError, ProblemError, is_wrong_input
+
+T = TypeVar("T")
+
+_FIELDS = 5  # of a process's row: failure, two halves of the digest, sketch and norm of the vector
+_HALF = 2**24  # float32 counts whole numbers up to here
+# Sketches of one vector differ by rounding, those of two vectors by about their norm.
+_SAME_VECTOR = 1e-4
+_SKETCHED = 4096  # numbers that are weighted and summed at a time
 
 
 def world_size() -> int:
@@ -24,51 +42,242 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
+# --- collectives, on a device that the group can reach ------------------------------------------
+
+
+def carrier(device: torch.device | None = None) -> torch.device:
+    """Where a tensor of ``device`` has to lie for the group to send it.
+
+    NCCL sends what is on CUDA only, gloo what is in main memory (its way through CUDA knows few
+    operations); None: any device that the group can reach.
+    """
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    if device is not None and backends.get(device.type, "gloo") != "gloo":
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    reached = next(iter(backends))
+    return torch.device(reached, torch.get_device_module(reached).current_device())
+
+
+def add_over_processes(values: Tensor) -> Tensor:
+    """The sum over processes, in place."""
+    if world_size() > 1:
+        sent = values.to(carrier(values.device))
+        dist.all_reduce(sent)
+        if sent is not values:
+            values.copy_(sent)
+    return values
+
+
+def from_every_process(value: int) -> list[int]:
+    """One number of every process, in the order of their ranks."""
+    return [numbers[0] for numbers in shared(lambda: [value], 1)]
+
+
+def everywhere(condition: bool) -> bool:
+    """Whether the condition holds in every process."""
+    return all(from_every_process(int(condition)))
+
+
+def largest_over_processes(value: int) -> int:
+    return max(from_every_process(value))
+
+
+def smallest_over_processes(value: int) -> int:
+    return min(from_every_process(value))
+
+
+def shared(work: Callable[[], Sequence[int]], length: int) -> list[list[int]]:
+    """The ``length`` whole numbers that ``work`` gives in every process, by rank.
+
+    Where it fails in one process, all of them stop: that one with its error, the others saying so.
+    """
+    if world_size() == 1:
+        return [list(work())]
+    numbers, failure = [0] * length, None
+    try:
+        numbers = list(work())
+    except Exception as error:
+        failure = error
+    table = torch.zeros(world_size(), length + 1, dtype=torch.int64)
+    table[rank()] = torch.tensor([_kind(failure), *numbers])
+    rows = add_over_processes(table).tolist()
+    if failure is not None:
+        raise failure
+    _stop_with_others([row[0] for row in rows])
+    return [row[1:] for row in rows]
+
+
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` gives here, once it has succeeded in every process."""
+    results: list[T] = []
+
+    def keep() -> list[int]:
+        results.append(work())
+        return []
+
+    shared(keep, 0)
+    return results[0]
+
+
+def texts(text: str) -> list[str]:
+    """One text of every process, in the order of their ranks."""
+    content = text.encode()
+    lengths = from_every_process(len(content))
+    letters = torch.zeros(world_size(), max(lengths), dtype=torch.uint8)
+    letters[rank(), : len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    add_over_processes(letters)
+    return [
+        bytes(row[:length].tolist()).decode() for row, length in zip(letters, lengths, strict=True)
+    ]
+
+
+def _kind(failure: Exception | None) -> int:
+    return 0 if failure is None else 2 if is_wrong_input(failure) else 1
+
+
+def _stop_with_others(kinds: Sequence[float]) -> None:
+    failed = sum(kind > 0 for kind in kinds)
+    if failed:
+        raise PeerError(
+            f"{failed} of {world_size()} processes failed: their own error says why; "
+            f"process {rank()} stops with them.",
+            wrong_input=max(kinds) > 1,
+        )
+
+
+# --- what has to agree --------------------------------------------------------------------------
+
+
+def halves(digest: bytes) -> tuple[int, int]:
+    """A digest as two signed numbers of 64 bits."""
+    return tuple(int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8))  # type: ignore[return-value]
+
+
+def differing(own: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """What every rank says under each name, where they do not all say the same."""
+    said = [json.loads(text) for text in texts(json.dumps(dict(own)))]
+    names = dict.fromkeys(name for facts in said for name in facts)
+    values = {name: [facts.get(name) for facts in said] for name in names}
+    return {name: told for name, told in values.items() if any(v != told[0] for v in told)}
+
+
+def others_than_first(values: Sequence[object]) -> list[int]:
+    """The ranks whose value is not rank 0's."""
+    return [rank for rank, value in enumerate(values) if value != values[0]]
+
+
+def named(ranks: Sequence[int], one: str, several: str) -> str:
+    """``rank 1 has`` or ``ranks 1, 3 have``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {one}"
+    return f"ranks {', '.join(map(str, ranks))} {several}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a process's part of a sum rests on."""
+
+    content: bytes = b""  # digest of weights, loss and data: the same everywhere
+    sketch: Tensor | None = None  # (2,) of the vector that is multiplied: the same up to rounding
+
+
+def sketch(pieces: Iterable[Tensor]) -> Tensor:
+    """(Σ_j a_j x_j, ‖x‖) with fixed random a, of the sum x of K columns in pieces (K, *shape)."""
+    weighted, squares = [], []
+    for place, piece in enumerate(pieces):
+        x = (piece[0] if piece.shape[0] == 1 else piece.sum(0)).reshape(-1)
+        squares.append(torch.linalg.vector_norm(x).square())
+        weights = _sketch_weights(x.dtype, x.device)
+        while len(x) > _SKETCHED:
+            full = len(x) // _SKETCHED * _SKETCHED
+            rest = x[full:] @ weights[: len(x) - full]
+            x = torch.cat([x[:full].view(-1, _SKETCHED) @ weights, rest.reshape(1)])
+        # a piece weighs differently at another place
+        weighted.append(x @ weights[: len(x)] * weights[place % _SKETCHED])
+    return torch.stack([torch.stack(weighted).sum(), torch.stack(squares).sum().sqrt()])
+
+
+@functools.lru_cache(maxsize=4)
+def _sketch_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = torch.randn(_SKETCHED, generator=torch.Generator().manual_seed(20250730))
+    return drawn.to(dtype=dtype, device=device)
+
+
+def _row(mark: Mark | None, like: Tensor) -> Tensor:
+    """The fields of a process that has not failed."""
+    row = like.new_zeros(_FIELDS)
+    if mark is not None:
+        number = int.from_bytes(mark.content[:6], "little")
+        row[1], row[2] = number % _HALF, number // _HALF
+        if mark.sketch is not None:
+            row[3:] = mark.sketch
+    return row
+
+
+def _check_rows(rows: Tensor, failure: Exception | None, differ: Callable[[], None] | None) -> None:
+    """Stop where a process failed, rests on something else, or multiplies another vector."""
+    table = rows.tolist()
+    if failure is not None:
+        raise failure
+    _stop_with_others([row[0] for row in table])
+    if any(row[1:3] != table[0][1:3] for row in table):
+        if differ is not None:
+            differ()
+        raise ProblemError("the processes have other weights or data: make them the same.")
+    room = _SAME_VECTOR * max(row[4] for row in table)
+    others = [r for r, row in enumerate(table) if abs(row[3] - table[0][3]) > room]
+    if others:
+        raise ProblemError(
+            f"{named(others, 'multiplies', 'multiply')} another vector than rank 0: every rank has "
+            "to multiply the same one; seed all of them alike, or broadcast rank 0's."
+        )
+
+
+# --- sums ---------------------------------------------------------------------------------------
+
+
 def summed(
-    fill: Callable[[Tensor], None],
+    fill: Callable[[Tensor], Mark | None],
     shape: Sequence[int],
     *,
     dtype: torch.dtype,
     device: torch.device,
     distributed: bool,
     zeroed: bool = True,
+    differ: Callable[[], None] | None = None,
 ) -> Tensor:
     """The tensor of ``shape`` that ``fill`` adds to on every rank, summed over ranks.
 
+    fill: may return what its part rests on, to be compared over ranks.
     zeroed: with False, ``fill`` gets uninitialised memory and has to write every entry.
+    differ: called on every rank where the marks differ, to say what it is.
 
-    One reduction carries the numbers and a failure flag, so that an error on one rank is raised on
-    all of them instead of leaving the others waiting.
+    One reduction carries the numbers and every rank's row, so that an error on one rank is raised
+    on all of them instead of leaving the others waiting.
     """
     make = torch.zeros if zeroed else torch.empty
-    if distributed and _scattering is not None:
-        return _scattered(fill, shape, make, dtype, device, _scattering)
-    buffer = make(math.prod(shape) + 1, dtype=dtype, device=device)
-    buffer[-1] = 0
-    total = buffer[:-1].view(*shape)
+    if not distributed or world_size() == 1:
+        total = make(tuple(shape), dtype=dtype, device=device)
+        fill(total)
+        return total
+    if _scattering is not None:
+        return _scattered(fill, shape, make, dtype, device, _scattering, differ)
+    size = math.prod(shape)
+    buffer = make(size + world_size() * _FIELDS, dtype=dtype, device=device)
+    rows = buffer[size:].zero_().view(world_size(), _FIELDS)
+    total = buffer[:size].view(*shape)
     failure: Exception | None = None
     try:
-        fill(total)
+        rows[rank()] = _row(fill(total), rows)
     except Exception as error:
-        if not distributed:
-            raise
         failure = error
         buffer.zero_()
-        buffer[-1] = 1
-    if distributed and world_size() > 1:
-        dist.all_reduce(buffer)
-        if float(buffer[-1]) > 0 and failure is None:
-            raise _stopped(int(buffer[-1]))
-    if failure is not None:
-        raise failure
+        rows[rank(), 0] = _kind(failure)
+    add_over_processes(buffer)
+    _check_rows(rows, failure, differ)
     return total
-
-
-def _stopped(failed: int) -> RuntimeError:
-    return RuntimeError(
-        f"{failed} of {world_size()} processes failed: their own error says why; "
-        f"process {rank()} stops with them."
-    )
 
 
 # --- sharded vectors ----------------------------------------------------------------------------
@@ -98,11 +307,11 @@ class Shards:
         """The whole vector (size,) from every process's part (length,)."""
         if world_size() == 1:
             return part
-        padded = part.new_zeros(self.largest)
+        padded = part.new_zeros(self.largest, device=carrier(part.device))
         padded[: self.length] = part
-        whole = part.new_empty(self.largest * world_size())
+        whole = padded.new_empty(self.largest * world_size())
         _all_gather(whole, padded)
-        return whole[: self.size]
+        return whole[: self.size].to(part.device)
 
 
 _scattering: Shards | None = None  # products inside end in a reduce-scatter
@@ -124,63 +333,45 @@ def sharded_product(op: Any, part: Tensor, shards: Shards) -> Tensor:
 
 
 def _scattered(
-    fill: Callable[[Tensor], None],
+    fill: Callable[[Tensor], Mark | None],
     shape: Sequence[int],
     make: Callable[..., Tensor],
     dtype: torch.dtype,
     device: torch.device,
     shards: Shards,
+    differ: Callable[[], None] | None,
 ) -> Tensor:
     """``summed`` for one vector of which every process keeps its own part."""
     if math.prod(shape) != shards.size:
         raise ValueError("only single vectors are sharded: multiply the columns one by one.")
     buffer = make(shards.largest * world_size(), dtype=dtype, device=device)
     buffer[shards.size :] = 0
+    rows = buffer.new_zeros(world_size(), _FIELDS)
     failure: Exception | None = None
     try:
-        fill(buffer[: shards.size].view(*shape))
+        rows[rank()] = _row(fill(buffer[: shards.size].view(*shape)), rows)
     except Exception as error:
         failure = error
-    failed = add_over_processes(torch.tensor([float(failure is not None)], device=device))
-    if failure is not None:
-        raise failure
-    if float(failed) > 0:
-        raise _stopped(int(failed))
-    part = buffer
-    if world_size() > 1:
-        part = buffer.new_empty(shards.largest)
-        _reduce_scatter(part, buffer)
-    return part[: shards.length].view(*shape[:-1], shards.length)
-
-
-def add_over_processes(values: Tensor) -> Tensor:
-    """The sum over processes, in place."""
-    if world_size() > 1:
-        dist.all_reduce(values)
-    return values
-
-
-def from_every_process(value: int) -> list[int]:
-    """One number of every process, in the order of their ranks."""
-    seen = torch.zeros(world_size(), dtype=torch.int64)
-    seen[rank()] = value
-    return [int(number) for number in add_over_processes(seen)]
-
-
-def everywhere(condition: bool) -> bool:
-    """Whether the condition holds in every process."""
-    return all(from_every_process(int(condition)))
-
-
-def largest_over_processes(value: int) -> int:
-    return max(from_every_process(value))
+        rows[rank(), 0] = _kind(failure)
+    _check_rows(add_over_processes(rows), failure, differ)
+    sent = buffer.to(carrier(device))
+    part = sent.new_empty(shards.largest)
+    _reduce_scatter(part, sent)
+    return part.to(device)[: shards.length].view(*shape[:-1], shards.length)
 
 
 def sums_over_processes(op: Any) -> bool:
     """Whether the operator's products are sums over the group, so that all have to join in them."""
-    source = getattr(op, "parent", op)  # a role × role view multiplies through its operator
-    problem = getattr(source, "problem", None)
-    return world_size() > 1 and bool(getattr(problem, "distributed", False))
+    return world_size() > 1 and _joins(op)
+
+
+def _joins(op: Any) -> bool:
+    """Whether an operator of a distributed Problem is part of it: views, sums, products, …"""
+    held = getattr(op, "__dict__", {})
+    if bool(getattr(held.get("problem"), "distributed", False)):
+        return True
+    parts = [p for value in held.values() for p in (value if type(value) is tuple else (value,))]
+    return any(_joins(part) for part in parts if hasattr(part, "_columns"))
 
 
 # Newer names where torch has them: the older ones warn there.

@@ -201,6 +201,17 @@ def test_unchanged_values_keep_the_graphs() -> None:
     assert operator._full is not kept
 
 
+def test_weights_that_are_changed_and_changed_back_give_the_same_product() -> None:
+    """As in a line search: autograd refuses a graph whose tensors were written to."""
+    model, _, problem = made()
+    operator = ca.Hessian(problem)
+    before = product(operator)
+    with torch.no_grad():
+        for factor in (2.0, 0.5):
+            model.last.weight *= factor
+    assert torch.equal(product(operator), before)
+
+
 def test_what_a_forward_pass_leaves_in_the_model_does_not_rebuild_the_graphs() -> None:
     class Remembering(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -111,10 +112,10 @@ class CurvatureOperator(LinearOperator):
         sizes = [size_of[name] for name in rows]
         count = next(iter(columns.values())).shape[0]
 
-        def fill(total: Tensor) -> None:
+        def fill(total: Tensor) -> parallel.Mark | None:
             if next(problem.batches(), None) is None:
                 total.zero_()  # this process has no share of the data
-                return
+                return self._marked(columns)
             kept = self._kept_for({*columns, *rows})
             kept.plan_for(count * parts)
             with problem.evaluating():
@@ -130,6 +131,9 @@ class CurvatureOperator(LinearOperator):
                             _add_pieces(into, results, sizes, share, first=place == 0)
                     del linear  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
+            if not _all_finite(total):
+                raise self._not_finite(columns)
+            return self._marked(columns, kept.version)
 
         total = parallel.summed(
             fill,
@@ -138,10 +142,26 @@ class CurvatureOperator(LinearOperator):
             device=self.device,
             distributed=problem.distributed,
             zeroed=False,
+            differ=problem.refuse_differing_ranks,
         )
-        if self.device.type == "cpu" and not _all_finite(total):
-            raise NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
+        # Finite parts may overflow together; a scattered sum is looked at by its own process only,
+        # which may not stop alone: the estimator sees it in a norm over all.
+        whole = total.shape[-1] == sum(sizes)
+        if problem.distributed and whole and not _all_finite(total):
+            raise self._not_finite(columns)
         return total
+
+    def _marked(
+        self, columns: Columns, version: tuple[bytes, bytes] | None = None
+    ) -> parallel.Mark | None:
+        """What this process's part of a product rests on, the vectors among it."""
+        mark = self.problem.mark(version)
+        if mark is None:
+            return None
+        return replace(mark, sketch=parallel.sketch(columns.values()))
+
+    def _not_finite(self, columns: Columns) -> NonFiniteError:
+        return NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
 
     def _kept_for(self, names: set[str]) -> KeptLinearisations:
         ordered = [name for name in self.problem.parameter_names if name in names]

@@ -42,7 +42,7 @@ class KeptLinearisations:
         self._problem = problem
         self.names = tuple(names)
         self._kept: dict[int, Linearisation] = {}
-        self._version = problem.weights_version()
+        self._note_weights()
         bytes_of = problem.dtype.itemsize
         size = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
         self._vector_bytes = sum(size[name] for name in self.names) * bytes_of
@@ -156,7 +156,7 @@ class KeptLinearisations:
         if built:
             # Forward passes may leave something in the model, such as a count of its calls.
             self._problem.settle()
-            self._version = self._problem.weights_version()
+            self._note_weights()
 
     def _may_keep(self, size: int) -> bool:
         if self._keep_all:
@@ -165,10 +165,20 @@ class KeptLinearisations:
         needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
         return self._problem.held and needed <= self._room
 
+    def _note_weights(self) -> None:
+        self.version = self._problem.weights_version()
+        tensors = [t for t in self._problem.own_tensors() if not t.is_inference()]
+        self._writes = [(tensor, tensor._version) for tensor in tensors]
+
     @property
     def stale(self) -> bool:
-        """Whether a weight, a buffer or a tensor of the loss has changed since the last pass."""
-        return self._problem.weights_version() != self._version
+        """Whether a weight, a buffer or a tensor of the loss has changed since the last pass.
+
+        Or was written to and has its old values again: autograd refuses such a graph.
+        """
+        if self._problem.weights_version() != self.version:
+            return True
+        return any(tensor._version != count for tensor, count in self._writes)
 
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""

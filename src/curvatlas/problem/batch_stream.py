@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from curvatlas import parallel
 from curvatlas.problem.batches import HOLD_BYTES, Batch, checked, size_in_bytes
+from curvatlas.problem.fingerprint import content
 from curvatlas.problem.objective import Objective
 
 
@@ -23,6 +25,13 @@ class FirstPass:
     largest_samples: int  # of any batch
 
 
+@dataclass
+class LastPass:
+    """The batches that a complete pass over shared data has seen, in order."""
+
+    digest: bytes = b""
+
+
 @dataclass(frozen=True)
 class BatchStream:
     """The batches of ``data``, made anew at every pass."""
@@ -31,6 +40,7 @@ class BatchStream:
     objective: Objective
     device: torch.device
     sharded: bool  # every process sees the same data and takes its own share
+    last_pass: LastPass = field(default_factory=LastPass)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches(self.data)
@@ -38,7 +48,7 @@ class BatchStream:
     def batches(self, raws: Iterable[Any]) -> Iterator[Batch]:
         """Raw batches, from the first one on, as checked ones."""
         loss = self.objective.loss
-        for index, raw in enumerate(raws):
+        for index, raw in enumerate(self._noted(raws)):
             if self.sharded and not loss.additive and not _is_mine(index):
                 continue
             inputs, labels = self.objective.parted(raw, index)
@@ -54,6 +64,17 @@ class BatchStream:
                     continue
                 batch = batch.part(first, last, loss.count)
             yield batch
+
+    def _noted(self, raws: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; a digest of all of them stays where ranks have to compare it."""
+        if not self.sharded or parallel.world_size() == 1:
+            yield from raws
+            return
+        digest = hashlib.blake2b(digest_size=16)
+        for raw in raws:
+            digest.update(content(raw))
+            yield raw
+        self.last_pass.digest = digest.digest()
 
     def first_pass(self, raws: Iterable[Any]) -> FirstPass:
         """Check and count; hold the batches when they are small enough."""

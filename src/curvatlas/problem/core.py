@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_map
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
-from curvatlas.problem import guards, head
+from curvatlas.problem import agreement, fingerprint, guards, head
 from curvatlas.problem.batch_stream import BatchStream
 from curvatlas.problem.batches import Batch, batches_of, checked, described
 from curvatlas.problem.checkpointing import checkpointed
@@ -67,9 +69,13 @@ class Problem:
         (Llama's norms, eager softmax); False follows the model as it is.
     checkpoint_activations: keep only the inputs of the model's repeated blocks and compute what is
         inside again when a product needs it: slower, with the memory of one block at a time.
-    distributed: sum over the process group's ranks (default: when one is initialised).
-    shard: every rank passes the same data and works on its own share of the batches.
+    distributed: sum over the process group's ranks (default: when one is initialised). Ranks that
+        differ in weights, buffers or loss are refused, whenever a sum is taken.
+    shard: every rank passes the same data and works on its own share of the samples; ranks that
+        see other data are refused.
     """
+
+    _state: tuple[object, bytes] | None  # version and digest of weights, buffers and loss
 
     def __init__(
         self,
@@ -159,6 +165,42 @@ class Problem:
             )
         return weights, self._loss_tensors.fingerprint()
 
+    @property
+    def all_parameters(self) -> Mapping[str, Tensor]:
+        """The model's parameters by name, those held fixed too, gathered where they are sharded."""
+        return self._everything
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the objective beside model, loss and data."""
+        return {
+            "shift": self._requested[1],
+            "keep_float64": self.keep_float64,
+            "shard": self._shard,
+        }
+
+    @property
+    def data_digest(self) -> bytes:
+        """Of the batches of the last pass, where every rank has to see the same (``shard``)."""
+        return self._stream.last_pass.digest
+
+    def mark(self, version: tuple[bytes, bytes] | None = None) -> parallel.Mark | None:
+        """What this process's part of a sum rests on; None without others to compare with.
+
+        version: the weights' version where the caller has just asked for it.
+        """
+        if not self.distributed or parallel.world_size() == 1:
+            return None
+        version = version or self.weights_version()
+        if self._state is None or self._state[0] != version:
+            self._state = version, fingerprint.content(agreement.state_of(self))
+        digest = hashlib.blake2b(self._state[1] + self.data_digest, digest_size=16)
+        return parallel.Mark(digest.digest())
+
+    def refuse_differing_ranks(self) -> None:
+        """Say on every rank what it is that differs; called by all of them together."""
+        agreement.refuse_differing(self)
+
     def settle(self) -> None:
         """After a forward pass: what it has left in the model's attributes is no weight."""
         self._model_tensors.settle()
@@ -170,6 +212,7 @@ class Problem:
         self._named = whole_parameters(model)
         self._kinds = guards.kinds(self._named)
         self._head = head.HeadSearch(model)
+        self._state = None
         sharded = any(hasattr(p, "placements") for p in model.parameters())
         self._gathered = self._model_tensors.fingerprint() if sharded else None
 
@@ -187,28 +230,41 @@ class Problem:
     # --- data -----------------------------------------------------------------------------------
 
     def _read_data(self) -> None:
-        """First pass: check and count; hold the batches when they are small enough."""
+        """First pass: check and count; hold the batches when they are small enough.
 
-        def fill(numbers: Tensor) -> None:
+        Here the processes of a group meet: they hear of each other's errors, and whether they hold
+        the same (``agreement.py``).
+        """
+
+        def read() -> list[int]:
             raws = iter(self.data)
             first = next(raws, None)
             self._objective = self._settled(first)
             self._stream = BatchStream(self.data, self._objective, self.device, self._shard)
-            if first is None:
-                return
-            summary = self._stream.first_pass(itertools.chain([first], raws))
-            self._held, self.largest_samples = summary.held, summary.largest_samples
-            numbers[0], numbers[1] = summary.total, summary.seen
+            total, seen = 0.0, 0
+            if first is not None:
+                summary = self._stream.first_pass(itertools.chain([first], raws))
+                self._held, self.largest_samples = summary.held, summary.largest_samples
+                total, seen = summary.total, summary.seen
+            self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
+            self._counted = self._loss_tensors.fingerprint()
+            if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
+                self._check_callable(self.loss)
+            bits = struct.unpack("<q", struct.pack("<d", total))[0]
+            if not together:
+                return [bits, seen]
+            digest = fingerprint.content(agreement.facts_of(self))
+            return [bits, seen, *parallel.halves(digest)]
 
-        total, seen = self._sum(fill, [2], dtype=torch.float64).tolist()
-        if not seen:
+        together = self.distributed and parallel.world_size() > 1
+        ranks = parallel.shared(read, 4) if together else [read()]
+        if any(row[2:] != ranks[0][2:] for row in ranks):
+            self.refuse_differing_ranks()
+        total = sum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in ranks)
+        if not sum(row[1] for row in ranks):
             raise ProblemError("the data are empty: there is no batch to differentiate.")
         if total <= 0:
             raise ProblemError("no valid target in the data: every target is ignored.")
-        self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
-        self._counted = self._loss_tensors.fingerprint()
-        if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
-            self._check_callable(self.loss)
         self._total = self._summed_total = total
 
     def _check_callable(self, loss: CallableLoss) -> None:
@@ -246,12 +302,25 @@ class Problem:
         return self._objective.loss
 
     def _sum(
-        self, fill: Callable[[Tensor], None], shape: list[int], *, dtype: torch.dtype | None = None
+        self,
+        fill: Callable[[Tensor], None],
+        shape: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> Tensor:
+        def marked(total: Tensor) -> parallel.Mark | None:
+            fill(total)
+            return self.mark()
+
         return parallel.summed(
-            fill, shape, dtype=dtype or self.dtype, device=self.device,
+            marked,
+            shape,
+            dtype=dtype or self.dtype,
+            device=device or self.device,
             distributed=self.distributed,
-        )  # fmt: skip
+            differ=self.refuse_differing_ranks,
+        )
 
     def batches(self, *, ignored: bool = False) -> Iterator[Batch]:
         """The batches with at least one valid target, in order; ``ignored``: the others as well."""
@@ -443,7 +512,8 @@ class Problem:
                     guards.check_finite_loss(value, batch.index)
                     total += batch.count * value
 
-        return float(self._sum(fill, [1], dtype=torch.float64)) / self.normaliser
+        scalar = self._sum(fill, [1], dtype=torch.float64, device=torch.device("cpu"))
+        return float(scalar) / self.normaliser
 
     def gradient(self) -> Tensor:
         """∇L(θ) as a flat vector (P,)."""

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -286,3 +288,94 @@ def _group(pieces: list[Tensor], length: int, buffer: Tensor, in_row: int) -> _G
         numbers=used.view(rows, in_row) if floating else None,
         finite=not floating or all(bool(torch.isfinite(piece).all()) for piece in pieces),
     )
+
+
+# --- the same in every process --------------------------------------------------------------------
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, np.generic)
+# What functions and foreign objects are told apart by. Their whole numbers and texts are not:
+# ranks and devices are among them, which differ by right.
+_TELLING = (
+    bool, float, complex, np.floating, np.ndarray, Tensor, nn.Module, functools.partial,
+    types.FunctionType, types.MethodType,
+)  # fmt: skip
+
+
+def content(value: Any) -> bytes:
+    """A digest (16 bytes) of what an object holds, the same in every process that holds the same.
+
+    Tensors and arrays count by their bytes wherever they lie, containers by what is in them,
+    functions by their code and the numbers it refers to, other objects by type, numbers and
+    tensors.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, value, set())
+    return digest.digest()
+
+
+def without_places(text: str) -> str:
+    """A ``repr`` without addresses in memory and numbers of devices."""
+    return re.sub(r"0x[0-9a-fA-F]+|\b[a-z]+:\d+", "", text)
+
+
+def _add(digest: Any, value: Any, open_: set[int]) -> None:
+    if isinstance(value, _PLAIN):
+        digest.update(f"{type(value).__name__} {value!r};".encode())
+        return
+    digest.update(f"{type(value).__module__}.{type(value).__qualname__}(".encode())
+    if isinstance(value, Tensor | np.ndarray):
+        _add_numbers(digest, value)
+    elif id(value) not in open_:  # what holds itself is told once
+        for part in _parts(value):
+            _add(digest, part, {*open_, id(value)})
+    digest.update(b")")
+
+
+def _add_numbers(digest: Any, value: Tensor | np.ndarray) -> None:
+    digest.update(f"{tuple(value.shape)} {value.dtype};".encode())
+    if isinstance(value, np.ndarray):
+        digest.update(value.tobytes())
+        return
+    if hasattr(value, "placements") or value.is_meta:
+        return  # a part of a sharded tensor differs by right; without values there are none
+    dense = value if value.layout == torch.strided else value.to_dense()
+    flat = dense.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """What an object is made of, in an order that every process has."""
+    if isinstance(value, Mapping):
+        return [part for key in sorted(value, key=str) for part in (str(key), value[key])]
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, _telling(vars(value.__self__), used_by=value.__func__)]
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        cells = dict(zip(code.co_freevars, map(_contents, value.__closure__ or ()), strict=True))
+        named = _telling(value.__globals__, used_by=value)
+        defaults = [value.__defaults__, value.__kwdefaults__]
+        return [value.__qualname__, code, *defaults, _telling(cells), named]
+    if isinstance(value, types.CodeType):
+        return [value.co_code, value.co_names, value.co_consts]
+    if isinstance(value, nn.Module):
+        library = type(value).__module__.startswith("torch.")
+        plain = {n: v for n, v in vars(value).items() if library and isinstance(v, _PLAIN)}
+        numbers = _telling(vars(value))
+        return [plain, numbers, value._parameters, value._buffers, value._modules]
+    if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
+        return [getattr(value, "__qualname__", value.__name__)]
+    held = getattr(value, "__dict__", {})
+    return [_telling(held, used_by=type(value).__call__) if callable(value) else _telling(held)]
+
+
+def _telling(named: Mapping[str, Any], *, used_by: Any = None) -> dict[str, Any]:
+    """The numbers, tensors and functions among them; of a function's surroundings, what it uses."""
+    code = getattr(used_by, "__code__", None)
+    names = list(named) if code is None else code.co_names
+    return {n: named[n] for n in names if n in named and isinstance(named[n], _TELLING)}

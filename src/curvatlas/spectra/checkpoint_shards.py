@@ -98,8 +98,7 @@ class ShardedCheckpoint(Checkpoint):
 
     def due(self) -> bool:
         """Decided by the first process, so that all write the same step."""
-        mine = torch.tensor([float(super().due())]) if parallel.rank() == 0 else torch.zeros(1)
-        return bool(parallel.add_over_processes(mine))
+        return bool(parallel.from_every_process(int(super().due()))[0])
 
     def save(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, everywhere: bool = False

@@ -30,13 +30,19 @@ from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.lean_density import LeanDensity
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import DROP, invariant_after
-from curvatlas.spectra.requirements import check_budget, refuse_asymmetric, require_symmetric
+from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
+    check_budget,
+    refuse_asymmetric,
+    require_symmetric,
+)
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
 _GROUP_BYTES = 2**30  # for the vectors of the probes that go through the operator together
 _EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 
 
+@alike_on_every_rank
 def spectral_density(
     op: LinearOperator,
     *,

@@ -24,7 +24,12 @@ from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.spectra.outer_part import FACTORS, all_outer, outer_part
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
+from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
+    check_budget,
+    check_rtol,
+    require_square,
+)
 
 _BATCH = 8  # probes multiplied at once
 _FEWEST = 8
@@ -73,6 +78,7 @@ class DiagonalEstimate(Result):
         return figure
 
 
+@alike_on_every_rank
 def diagonal(
     op: LinearOperator,
     *,

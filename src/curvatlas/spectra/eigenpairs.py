@@ -28,12 +28,13 @@ from curvatlas.spectra.dense import dense_eigenpairs
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.spectra.lanczos_run import LanczosRun
-from curvatlas.spectra.requirements import check_budget, require_symmetric
+from curvatlas.spectra.requirements import alike_on_every_rank, check_budget, require_symmetric
 from curvatlas.spectra.selection import WHICH, Which
 
 _EXACT_UP_TO = 48  # below this size a dense decomposition needs no more products than Lanczos
 
 
+@alike_on_every_rank
 def eigenpairs(
     op: LinearOperator,
     *,

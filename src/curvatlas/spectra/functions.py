@@ -24,6 +24,7 @@ from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import radau, rule
 from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
     check_budget,
     check_damping,
     check_rtol,
@@ -39,6 +40,7 @@ _CONVERGED = 1e-4
 _EXACT_UP_TO = 240  # products that the shortest estimate takes: as many columns are the matrix
 
 
+@alike_on_every_rank
 def log_determinant(
     op: LinearOperator,
     *,
@@ -64,6 +66,7 @@ def log_determinant(
     )
 
 
+@alike_on_every_rank
 def trace_function(
     op: LinearOperator,
     function: Function,
@@ -128,6 +131,7 @@ def _from_matrix(op: LinearOperator, function: Function, quantity: str) -> Estim
     )  # fmt: skip
 
 
+@alike_on_every_rank
 def quadratic_form(
     op: LinearOperator,
     b: Tensor,

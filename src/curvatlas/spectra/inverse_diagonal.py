@@ -12,6 +12,7 @@ from curvatlas.spectra.dense import symmetric_matrix
 from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal
 from curvatlas.spectra.functions import outliers
 from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
     check_budget,
     check_damping,
     check_rtol,
@@ -22,6 +23,7 @@ from curvatlas.spectra.solve import solve
 _FEW = 64  # columns of a matrix that is inverted: fewer products than the first group of solves
 
 
+@alike_on_every_rank
 def inverse_diagonal(
     op: LinearOperator,
     *,

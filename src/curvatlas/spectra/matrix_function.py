@@ -19,6 +19,7 @@ from curvatlas.results import Result
 from curvatlas.spectra.functions import Function, _applied
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
     check_budget,
     check_rtol,
     check_vector,
@@ -45,6 +46,7 @@ class FunctionProduct(Result):
         return f"f(A) v, relative error about {self.error:.1e}, {self.products} products{state}"
 
 
+@alike_on_every_rank
 def matrix_function(
     op: LinearOperator,
     v: Tensor,

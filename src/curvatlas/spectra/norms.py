@@ -15,7 +15,12 @@ from curvatlas.spectra.data_error import around, batches_of, half_width, linear_
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_precision
+from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
+    check_budget,
+    check_rtol,
+    require_precision,
+)
 
 _DATA_PROBES = 6
 
@@ -35,6 +40,7 @@ class Gram(LinearOperator):
         return result
 
 
+@alike_on_every_rank
 def spectral_norm(
     op: LinearOperator,
     *,
@@ -93,6 +99,7 @@ def _finite(bound: float) -> float:
     return bound if np.isfinite(bound) else 0.0
 
 
+@alike_on_every_rank
 def frobenius_norm(
     op: LinearOperator,
     *,

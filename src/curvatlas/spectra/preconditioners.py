@@ -20,7 +20,12 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator, Tags
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.diagonal import diagonal as estimated_diagonal
-from curvatlas.spectra.requirements import check_damping, largest_asymmetry, require_symmetric
+from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
+    check_damping,
+    largest_asymmetry,
+    require_symmetric,
+)
 
 Precondition = Callable[[Tensor], Tensor]  # (n, K) → (n, K), close to (A + μI)⁻¹
 Preconditioner = LinearOperator | Precondition | Literal["nystrom", "cholesky"]
@@ -48,6 +53,7 @@ class LowRankInverse(LinearOperator):
         return columns / self.complement + self.vectors @ inside
 
 
+@alike_on_every_rank
 def nystrom_preconditioner(
     op: LinearOperator, *, rank: int | None = None, damping: float = 0.0, seed: int = 0
 ) -> LowRankInverse:
@@ -74,6 +80,7 @@ def nystrom_preconditioner(
     return _inverse(vectors, values, damping, float(values[-1]) + damping)
 
 
+@alike_on_every_rank
 def cholesky_preconditioner(
     op: LinearOperator,
     *,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from curvatlas import parallel
+from curvatlas.errors import ProblemError
 from curvatlas.operators.base import LinearOperator
+from curvatlas.problem.fingerprint import content
 from curvatlas.spectra.krylov import KrylovBasis
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _COARSEST = 1e-4  # relative rounding: orthogonal vectors need float32 at least
 
@@ -88,3 +99,65 @@ def refuse_asymmetric(basis: KrylovBasis, what: str) -> None:
             f"the operator is not symmetric (relative {asymmetry:.1e}): {what} needs a symmetric "
             "one."
         )
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+def alike_on_every_rank(estimator: Callable[P, R]) -> Callable[P, R]:
+    """Let the processes of a group compare the options of an estimator before it begins.
+
+    With another seed or another number of vectors they would add products that do not belong
+    together, or wait for each other. The operator is the estimator's first argument.
+    """
+    signature = inspect.signature(estimator)
+
+    @functools.wraps(estimator)
+    def compared(*args: P.args, **options: P.kwargs) -> R:
+        if parallel.world_size() > 1:
+            op = args[0] if args else options.get("op")
+            if options.get("shard") or parallel.sums_over_processes(op):
+                _compare_options(estimator.__name__, signature, args, options)
+        return estimator(*args, **options)
+
+    return compared
+
+
+def _compare_options(name: str, signature: inspect.Signature, args: Any, options: Any) -> None:
+    facts: dict[str, str] = {"estimator": name}
+
+    def gather() -> tuple[int, int]:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        facts.update({key: _told(key, value) for key, value in bound.arguments.items()})
+        return parallel.halves(content(facts))
+
+    if not parallel.others_than_first(parallel.shared(gather, 2)):
+        return
+    for what, told in parallel.differing(facts).items():
+        ranks = parallel.others_than_first(told)
+        if what == "estimator":
+            who = parallel.named(ranks, "calls", "call")
+            raise ProblemError(
+                f"{who} {told[ranks[0]]} where rank 0 calls {told[0]}: call the same estimators in "
+                "the same order on every rank."
+            )
+        who = parallel.named(ranks, "has", "have")
+        raise ProblemError(
+            f"{who} {what} = {told[ranks[0]]} in {name} and rank 0 has {told[0]}: pass the same on "
+            "every rank."
+        )
+
+
+def _told(key: str, value: Any) -> str:
+    """An option in words that are the same wherever the option is."""
+    if key == "checkpoint":  # the same file may have another path on another machine
+        return "None" if value is None else "a file"
+    if value is None or isinstance(value, bool | int | float | str | np.number | torch.dtype):
+        return repr(value)
+    kind = type(value).__name__
+    if key == "op":
+        return f"{kind} {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Tensor | np.ndarray):
+        kind = f"{kind} {tuple(value.shape)}"
+    return f"{kind} {content(value).hex()[:8]}"

@@ -20,6 +20,7 @@ from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
     check_budget,
     check_damping,
     check_rtol,
@@ -55,6 +56,7 @@ class Solution(Result):
         )
 
 
+@alike_on_every_rank
 def solve(
     op: LinearOperator,
     b: Tensor,
@@ -122,6 +124,7 @@ def solve(
     )
 
 
+@alike_on_every_rank
 def least_squares(
     op: LinearOperator,
     b: Tensor,

@@ -16,7 +16,12 @@ from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
 from curvatlas.spectra.diagonal import read_diagonal
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.outer_part import FACTORS, count_products, outer_part
-from curvatlas.spectra.requirements import check_budget, check_rtol, require_square
+from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
+    check_budget,
+    check_rtol,
+    require_square,
+)
 
 _DATA_PROBES = 6
 _FIRST_STEPS = 8
@@ -24,6 +29,7 @@ _DEAREST = 32  # products that an exact tr H_o may cost where the trace is asked
 _EXACT_UP_TO = 64  # so few products that reading the whole diagonal is cheaper than estimating
 
 
+@alike_on_every_rank
 def trace(
     op: LinearOperator,
     *,

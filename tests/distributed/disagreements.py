@@ -1,0 +1,209 @@
+"""What two ranks do that hold, see or ask for something else; started by torch.multiprocessing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvatlas as ca
+from curvatlas.problem import batch_stream
+from distributed.workers import join_group
+
+SAMPLES, INPUTS, OUTPUTS = 6, 3, 4
+
+
+class Classifier(nn.Module):
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(INPUTS, INPUTS) for _ in range(layers))
+        self.head = nn.Linear(INPUTS, OUTPUTS)
+        self.register_buffer("scale", torch.ones(INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        out: Tensor = self.head(x)
+        return out
+
+
+def classifier(layers: int = 1) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(layers).double().eval()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, INPUTS, generator=draw, dtype=torch.float64)
+    return inputs, torch.randint(0, OUTPUTS, (SAMPLES,), generator=draw)
+
+
+def loader(seed: int) -> Any:
+    """Batches of two, in an order of its own in every pass."""
+    draw = torch.Generator().manual_seed(seed)
+    dataset = torch.utils.data.TensorDataset(*data())
+    return torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=True, generator=draw)
+
+
+class ShuffledLater:
+    """The same batches everywhere in the first pass, then in an order of this rank's."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.passes = rank, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = list(range(SAMPLES))
+        self.passes += 1
+        if self.passes > 1:
+            order = order[self.rank :] + order[: self.rank]
+        inputs, targets = data()
+        return iter([(inputs[i : i + 1], targets[i : i + 1]) for i in order])
+
+
+def every_case(rank: int, world: int, port: int, folder: str) -> None:
+    """Go through all cases; store what this rank was told in each of them."""
+    join_group(rank, world, port)
+    told: dict[str, str] = {}
+
+    def case(name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+            told[name] = ""
+        except (ValueError, RuntimeError, TypeError) as error:
+            told[name] = str(error)
+
+    of_problems(rank, case)
+    of_streams(rank, case)
+    of_products(rank, case)
+    of_estimators(rank, case, Path(folder))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+Case = Callable[[str, Callable[[], object]], None]
+
+
+def of_problems(rank: int, case: Case) -> None:
+    """What is compared when a Problem is made."""
+
+    def problem(loss: Any = "cross_entropy", model: Any = None, **options: Any) -> ca.Problem:
+        return ca.Problem(model or classifier(), loss, data(), **{"shard": True, **options})
+
+    case("the same everywhere", problem)
+    model = classifier()
+    if rank == 1:
+        with torch.no_grad():
+            model.head.weight[0, :2] *= -1
+    case("two signs of one weight", lambda: problem(model=model))
+    case("own data without shard", lambda: ca.Problem(
+        classifier(), "cross_entropy", [t[rank::2] for t in data()]))  # fmt: skip
+    buffered = classifier()
+    buffered.scale[0] += rank
+    case("a buffer", lambda: problem(model=buffered))
+    case("label smoothing", lambda: problem(nn.CrossEntropyLoss(label_smoothing=0.1 * rank)))
+    weights = torch.ones(OUTPUTS, dtype=torch.float64)
+    weights[0] += rank
+    case("class weights", lambda: problem(nn.CrossEntropyLoss(weight=weights)))
+    factor, device, here = 1.0 + rank, f"cuda:{rank}", rank
+
+    def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return factor * F.cross_entropy(outputs, targets)
+
+    def placed(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + 0 * len(device) * here
+
+    def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) ** 2
+
+    case("a number in a closure", lambda: problem(scaled))
+    case("ranks and devices in a closure", lambda: problem(placed))
+    case("another function", lambda: problem([placed, squared][rank]))
+    case("parameters that vary", lambda: problem(parameters=["head.*", "head.weight"][rank]))
+    precise = classifier()
+    case("dtype", lambda: ca.Problem(
+        precise.float() if rank else precise, "cross_entropy",
+        [t.float() if rank and t.is_floating_point() else t for t in data()]))  # fmt: skip
+    case("number of layers", lambda: problem(model=classifier(layers=1 + rank)))
+    case("shard on one rank", lambda: problem(shard=rank == 0))
+    broken = data()
+    if rank == 1:
+        broken[0][0, 0] = float("nan")
+    case("NaN in the data of one rank", lambda: ca.Problem(classifier(), "cross_entropy", broken))
+
+
+def of_streams(rank: int, case: Case) -> None:
+    """What is compared of shared data, held or read again in every pass."""
+
+    def problem(batches: Any) -> ca.Problem:
+        return ca.Problem(classifier(), "cross_entropy", batches, shard=True)
+
+    case("a shuffling loader", lambda: problem(loader(seed=rank)))
+    case("a loader shuffled alike", lambda: problem(loader(seed=0)).gradient())
+    inputs, targets = data()
+    case("one batch less", lambda: problem(
+        [(inputs[i : i + 1], targets[i : i + 1]) for i in range(SAMPLES - rank)]))  # fmt: skip
+    held, batch_stream.HOLD_BYTES = batch_stream.HOLD_BYTES, 0
+    case("a stream shuffled later", lambda: problem(ShuffledLater(rank)).gradient())
+    batch_stream.HOLD_BYTES = held
+
+
+def of_products(rank: int, case: Case) -> None:
+    """What is compared in every sum."""
+    model = classifier()
+    problem = ca.Problem(model, "cross_entropy", data(), shard=True)
+    operator = ca.Hessian(problem)
+    vector = torch.ones(problem.size, dtype=torch.float64)
+    before = operator @ vector
+    with torch.no_grad():
+        model.head.weight[0, 0] += rank
+    case("weights changed later", lambda: operator @ vector)
+    case("a gradient at other weights", problem.gradient)
+
+    def changed_back() -> None:
+        with torch.no_grad():
+            model.head.weight[0, 0] -= rank
+        assert torch.equal(operator @ vector, before)
+
+    def changed_alike() -> None:
+        with torch.no_grad():
+            model.head.weight[0, 0] += 1
+        assert not torch.equal(operator @ vector, before)
+
+    case("weights changed back", changed_back)
+    case("weights changed alike", changed_alike)
+    case("another vector", lambda: operator @ torch.randn(
+        problem.size, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
+    ))  # fmt: skip
+    unit = torch.zeros(problem.size, dtype=torch.float64)
+    unit[rank] = 1.0
+    case("another unit vector", lambda: operator @ unit)
+
+
+def of_estimators(rank: int, case: Case, folder: Path) -> None:
+    """What is compared before an estimate begins."""
+    problem = ca.Problem(classifier(2), "cross_entropy", data(), shard=True)
+    op, outer = ca.Hessian(problem), ca.GaussNewton(problem)
+    vector = torch.ones(problem.size, dtype=torch.float64)
+    vector[0] += rank
+    case("k", lambda: ca.eigenpairs(op, k=2 + rank))
+    case("k below one", lambda: ca.eigenpairs(op, k=2 * (1 - rank)))
+    case("seed", lambda: ca.trace(op, seed=rank))
+    case("seed of a sum of operators", lambda: ca.trace(2 * op + outer, seed=rank))
+    case("tolerance", lambda: ca.frobenius_norm(op, rtol=0.1 + 0.1 * rank))
+    case("start vector", lambda: ca.eigenpairs(op, start=vector))
+    case("right-hand side", lambda: ca.solve(op, vector, damping=1.0))
+    file = folder / "state"
+    case("a checkpoint on one rank", lambda: ca.spectral_density(
+        op, max_products=20, checkpoint=file if rank else None))  # fmt: skip
+    (folder / "other").symlink_to(folder) if rank else None
+    case("paths of one checkpoint", lambda: ca.spectral_density(
+        op, max_products=20, checkpoint=(folder / "other" if rank else folder) / "state"
+    ))  # fmt: skip
+    case("estimator", lambda: ca.diagonal(op) if rank else ca.trace(op))
+    case("operator", lambda: ca.trace(outer if rank else op))
