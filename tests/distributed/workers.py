@@ -154,10 +154,11 @@ def slow_eigenpairs(rank: int, world: int, port: int, folder: str, mode: str) ->
 
     def slowly(columns: torch.Tensor) -> torch.Tensor:
         time.sleep(0.05)
-        (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
         return plain(columns)
 
     operator._columns = slowly  # type: ignore[method-assign]
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    dist.barrier()  # whoever sees a state on disk finds both numbers
     try:
         ca.eigenpairs(operator, k=3, tol=1e-9, checkpoint=Path(folder) / "state")
     except RuntimeError as error:
