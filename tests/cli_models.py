@@ -40,6 +40,31 @@ def make_tied_model() -> nn.Module:
     return Tied()
 
 
+class OneBlock(nn.Module):
+    """The smallest Transformer: one block of width 4 between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.block = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.block(self.embedding(tokens)))
+        return out
+
+
+def make_block_model() -> nn.Module:
+    torch.manual_seed(1)
+    return OneBlock()
+
+
+def make_tokens() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 5, (6, 4), generator=generator)
+    return [(tokens[:4, :-1], tokens[:4, 1:]), (tokens[4:, :-1], tokens[4:, 1:])]
+
+
 def make_hostile_model() -> nn.Module:
     """A model whose class and parameter names are HTML."""
     model = make_model()

@@ -141,7 +141,11 @@ def conditioning_of(
     error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
     square = float(gradient @ gradient)
     along = float(gradient @ (operator @ gradient))
-    found = layer_curvatures(problem, operator, gradient, seed, max_products) if layers else ()
+    found: tuple[LayerSharpness, ...] = ()
+    products = 1  # along the gradient
+    if layers:
+        found, spent = layer_curvatures(problem, operator, gradient, seed, max_products)
+        products += spent
     ratio, ratio_interval = _heterogeneity(found)
     return EffectiveConditioning(
         loss=problem.value(),
@@ -164,7 +168,9 @@ def conditioning_of(
         layers=found,
         heterogeneity=ratio,
         heterogeneity_interval=ratio_interval,
-        products=operator.products,
+        # Not the operator's own count: it also counts what else was done with it since it was made,
+        # which is less in a resumed run.
+        products=ends.products + density.products + products,
         converged=ends.converged,
     )
 
@@ -175,18 +181,22 @@ def layer_curvatures(
     gradient: torch.Tensor,
     seed: int,
     max_products: int | None = None,
-) -> tuple[LayerSharpness, ...]:
-    """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer."""
+) -> tuple[tuple[LayerSharpness, ...], int]:
+    """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer.
+
+    Returns also the products they took.
+    """
     groups: dict[tuple[int | None, str], list[Slice]] = {}
     for piece in problem.anatomy.slices:
         name = piece.sublayer if piece.layer is None else f"layer {piece.layer}"
         groups.setdefault((piece.layer, name), []).append(piece)
-    rows = []
+    rows, products = [], 0
     for (layer, name), slices in groups.items():
         view = operator[slices]
         found = eigenpairs(
             view, k=1, which="largest", tol=1e-2, seed=seed, max_products=max_products
         )
+        products += found.products
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
         rows.append(
             LayerSharpness(
@@ -198,7 +208,7 @@ def layer_curvatures(
                 gradient_norm=squares**0.5,
             )
         )
-    return tuple(rows)
+    return tuple(rows), products
 
 
 def _heterogeneity(layers: tuple[LayerSharpness, ...]) -> tuple[float, Interval]:
