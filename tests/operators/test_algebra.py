@@ -123,9 +123,15 @@ def test_diagonal_operators_stay_diagonal() -> None:
     d, e = torch.rand(6, dtype=torch.float64) + 0.5, torch.rand(6, dtype=torch.float64) + 0.5
     left, right = ca.DiagonalOperator(d), ca.DiagonalOperator(e)
     for op, want in [
-        (left, d), (left + right, d + e), (left - right, d - e), (0.1 * left, 0.1 * d),
-        (left / 0.1, d / 0.1), (left @ right, d * e), (-left, -d), (left[2:5], d[2:5]),
-    ]:  # fmt: skip
+        (left, d),
+        (left + right, d + e),
+        (left - right, d - e),
+        (0.1 * left, 0.1 * d),
+        (left / 0.1, d / 0.1),
+        (left @ right, d * e),
+        (-left, -d),
+        (left[2:5], d[2:5]),
+    ]:
         assert isinstance(op, ca.DiagonalOperator)
         _agree(op, torch.diag(want))
     assert (left.tags.psd, (-left).tags.psd) == (True, False)

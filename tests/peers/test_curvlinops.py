@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -179,11 +180,11 @@ def test_gauss_newton_matrices_agree_with_their_definition(case: str) -> None:
 def test_sampled_matrices_approach_the_exact_one(case: str) -> None:
     name, how = case.split("; ")
     problem, want = setup(name).problem(), setup(name).gauss_newton()
-    samples, seeds = (400, 1) if how == "many samples" else (80, 5)
+    samples, seeds = (250, 1) if how == "many samples" else (60, 4)
     drawn_ones = [
         ca.Fisher(problem, kind="mc", samples=samples, seed=seed).dense() for seed in range(seeds)
     ]
-    assert error(torch.stack(drawn_ones).mean(0), want) < 0.15
+    assert error(torch.stack(drawn_ones).mean(0), want) < 0.2
     if seeds > 1:
         assert error(drawn_ones[0], drawn_ones[1]) > 1e-3  # seeds differ
 
@@ -224,19 +225,25 @@ def test_gradients_and_losses_agree_with_one_backward_pass(case: str) -> None:
     assert error(problem.gradient(), want) < 1e-13
 
 
+@functools.cache
+def _operator(name: str, kind: str) -> tuple[ca.LinearOperator, Tensor]:
+    problem = setup(name).problem()
+    op = ca.Fisher(problem, kind="empirical") if kind == "Fisher" else getattr(ca, kind)(problem)
+    return op, op.dense()
+
+
 @table.right("submatrices by index")
 def test_submatrices_are_those_of_the_matrix(case: str) -> None:
     name, kind, pattern = case.split("; ")
-    problem = setup(name).problem()
-    op = ca.Fisher(problem, kind="empirical") if kind == "Fisher" else getattr(ca, kind)(problem)
-    n = problem.size
+    op, matrix = _operator(name, kind)
+    n = len(matrix)
     every = {
         "even": list(range(0, n, 2)),
         "odd": list(range(1, n, 2)),
         "every third": list(range(0, n, 3)),
     }
     rows, columns = (every[part] for part in pattern.split(" × "))
-    _agree(op[rows, columns], op.dense()[rows][:, columns])
+    _agree(op[rows, columns], matrix[rows][:, columns])
 
 
 @table.right("indices that cannot be")
@@ -578,7 +585,8 @@ def test_damped_inverses_of_gauss_newton(case: str) -> None:
     if how == "Jacobi preconditioner":
         options["preconditioner"] = ca.DiagonalOperator(1 / shifted.diagonal())
     made = ca.inverse(op, damping=damping, rtol=1e-11, **options)
-    assert error(made.dense(), torch.linalg.inv(shifted)) < 1e-7
+    columns = drawn(len(matrix), 3)
+    assert error(made @ columns, torch.linalg.solve(shifted, columns)) < 1e-7
 
 
 _TOY = torch.eye(3, dtype=torch.float64) + torch.tensor(

@@ -182,8 +182,8 @@ def test_kfac_of_one_sample_is_exact(case: str) -> None:
 def test_sampled_kfac_approaches_the_exact_one(case: str) -> None:
     name, shape, reduction = case.split("; ")
     problem = _linear(shape, reduction).problem()
-    got = _operator(name, problem, kind="mc", samples=400).dense()
-    assert error(got, _operator(name, problem).dense()) < 0.15
+    got = _operator(name, problem, kind="mc", samples=200).dense()
+    assert error(got, _operator(name, problem).dense()) < 0.2
 
 
 @table.right("sampled KFAC of shared weights approaches the exact one")
@@ -240,7 +240,7 @@ def test_kfac_of_outputs_with_more_axes_is_that_of_flat_ones(case: str) -> None:
     model = _ClassesSecond(net) if loss == "cross-entropy" else net
     options: dict[str, Any] = {"kind": kind}
     if kind == "mc":
-        options["samples"] = 60
+        options["samples"] = 40
     got = _operator(name, ca.Problem(model, module, deep), **options).dense()
     want = _operator(name, ca.Problem(_Flat(net), module, flat), **options).dense()
     # the flat problem numbers its targets otherwise, so that others are drawn

@@ -485,9 +485,11 @@ def _logits(name: str) -> tuple[Tensor, Tensor]:
 def _of_logits(logits: Tensor, targets: Tensor) -> ca.Problem:
     inputs = torch.eye(len(logits), dtype=logits.dtype)
     return ca.Problem(
-        lambda p, x: x @ p["logits"], "cross_entropy", (inputs, targets),
+        lambda p, x: x @ p["logits"],
+        "cross_entropy",
+        (inputs, targets),
         parameters={"logits": logits},
-    )  # fmt: skip
+    )
 
 
 @table.right("the Hessian of cross-entropy at the logits")

@@ -275,9 +275,13 @@ def test_least_squares(case: str) -> None:
     assert found.converged
     if "SciPy" in case:
         want = scipy.sparse.linalg.lsmr(
-            matrix.numpy(), b.numpy(), damp=damping**0.5, atol=1e-14, btol=1e-14,
+            matrix.numpy(),
+            b.numpy(),
+            damp=damping**0.5,
+            atol=1e-14,
+            btol=1e-14,
             x0=start.numpy() if start is not None else None,
-        )[0]  # fmt: skip
+        )[0]
         assert np.allclose(found.value.numpy(), want, atol=1e-8)
     elif damping:
         want = torch.linalg.solve(matrix.T @ matrix + damping * _eye(n), matrix.T @ b)

@@ -187,9 +187,13 @@ def test_least_squares_agree_with_the_dense_minimiser(shape, damping: float, beg
     assert found.converged
     assert _error(found.value, want) < 1e-9
     reference = scipy.sparse.linalg.lsmr(
-        matrix.numpy(), b[:, 0].numpy(), damp=damping**0.5, atol=1e-14, btol=1e-14,
+        matrix.numpy(),
+        b[:, 0].numpy(),
+        damp=damping**0.5,
+        atol=1e-14,
+        btol=1e-14,
         x0=None if start is None else start[:, 0].numpy(),
-    )[0]  # fmt: skip
+    )[0]
     assert np.allclose(found.value[:, 0].numpy(), reference, atol=1e-8)
 
 
