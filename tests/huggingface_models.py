@@ -84,13 +84,24 @@ def _shrink(config: PretrainedConfig) -> None:
 
 
 def tiny_model(
-    model_type: str, *, seed: int = 0, head: str | None = None, **options: Any
+    model_type: str,
+    *,
+    seed: int = 0,
+    head: str | None = None,
+    attn: str | None = None,
+    **options: Any,
 ) -> nn.Module:
-    """The family's model with this head ("SEQUENCE_CLASSIFICATION"), or with its first one."""
+    """The family's model with this head ("SEQUENCE_CLASSIFICATION"), or with its first one.
+
+    attn: the attention's implementation, "eager" or "sdpa".
+    """
     config = tiny_config(model_type, **options)
+    if attn is not None:
+        config._attn_implementation = attn
     names = _CLASSES if head is None else (f"MODEL_FOR_{head}_MAPPING",)
     mappings = [getattr(modeling_auto, name) for name in names]
-    kind = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+    kinds = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+    kind = kinds[0] if isinstance(kinds, tuple) else kinds
     torch.manual_seed(seed)
     model: nn.Module = kind(config)
     return model.eval()

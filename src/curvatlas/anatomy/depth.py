@@ -21,14 +21,18 @@ def find_blocks(readings: dict[str, Reading | None]) -> dict[str, str]:
     """
     kinds = {name: reading.sublayer if reading else "other" for name, reading in readings.items()}
     holds: dict[str, set[str]] = {}
+    numbered = {name: _numbered(name) for name in kinds}
     for name, kind in kinds.items():
-        for path in _numbered(name):
+        if kind in _PARTS and name.endswith((".weight", ".bias")):
+            # The first linear map of a list (to_out.0, mlp.0) is a part of a block, not a block.
+            numbered[name] = [p for p in numbered[name] if p != name.rpartition(".")[0]]
+        for path in numbered[name]:
             holds.setdefault(path, set()).add(kind)
     complete = {path for path, parts in holds.items() if "ffn" in parts and parts & _MIXING}
     stages = {path for path in complete if any(p.startswith(f"{path}.") for p in complete)}
     blocks: dict[str, str] = {}
     for name, kind in kinds.items():
-        paths = [path for path in _numbered(name) if path not in stages]
+        paths = [path for path in numbered[name] if path not in stages]
         whole = [path for path in paths if path in complete]
         if whole:
             blocks[name] = whole[0]

@@ -298,7 +298,8 @@ def _feed_forward(
             role = "down"
         return Reading("ffn", role, role, certain=False)
     inside = any(_FEED_FORWARD_WORD.search(word) for word in around)
-    inside = inside or _is_called(path, modules, "feedforward") or _is_called(path, modules, "mlp")
+    if not any(word in _HEAD or _HEAD_WORD.search(word) for word in words):
+        inside = inside or any(_is_called(path, modules, word) for word in ("feedforward", "mlp"))
     if leaf == "dense" and around and around[-1] in ("intermediate", "output"):  # BERT, older ViT
         role = "up" if around[-1] == "intermediate" else "down"
         return Reading("ffn", role, role, certain=False)

@@ -114,7 +114,7 @@ def gate_roles(call: Call, weight: Tensor) -> Verdict | None:
     for varied in _variations(call, weight):
         for _ in varied.each_result():
             for up in _halves(torch.ones(varied.z.shape[-1], dtype=torch.bool)):
-                if varied.affine(up):
+                if varied.affine(up) and not varied.affine(~up):  # else there is no telling them
                     return Verdict(["up" if u else "gate" for u in up.tolist()], varied.axis)
     return None
 
@@ -556,7 +556,7 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
     """The module in evaluation mode, without hooks; weights are shared, nothing needs a gradient.
 
     full: all in float32, which every kernel takes, with made-up values where there are none (a
-    model on the meta device, or spread over processes).
+    model on the meta device, or spread over processes), and adapters beside a projection silent.
     """
     copies: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
@@ -565,7 +565,7 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
     if full and total > _LARGEST_META:
         raise CannotTry("the module has no values, and is too large to make them up")
 
-    def tensor(original: Tensor, weight: bool) -> Tensor:
+    def tensor(original: Tensor, weight: bool, silent: bool = False) -> Tensor:
         if id(original) in tensors:
             return tensors[id(original)]
         plain = original.detach()
@@ -574,7 +574,7 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
             if weight:
                 plain = 0.2 * torch.randn(original.shape, generator=draw)
         if full and plain.is_floating_point():
-            plain = plain.float()
+            plain = torch.zeros_like(plain.float()) if silent else plain.float()
         if weight:
             plain = nn.Parameter(plain, requires_grad=False)
         elif plain.numel() <= _LARGE_BUFFER:
@@ -582,7 +582,7 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
         tensors[id(original)] = plain
         return plain
 
-    def copied(original: nn.Module) -> nn.Module:
+    def copied(original: nn.Module, silent: bool = False) -> nn.Module:
         if id(original) in copies:
             return copies[id(original)]
         twin: nn.Module = object.__new__(type(original))
@@ -597,9 +597,12 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
             elif isinstance(value, MethodType) and value.__self__ is original:
                 value = MethodType(value.__func__, twin)
             twin.__dict__[name] = value
-        twin._modules = {n: None if m is None else copied(m) for n, m in original._modules.items()}
+        twin._modules = {
+            n: None if m is None else copied(m, silent or n.startswith("lora_"))
+            for n, m in original._modules.items()
+        }
         twin._parameters = {
-            n: None if p is None else tensor(p, True)  # type: ignore[misc]
+            n: None if p is None else tensor(p, True, silent)  # type: ignore[misc]
             for n, p in original._parameters.items()
         }
         twin._buffers = {
