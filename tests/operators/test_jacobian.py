@@ -132,6 +132,16 @@ def test_a_small_budget_builds_graphs_anew_and_gives_the_same() -> None:
     assert (len(rich._kept), len(poor._kept)) == (3, 0)
 
 
+def test_batches_that_are_streamed_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("curvatlas.problem.batch_stream.HOLD_BYTES", 0)
+    problem = ca.Problem(_mlp(), "mse", _regression())
+    assert not problem.held
+    jacobian = ca.Jacobian(problem)
+    held = _mlp()(torch.cat([x for x, _ in _regression()]))
+    assert jacobian.dense().shape == (held.numel(), problem.size)
+    assert not jacobian._kept
+
+
 def test_changed_weights_are_followed() -> None:
     model = _mlp()
     jacobian = ca.Jacobian(ca.Problem(model, "mse", _regression()))

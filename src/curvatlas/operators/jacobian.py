@@ -125,8 +125,10 @@ class Jacobian(LinearOperator):
         return _Linearised(self.problem, batch, names)
 
     def _may_keep(self, place: int, linear: _Linearised) -> bool:
+        if place in self._kept or not self.problem.held:
+            return False  # a stream may bring other batches in the next pass
         used = sum(other.held_bytes for other in self._kept.values())
-        return place not in self._kept and used + 2 * linear.held_bytes <= self.budget
+        return used + 2 * linear.held_bytes <= self.budget
 
     def _check(self) -> None:
         """(Jv)ᵀu = vᵀ(Jᵀu) on the first batch: a wrong double backward breaks it."""
