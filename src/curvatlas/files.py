@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -65,6 +66,13 @@ def replacing(target: Path, *, keep_previous: bool = False) -> Iterator[Path]:
                 errno.ENOSPC, f"no space left on the disk while writing {target.name}", str(target)
             ) from error
         raise
+
+
+def remove_partial(target: Path) -> None:
+    """Remove what an interrupted ``replacing`` has left; nobody else may be writing the target."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def previous(target: Path) -> Path:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import curvatlas as ca
+from curvatlas import archive
 from curvatlas.results import same
-from curvatlas.spectra.checkpoint import write_tensors
 from curvatlas.spectra.krylov import KrylovBasis
 from spectra.spectrum_operators import SpectrumOperator, spectra
 
@@ -106,7 +106,7 @@ def test_our_writer_is_read_by_the_library(tmp_path: Path) -> None:
         "bytes": torch.arange(7, dtype=torch.uint8),
         "number": torch.tensor(3, dtype=torch.int64),
     }
-    write_tensors(tmp_path / "file", tensors, {"a": "b"})
+    archive.write(tmp_path / "file", tensors, {"a": "b"})
     read = load_file(tmp_path / "file")
     assert {k: v.dtype for k, v in read.items()} == {k: v.dtype for k, v in tensors.items()}
     assert all(torch.equal(read[k], v) for k, v in tensors.items())
@@ -140,3 +140,16 @@ def test_a_start_is_spread_over_a_basis_as_before() -> None:
     rows = basis.rows[: basis.count]
     assert float((rows @ rows.T - torch.eye(basis.count)).abs().max()) < 1e-12
     assert np.all(basis.drift == 0)
+
+
+def test_a_basis_in_bfloat16_also_measures_the_scatter_of_batches() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    batches = [(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(3)]
+    operator = ca.Hessian(ca.Problem(model, "cross_entropy", batches))
+    plain = ca.eigenpairs(operator, k=2)
+    packed = ca.eigenpairs(operator, k=2, storage=torch.bfloat16)
+    assert packed.data_interval is not None
+    assert plain.data_interval is not None
+    widths = [float((r.data_interval[1] - r.data_interval[0])[0]) for r in (plain, packed)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)

@@ -2,9 +2,12 @@
 
 A checkpoint is a safetensors file: the algorithm's tensors, and in the header its numbers and a
 fingerprint (operator shape and dtype, options, seed). It is replaced atomically, so that a kill
-leaves either the old or the new state, never half of one. Every tensor carries a checksum: a
-flipped bit in a basis would resume to wrong numbers without a word. The state before the last one
-stays as ``<name>.previous``, the way back when the last one is damaged. Reading executes nothing.
+leaves either the old or the new state, never half of one. It carries a checksum: a flipped bit in a
+basis would resume to wrong numbers without a word. The state before the last one stays as
+``<name>.previous``, the way back when the last one is damaged. Reading executes nothing.
+
+Only states between two steps are ever written. An estimator calls ``mark`` there; an interruption
+anywhere else, in a product or in the middle of an update, saves what was marked last.
 """
 
 from __future__ import annotations
@@ -12,31 +15,24 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from curvatlas import parallel
+from curvatlas import archive, parallel
+from curvatlas.files import parse_json, previous, remove_partial
 from curvatlas.operators.base import LinearOperator
 
-_SCHEMA = 1
+_SCHEMA = 2
 _TOGETHER = "together"  # every process multiplies the same vectors: they resume from one state
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_SUMS = "crc32"
-_PREVIOUS = ".previous"  # suffix of the state before the last one
 _MOST_OF_THE_TIME = 0.1  # writing may take at most this share of the time since the last write
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -70,6 +66,8 @@ class Checkpoint:
         """The stored (tensors, numbers), None without a file; ValueError on any other file."""
         found: State | None = None
         failure: Exception | None = None
+        if self.path is not None and parallel.rank() == 0:
+            remove_partial(self.path)
         try:
             found = self._read()
         except Exception as error:
@@ -104,10 +102,13 @@ class Checkpoint:
             return None
         again = "delete it, or name another file, to start afresh."
         try:
-            tensors, metadata = read_tensors(self.path)
-            header = json.loads(metadata["curvatlas_checkpoint"])
+            metadata, tensors = archive.parse(archive.read(self.path), "it")
+            texts = archive.verified(metadata, tensors, "it")
+            header = parse_json(texts["curvatlas_checkpoint"], "its header", allow_nan=True)
             schema, mark, numbers = header["schema"], header["fingerprint"], header["numbers"]
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(mark, dict) or not isinstance(numbers, dict):
+                raise TypeError("its header is not ours")
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.path} is not a readable checkpoint ({error}): {self._way_back()}{again}"
             ) from error
@@ -121,10 +122,10 @@ class Checkpoint:
 
     def _way_back(self) -> str:
         assert self.path is not None
-        previous = self.path.with_name(self.path.name + _PREVIOUS)
-        if not previous.exists():
+        older = previous(self.path)
+        if not older.exists():
             return ""
-        return f"move {previous.name} in its place to go on from the state before it; or "
+        return f"move {older.name} in its place to go on from the state before it; or "
 
     def save(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, everywhere: bool = False
@@ -139,10 +140,7 @@ class Checkpoint:
         header = {"schema": _SCHEMA, "fingerprint": self._mark, "numbers": dict(numbers)}
         written = False
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(
-                self.path, tensors, {"curvatlas_checkpoint": json.dumps(header)}, previous=True
-            )
+            _replace(self.path, tensors, {"curvatlas_checkpoint": json.dumps(header)})
             written = True
         except OSError as error:
             self._report(error)
@@ -168,101 +166,48 @@ class Checkpoint:
         elapsed = time.monotonic() - self._written
         return self.path is not None and elapsed * _MOST_OF_THE_TIME >= self._cost
 
+    def mark(self) -> None:
+        """Between two steps: this is the state that an interruption saves from now on."""
+        if self.path is not None:
+            self._marked = (self._rewrites(), self._state())
+
     @contextmanager
-    def kept(self, state: Callable[[], State]) -> Iterator[None]:
-        """Write the state when the body is interrupted (Ctrl-C, an error in a product)."""
+    def kept(
+        self, state: Callable[[], State], rewrites: Callable[[], int] = lambda: 0
+    ) -> Iterator[None]:
+        """Write the state marked last when the body is interrupted (Ctrl-C, an error, a kill).
+
+        state: what the next step depends on, in values that later steps do not change; tensors
+        that they do change move the number ``rewrites`` before that.
+        """
+        self._state, self._rewrites = state, rewrites
+        self.mark()
         try:
             yield
         except BaseException:
             # A NaN in a product is an error of the operator: what was reached before stays valid.
             if self.path is not None:
-                # Any process may be the only one left.
-                self.save(*state(), everywhere=True)
+                generation, marked = self._marked
+                if generation == rewrites():
+                    self.save(*marked, everywhere=True)  # any process may be the only one left
             raise
 
 
-def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-    *,
-    previous: bool = False,
-) -> None:
-    """Replace ``path`` by a safetensors file, straight from the tensors' memory.
-
-    The library's own writer copies every tensor first: a basis that fills the memory has no room
-    for a second one. previous: what stood there stays as ``<name>.previous``.
-    """
-    sums = {name: f"{checksum(tensor):08x}" for name, tensor in tensors.items()}
-    entries: dict[str, Any] = {"__metadata__": {**metadata, _SUMS: json.dumps(sums)}}
-    place = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        kind = _DTYPES[tensor.dtype]
-        entries[name] = {
-            "dtype": kind, "shape": list(tensor.shape), "data_offsets": [place, place + size],
-        }  # fmt: skip
-        place += size
-    header = json.dumps(entries).encode()
-    header += b" " * (-len(header) % 8)
-    start = len(header).to_bytes(8, "little") + header
-    older = path.with_name(path.name + _PREVIOUS)
+def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the file, keeping the one before it where the disk has room for both."""
     try:
-        _write(path, start, tensors, keeping=older if previous else None)
+        archive.write(path, tensors, metadata, keep_previous=True)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (previous and older.exists()):
+        older = previous(path)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
             raise
         older.unlink()  # room for the new state matters more than the way back behind the last
-        _write(path, start, tensors, keeping=older)
-
-
-def _write(
-    path: Path, start: bytes, tensors: Mapping[str, Tensor], *, keeping: Path | None
-) -> None:
-    """A file of ``start`` and the tensors' bytes, put in place at once; the old one as keeping."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(start)
-            for tensor in tensors.values():
-                file.write(_raw(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        if keeping is not None and path.exists():
-            with suppress(OSError):  # a file system without hard links has no way back
-                keeping.unlink(missing_ok=True)
-                os.link(path, keeping)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file of ours; ValueError where a checksum does not hold."""
-    with safe_open(str(path), framework="pt") as file:
-        metadata: dict[str, str] = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name, expected in checksums(metadata).items():
-        if f"{checksum(tensors[name]):08x}" != expected:
-            raise ValueError(f"the bytes of {name!r} do not match their checksum")
-    return tensors, metadata
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+        archive.write(path, tensors, metadata, keep_previous=True)
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
     """CRC-32 of the tensor's bytes, going on from that of the bytes before them."""
-    return zlib.crc32(_raw(tensor), start)
-
-
-def checksums(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Name → checksum as hexadecimal digits; files of an earlier version carry none."""
-    found: dict[str, str] = json.loads((metadata or {}).get(_SUMS, "{}"))
-    return found
+    return zlib.crc32(archive.raw_bytes(tensor), start)
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def eigenvalue_half_widths(op: LinearOperator, vectors: Tensor) -> tuple[Tensor,
     parts = batches_of(op)
     if not parts:
         return None
+    vectors = vectors.to(device=op.device, dtype=op.dtype)  # they may be stored in fewer bits
     shares, samples = linear_samples(parts, vectors, lambda images: (vectors * images).sum(0))
     widths = [
         half_width(shares, samples[:, i : i + 1], exact=True) for i in range(samples.shape[1])

@@ -17,6 +17,7 @@ products (Chen and Hallman 2023).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +76,7 @@ class DeflatedSampler:
         self.images = self.probes.clone()
         self.goal = 0  # products that V is meant to have had
         self.exhausted = False  # the Krylov space is invariant: deflation has given all it can
+        self.between_steps: Callable[[], None] = lambda: None  # called where the state may be kept
 
     @property
     def products(self) -> int:
@@ -95,6 +97,7 @@ class DeflatedSampler:
                 basis.expand()
             else:
                 self.exhausted = True
+            self.between_steps()
 
     def probe(self, count: int) -> None:
         """Draw and multiply ``count`` more probes, all in one call of the operator."""

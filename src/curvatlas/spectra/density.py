@@ -119,8 +119,10 @@ class _Run:
         if stored is not None:
             self._restore(*stored)
         total = self.deflate + self.probes * self.steps
-        with bar("spectral density", total=total) as progress, self.file.kept(self._state):
+        kept = self.file.kept(self._state, lambda: self.basis.rewrites)
+        with bar("spectral density", total=total) as progress, kept:
             while self._advance():
+                self.file.mark()
                 progress.update(self._products - progress.n)
                 if self.file.due():
                     self.file.save(*self._state())

@@ -126,8 +126,10 @@ class _Run:
         stored = self.file.load()
         if stored is not None:
             self._restore(*stored)
-        with bar("diagonal", total=self.budget) as progress, self.file.kept(self._state):
+        kept = self.file.kept(self._state, lambda: self.basis.rewrites)
+        with bar("diagonal", total=self.budget) as progress, kept:
             while True:
+                self.file.mark()
                 progress.update(self._products - progress.n)
                 if self.file.due():
                     self.file.save(*self._state())

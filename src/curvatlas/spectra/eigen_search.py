@@ -129,14 +129,14 @@ class Search:
         return {
             "searching": self.going_on,
             "searched": self.searched,
-            "known": self.known,
-            "alphas": self.alphas,
-            "betas": self.betas,
+            "known": list(self.known),
+            "alphas": list(self.alphas),
+            "betas": list(self.betas),
             "missed": self.missed,
             "complete": list(self.complete),
             "plain": self.plain,
             "invariant": self.invariant,
-            "own": self.own,
+            "own": list(self.own),
         }
 
     def restore(self, numbers: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ E g_ij² = ‖M_c‖_F² and E g_ij g_jk g_ki = tr M_c³, M_c = M − (tr M/d) P
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from scipy.stats import t as student
@@ -36,6 +38,7 @@ class FrobeniusSampler:
         self.goal = 0  # vectors that V is meant to have
         self.exhausted = False
         self.products = 0
+        self.between_steps: Callable[[], None] = lambda: None  # called where the state may be kept
 
     def begun(self, budget: int) -> bool:
         """Make one of the first steps; True when they are done or the budget is."""
@@ -87,6 +90,7 @@ class FrobeniusSampler:
             self.products += 1 if symmetric else 2
             self.vectors = torch.cat([self.vectors, vector[None]])
             self.images = torch.cat([self.images, image[None]])
+            self.between_steps()
 
     def _rest(self, j: int) -> tuple[float, np.ndarray]:
         """Mean of ‖A P u‖² and the centred g (m, m) with an empty diagonal."""

@@ -62,6 +62,7 @@ class KrylovBasis:
         self.count = 0
         self.multiplied = 0
         self.products = 0
+        self.rewrites = 0  # moves before rows that are part of a state are written over
         self.scale = 0.0  # largest ‖A b‖ seen, a lower bound of ‖A‖
         self.eps = torch.finfo(op.dtype).eps
         # How far (1) is off in column j: rows are rounded when they are stored in fewer bits.
@@ -197,6 +198,7 @@ class KrylovBasis:
         if self.pending < 2:
             return
         rotation = np.linalg.svd(residuals, full_matrices=True)[0]
+        self.rewrites += 1
         m, r = self.multiplied, self.count
         lost = self.store.rotate(slice(m, r), rotation)
         self.coefficients[m:r, :m] = rotation.T @ self.coefficients[m:r, :m]
@@ -211,6 +213,7 @@ class KrylovBasis:
 
     def cut(self, steps: int) -> None:
         """Forget everything after the first ``steps`` rows, the pending ones too."""
+        self.rewrites += 1
         self.multiplied = self.count = steps
         self.coefficients[steps:] = 0.0
         self.coefficients[:, steps:] = 0.0
@@ -220,6 +223,7 @@ class KrylovBasis:
         """Thick restart: keep the Ritz vectors ``keep`` (positions) and the pending rows."""
         m, p, k = self.multiplied, self.pending, len(keep)
         chosen = np.ascontiguousarray(ritz.coordinates[:, keep])
+        self.rewrites += 1
         lost = self.store.rotate(slice(0, m), chosen)
         # A row off by δ makes (1) off by A δ − θ δ.
         drift = np.sqrt((self.drift[:m, None] ** 2 * chosen**2).sum(0))
@@ -233,7 +237,7 @@ class KrylovBasis:
         self.multiplied, self.count = k, k + p
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, float | int]]:
-        """Everything that the next step depends on."""
+        """Everything that the next step depends on; good until ``rewrites`` moves."""
         tensors = {
             "rows": self.rows[: self.count],
             "coefficients": torch.from_numpy(self.coefficients[: self.count, : self.count].copy()),
@@ -257,6 +261,7 @@ class KrylovBasis:
     def _swap(self, i: int, j: int) -> None:
         if not (self.multiplied <= i < self.count):
             raise IndexError(f"row {i} is not pending.")
+        self.rewrites += 1
         self.rows[[i, j]] = self.rows[[j, i]]
         self.coefficients[[i, j]] = self.coefficients[[j, i]]
 

@@ -48,10 +48,11 @@ class LanczosRun:
             self._restore(*stored)
         with (
             bar(f"eigenpairs ({self.which})", total=self.max_products) as progress,
-            self.checkpoint.kept(self._state),
+            self.checkpoint.kept(self._state, lambda: self.basis.rewrites),
         ):
             progress.update(self.basis.products)
             while not self.done:
+                self.checkpoint.mark()
                 self.done = self._advance()
                 progress.update(self.basis.products - progress.n)
                 if self.basis.products % _SAVE_EVERY == 0 and self.checkpoint.due():

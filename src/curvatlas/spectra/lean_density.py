@@ -43,6 +43,7 @@ class LeanDensity:
         with bar("spectral density", total=total) as progress, self.file.kept(self._state):
             while len(self.done) < self.probes:
                 progress.update(self._products - progress.n)
+                self.file.mark()
                 self._advance()
                 if self.file.due():
                     self.file.save(*self._state())
@@ -90,7 +91,11 @@ class LeanDensity:
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         finished = len(self.done) >= self.probes
         vectors = {} if finished else {"here": self.here, "before": self.before}
-        return vectors, {"done": self.done, "alphas": self.alphas, "betas": self.betas}
+        return vectors, {
+            "done": list(self.done),
+            "alphas": list(self.alphas),
+            "betas": list(self.betas),
+        }
 
     def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.done, self.alphas, self.betas = (numbers[k] for k in ("done", "alphas", "betas"))

@@ -156,9 +156,11 @@ def _estimate(
     stored = file.load()
     if stored is not None:
         sampler.restore(*stored)
+    sampler.between_steps = file.mark
     with bar("Frobenius norm", total=budget) as progress, file.kept(sampler.state):
         while True:
             sampler.finish()
+            file.mark()
             progress.update(sampler.products - progress.n)
             if file.due():
                 file.save(*sampler.state())

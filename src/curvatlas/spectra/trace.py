@@ -129,9 +129,14 @@ def _estimate(
     stored = file.load()
     if stored is not None:
         sampler.restore(*stored)
-    with bar("trace", total=budget) as progress, file.kept(sampler.state):
+    sampler.between_steps = file.mark
+    with (
+        bar("trace", total=budget) as progress,
+        file.kept(sampler.state, lambda: sampler.basis.rewrites),
+    ):
         while True:
             sampler.finish()
+            file.mark()
             progress.update(sampler.products - progress.n)
             if file.due():
                 file.save(*sampler.state())
