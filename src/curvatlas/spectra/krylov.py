@@ -83,7 +83,13 @@ class KrylovBasis:
 
     def add(self, vector: Tensor) -> bool:
         """Append a new direction; False if it lies in the span already."""
-        row = self.store.take(vector)
+        return self._append(self.store.take(vector))
+
+    def add_random(self, random: torch.Generator) -> bool:
+        """Append a direction drawn uniformly from the complement of the span."""
+        return self._append(self.store.random(random))
+
+    def _append(self, row: Tensor) -> bool:
         norm = before = float(self.store.norm(row))
         if not np.isfinite(before):
             raise ValueError("a start vector contains NaN or infinity.")
@@ -102,10 +108,6 @@ class KrylovBasis:
         self.store.put(self.count, row)
         self.count += 1
         return True
-
-    def add_random(self, random: torch.Generator) -> bool:
-        """Append a direction drawn uniformly from the complement of the span."""
-        return self.add(torch.randn(self.size, generator=random, dtype=torch.float64))
 
     def expand(self, index: int | None = None) -> float:
         """Multiply one pending row (the first, or ``index``); returns the norm of what is new."""

@@ -16,6 +16,7 @@ from curvatlas import parallel
 from curvatlas.operators.base import LinearOperator
 
 _BAND = 2**24  # entries of the rows that are converted together
+_DRAWN = 2**16  # entries of a random vector that share a stream
 
 
 class Rows:
@@ -53,6 +54,23 @@ class Rows:
         if self.shards is not None:
             vector = vector[self.shards.start : self.shards.stop]
         return vector.to(device=self.tensor.device, dtype=self.dtype).clone()
+
+    def random(self, random: torch.Generator) -> Tensor:
+        """This process's part of a normal vector (n,), the same vector over any number of them.
+
+        One number of ``random`` chooses the vector, and every _DRAWN entries of it have a stream
+        of their own: a process draws those that its part lies in, never all n.
+        """
+        key = int(torch.randint(2**62, (), generator=random))
+        first = 0 if self.shards is None else self.shards.start
+        end = first + self.length
+        row = torch.empty(self.length, dtype=torch.float64)
+        for begin in range(first // _DRAWN * _DRAWN, end, _DRAWN):
+            stream = np.random.Generator(np.random.Philox(key=[key, begin // _DRAWN]))
+            drawn = stream.standard_normal(min(_DRAWN, end - begin))
+            low = max(begin, first)
+            row[low - first : begin + len(drawn) - first] = torch.from_numpy(drawn[low - begin :])
+        return row.to(dtype=self.dtype).to(self.tensor.device)
 
     def image(self, op: LinearOperator, i: int) -> Tensor:
         """op · row i, as this process's part."""
