@@ -1,10 +1,16 @@
-"""A training run that can be stopped anywhere: the same weights as if it had never stopped."""
+"""A training run that can be stopped anywhere: the same weights as if it had never stopped.
+
+The state is written between two steps only, so that it is always that of one moment; the state
+before the last one stays beside it, and is taken when the last one is damaged.
+"""
 
 from __future__ import annotations
 
+import errno
 import math
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from curvatlas.files import previous
 from curvatlas.progress import bar
 from curvatlas.results import Result
+from curvatlas.runs import fingerprints
 from curvatlas.training.monitor import Monitor
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 from curvatlas.training.snapshot import Event, Snapshot
@@ -38,6 +46,8 @@ class TrainingCheckpoint(Result):
     turn: int
     snapshots: tuple[Snapshot, ...]
     events: tuple[Event, ...]
+    skipped: int = 0  # measurements the monitor left out
+    fingerprint: dict[str, str] = field(default_factory=dict)  # of the training it belongs to
 
 
 def make_optimizer(
@@ -57,6 +67,7 @@ class Session:
     """Trains with warm-up and cosine decay, the monitor beside it, a checkpoint now and then.
 
     The batch of step k depends on ``seed`` and k alone, so that a resumed session draws the same.
+    A checkpoint of another training (model, data, optimizer, seed, steps) is refused.
     """
 
     def __init__(
@@ -75,15 +86,35 @@ class Session:
         self.model, self.data, self.optimizer, self.monitor = model, data, optimizer, monitor
         self.steps, self.seed = steps, seed
         self.batch_size = min(batch_size, data.train.size)
+        if checkpoint is not None and checkpoint.suffix != ".safetensors":
+            checkpoint = checkpoint.with_name(checkpoint.name + ".safetensors")
         self.checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
         self.step, self.losses = 0, []  # type: int, list[float]
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._epoch: tuple[int, Tensor] | None = None
+        self._fingerprint = {} if checkpoint is None else self._describe()
+
+    def _describe(self) -> dict[str, str]:
+        """What must agree between the session that wrote a checkpoint and the one that reads it."""
+        groups = [
+            {k: v for k, v in group.items() if k not in ("params", "lr") and _storable(v)}
+            for group in self.optimizer.param_groups
+        ]
+        return {
+            "model": fingerprints.of_model(self.model),
+            "data": fingerprints.of_data([tuple(self.data.train), tuple(self.data.validation)]),
+            "optimizer": f"{type(self.optimizer).__name__} {self._rates} {groups}",
+            "steps": str(self.steps),
+            "batch size": str(self.batch_size),
+            "seed": str(self.seed),
+            "steps between measurements": str(self.monitor.every),
+        }
 
     def run(self, watch: Callable[[int, float], None] | None = None) -> TrainingHistory:
         """Train to the end; ``watch(step, loss)`` is called before each update."""
-        if self.checkpoint is not None and self.checkpoint.exists():
-            self.restore(TrainingCheckpoint.load(self.checkpoint))
+        kept = self._stored()
+        if kept is not None:
+            self.restore(kept)
         self.model.train()
         with bar("training", total=self.steps) as progress:
             progress.update(self.step)
@@ -94,7 +125,7 @@ class Session:
                 if watch is not None:
                     watch(self.step, loss)
                 if self.checkpoint is not None and self.step % self.checkpoint_every == 0:
-                    self.state().save(self.checkpoint)
+                    self._store(self.checkpoint)
         self.model.zero_grad()
         self.model.eval()
         loss, accuracy = evaluate(self.model, self.data.validation)
@@ -138,6 +169,48 @@ class Session:
 
     # --- stopping and going on --------------------------------------------------------------------
 
+    def _store(self, path: Path) -> None:
+        """Write the state; one that cannot be written costs the training nothing: it goes on."""
+        state = self.state()
+        try:
+            try:
+                state.save(path, keep_previous=True)
+            except OSError as error:
+                older = previous(path)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
+                    raise
+                older.unlink()  # room for the new state matters more than the way back
+                state.save(path, keep_previous=True)
+        except OSError as error:
+            kept = "the last one written stays valid" if path.exists() else "none was written yet"
+            warnings.warn(
+                f"cannot write the checkpoint {path} ({error.strerror or error}): free some space "
+                f"or make the folder writable; the training goes on, and {kept}.",
+                stacklevel=2,
+            )
+
+    def _stored(self) -> TrainingCheckpoint | None:
+        """The last state on disk, or the one before it when the last one is damaged."""
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return None
+        try:
+            return TrainingCheckpoint.load(self.checkpoint)
+        except (ValueError, TypeError) as error:
+            damage = str(error).rstrip(".")
+        again = "delete it to train from the beginning"
+        older = previous(self.checkpoint)
+        if not older.exists():
+            raise ValueError(f"{damage}; there is no state before it: {again}.")
+        try:
+            kept = TrainingCheckpoint.load(older)
+        except (ValueError, TypeError):
+            raise ValueError(f"{damage}; neither is the state before it whole: {again}.") from None
+        warnings.warn(
+            f"{damage}: the training goes on from the state before it, after step {kept.step}.",
+            stacklevel=3,
+        )
+        return kept
+
     def state(self) -> TrainingCheckpoint:
         """A copy of everything that moves."""
         whole = self.optimizer.state_dict()
@@ -158,10 +231,19 @@ class Session:
             turn=turn,
             snapshots=tuple(self.monitor.snapshots),
             events=tuple(self.monitor.events),
+            skipped=self.monitor.skipped,
+            fingerprint=dict(self._fingerprint),
         )
 
     def restore(self, kept: TrainingCheckpoint) -> None:
-        """Go on from ``state()``."""
+        """Go on from ``state()``; ValueError, and nothing changed, on that of another training."""
+        ours, theirs = self._fingerprint, kept.fingerprint
+        differing = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
+        if differing:
+            raise ValueError(
+                f"{self.checkpoint} belongs to another training (other {', '.join(differing)}): "
+                "delete it, or name another file, to train from the beginning."
+            )
         self.step, self.losses = kept.step, list(kept.losses)
         self.model.load_state_dict(kept.weights)
         states: dict[int, dict[str, Tensor]] = {}
@@ -178,6 +260,7 @@ class Session:
         self.monitor.resume(
             kept.warm_start, kept.role_sharpness, kept.turn, kept.snapshots, kept.events
         )
+        self.monitor.skipped = kept.skipped
 
 
 def _storable(value: Any) -> bool:
