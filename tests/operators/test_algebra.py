@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -207,6 +211,60 @@ def test_what_has_no_sum_or_product_is_refused_in_words() -> None:
         iter(one)
     with pytest.raises(TypeError, match="real"):
         one @ np.ones(4, dtype=complex)
+
+
+def _expression(random: Random, depth: int, leaves: list[Any]) -> tuple[str, Any, Tensor]:
+    """A random expression: its text, the operator and the matrix."""
+    if depth == 0:
+        return random.choice(leaves)
+    text, op, matrix = _expression(random, depth - 1, leaves)
+    kind = random.choice(["+", "−", "@", "·", "/", "ᵀ", "[]"])
+    if kind in ("+", "−", "@"):
+        other, right, dense = _expression(random, depth - 1, leaves)
+        fits = matrix.shape[1] == dense.shape[0] if kind == "@" else matrix.shape == dense.shape
+        if not fits:
+            return text, op, matrix
+        made = {"+": operator.add, "−": operator.sub, "@": operator.matmul}[kind]
+        return f"({text} {kind} {other})", made(op, right), made(matrix, dense)
+    if kind in ("·", "/"):
+        number = random.choice([-1.5, 0.5, 2.0])
+        made = operator.mul if kind == "·" else operator.truediv
+        return f"({text} {kind} {number})", made(op, number), made(matrix, number)
+    if kind == "ᵀ":
+        return f"{text}ᵀ", op.T, matrix.T
+    rows, columns = (
+        [random.randrange(n) for _ in range(random.randint(1, n))] for n in matrix.shape
+    )
+    if matrix.shape[0] == matrix.shape[1] and random.random() < 0.4:
+        columns = rows
+    return f"{text}[{rows}, {columns}]", op[rows, columns], matrix[rows][:, columns]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_expressions_and_their_tags_are_those_of_matrices(seed: int) -> None:
+    problem = _problem()
+    n = problem.size
+    jacobian = ca.Jacobian(problem)
+    ops = {
+        "H": ca.Hessian(problem),
+        "G": ca.GaussNewton(problem),
+        "JᵀJ": jacobian.T @ jacobian,
+        "1": ca.IdentityOperator(n, dtype=torch.float64),
+        "D": ca.DiagonalOperator(_matrix(n, 1).squeeze(1)),
+        "M": ca.MatrixOperator(_matrix(n, n)),
+    }
+    leaves = [(name, op, op.dense()) for name, op in ops.items()]
+    random = Random(seed)
+    text, op, matrix = _expression(random, random.randint(1, 4), leaves)
+    scale = 1 + float(matrix.abs().max())
+    right, left = _matrix(matrix.shape[1], 2, 7), _matrix(2, matrix.shape[0], 8)
+    pairs = [(op @ right, matrix @ right), (left @ op, left @ matrix), (op.dense(), matrix)]
+    for got, want in pairs:
+        assert float((got - want).abs().max()) < 1e-11 * scale, text
+    if op.tags.symmetric:
+        assert float((matrix - matrix.T).abs().max()) < 1e-11 * scale, text
+    if op.tags.psd:
+        assert float(torch.linalg.eigvalsh((matrix + matrix.T) / 2)[0]) > -1e-11 * scale, text
 
 
 # --- one tensor a parameter -----------------------------------------------------------------------
