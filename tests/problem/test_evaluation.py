@@ -487,3 +487,28 @@ def test_nothing_is_warned_of_where_nothing_is_switched() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ca.Hessian(ca.Problem(Network(), "cross_entropy", data())).dense()
+
+
+def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with pytest.raises(ProblemError, match=r"parameter '0.weight' has no shape yet"):
+        ca.Problem(model, "cross_entropy", data())
+    model(data()[0])
+    ca.Hessian(ca.Problem(model, "cross_entropy", data())).dense()
+
+
+def test_backward_hooks_do_not_reach_the_derivatives_and_stay() -> None:
+    seen = []
+
+    def halve(module: nn.Module, inner: Any, outer: Any) -> Any:
+        seen.append(module)
+        return tuple(None if g is None else g / 2 for g in inner)
+
+    model = Network()
+    model.last.register_full_backward_hook(halve)
+    model.last.register_full_backward_pre_hook(lambda module, outer: seen.append(module))
+    found = ca.Hessian(ca.Problem(model, "cross_entropy", data())).dense()
+    assert oracles.relative_error(found, by_hand(model, 1.0)) < 1000 * EPS
+    assert not seen
+    model(data()[0].requires_grad_(True)).sum().backward()
+    assert len(seen) == 2

@@ -196,7 +196,8 @@ class CurvatureOperator(LinearOperator):
             if self.checks and self.tags.symmetric:
                 probe_symmetry(linear, names)
             if self.checks and linear.size.custom:
-                probe_by_differences(self.problem, sample, names, linear.size.custom)
+                custom = linear.size.custom
+                probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
         return KeptLinearisations(
             self._kept_linearisation,
             self.problem,

@@ -46,6 +46,7 @@ def unwrap(model: Any) -> nn.Module:
                 "need: pass the module that was scripted or traced."
             )
         else:
+            _refuse_lazy(bare)
             warn_of_compiled(bare)
             return bare
         warnings.warn(
@@ -53,6 +54,15 @@ def unwrap(model: Any) -> nn.Module:
             stacklevel=3,
         )
         bare = inner
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ProblemError(
+                f"parameter {name!r} has no shape yet (a lazy module): call the model once on a "
+                "batch, which gives it one."
+            )
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -83,19 +93,30 @@ def _fully_sharded(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Full parameters are passed in: nothing is to be gathered or freed around the calls."""
-    modules = _fully_sharded(model)
-    kept = [(m, m._forward_pre_hooks.copy(), m._forward_hooks.copy()) for m in modules]
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """No hooks of FSDP2, since full parameters are passed in, and none on gradients.
+
+    What a backward hook records or rescales belongs to the user's training: the loss, and so its
+    derivatives, do not depend on it.
+    """
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def take(hooks: Any) -> None:
+        if hooks:
+            kept.append((hooks, hooks.copy()))
+            hooks.clear()
+
     try:
-        for module in modules:
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
+        for module in model.modules():
+            take(module._backward_hooks)
+            take(module._backward_pre_hooks)
+        for module in _fully_sharded(model):
+            take(module._forward_pre_hooks)
+            take(module._forward_hooks)
         yield
     finally:
-        for module, before, after in kept:
-            module._forward_pre_hooks.update(before)
-            module._forward_hooks.update(after)
+        for hooks, own in kept:
+            hooks.update(own)
 
 
 def refuse_sharded(named: Mapping[str, Tensor]) -> None:
@@ -368,7 +389,7 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
     scope = next((s for s in reversed(_scopes) if s.model is model), None)
     versions = {name: value._version for name, value in values.items()}
-    with _without_sharding_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
+    with _without_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
         if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
             outputs = called_with(model, values, (), inputs)
         else:
