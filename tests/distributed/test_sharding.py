@@ -19,11 +19,17 @@ from distributed.test_data_parallel import free_port, start
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "accelerate"])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_wrapped_model_gives_the_bare_models_products(mode: str, tmp_path: Path) -> None:
-    start(workers.wrapped, tmp_path, mode)
-    first, second = (torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in (0, 1))
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have left the products of wrapped models, and the refusals."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    start(workers.wrapped_models, folder, "")
+    return folder
+
+
+@pytest.mark.parametrize("name", [*workers.WRAPPED, "accelerate"])
+def test_a_wrapped_model_gives_the_bare_models_products(wrapped: Path, name: str) -> None:
+    first, second = (torch.load(wrapped / f"{name} {r}.pt", weights_only=True) for r in (0, 1))
     model, data = workers.model_and_data()
     problem = ca.Problem(model, "cross_entropy", data)
     generator = torch.Generator().manual_seed(1)
@@ -33,16 +39,25 @@ def test_a_wrapped_model_gives_the_bare_models_products(mode: str, tmp_path: Pat
         "H": ca.Hessian(problem) @ columns,
         "H_o": ca.GaussNewton(problem) @ columns,
     }
-    for name, value in want.items():
-        assert torch.equal(first[name], second[name]), name
-        assert oracles.relative_error(first[name], value) < 1e-12, name
+    for quantity, value in want.items():
+        assert torch.equal(first[quantity], second[quantity]), quantity
+        assert oracles.relative_error(first[quantity], value) < 1e-12, quantity
 
 
-def test_a_tensor_parallel_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    start(workers.wrapped, tmp_path, "tensor parallel")
-    message = (tmp_path / "rank0.txt").read_text()
-    assert "tensor-parallel" in message
-    assert "wrong second derivatives" in message
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensor parallel", "tensor-parallel parameters give wrong second derivatives"),
+        ("fsdp and tensor parallel", "tensor-parallel parameters give wrong second derivatives"),
+        ("fsdp1 inside", "FSDP1-wrapped models cannot be differentiated twice"),
+        ("other replicas", "rank 1 has other weights than rank 0 (head.weight)"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused_by_its_name(
+    wrapped: Path, name: str, words: str
+) -> None:
+    for rank in (0, 1):
+        assert words in (wrapped / f"{name} {rank}.txt").read_text()
 
 
 def test_sharded_lanczos_equals_one_process_and_resumes(tmp_path: Path) -> None:

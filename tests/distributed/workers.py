@@ -67,50 +67,74 @@ def failing(rank: int, world: int, port: int, folder: str, mode: str) -> None:
     dist.destroy_process_group()
 
 
-def wrapped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
-    """H v of a model wrapped by DDP, FSDP2 or Accelerate; a tensor-parallel one is refused."""
+def wrapped_models(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Go through all ways to wrap or shard a model: its products, or why it is refused."""
     join_group(rank, world, port)
-    model, (tokens, targets) = model_and_data()
-    subject: torch.nn.Module = model
-    if mode == "ddp":
-        subject = torch.nn.parallel.DistributedDataParallel(model)
-    elif mode == "accelerate":
+    # Accelerate looks for these, and stays in the process: it comes last.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    for name in (*WRAPPED, *REFUSED, "accelerate"):
+        file = Path(folder) / f"{name} {rank}"
+        try:
+            torch.save(_products_of(_wrapped(name, rank, world)), f"{file}.pt")
+        except ValueError as error:
+            Path(f"{file}.txt").write_text(str(error))
+    dist.destroy_process_group()
+
+
+WRAPPED = ("ddp", "fsdp", "hsdp 1 2", "hsdp 2 1")
+REFUSED = ("tensor parallel", "fsdp and tensor parallel", "fsdp1 inside", "other replicas")
+
+
+def _wrapped(name: str, rank: int, world: int) -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _ = model_and_data()
+    if name == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if name == "accelerate":
         from accelerate import Accelerator
 
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        subject = Accelerator(cpu=True).prepare(model)
-        assert type(subject).__name__ == "DistributedDataParallel"
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
+        prepared: torch.nn.Module = Accelerator(cpu=True).prepare(model)
+        assert type(prepared).__name__ == "DistributedDataParallel"
+        return prepared
+    if name == "fsdp1 inside":
+        model.head = FullyShardedDataParallel(model.head, device_id=torch.device("cpu"))
+        return model
+    if name == "tensor parallel":
+        parallelize_module(model, init_device_mesh("cpu", (world,)), {"head": ColwiseParallel()})
+        return model
+    if name == "fsdp and tensor parallel":
+        both = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, both["tensor"], {"head": ColwiseParallel()})
+        return fully_shard(model, mesh=both["data"])
+    if name == "other replicas":
+        with torch.no_grad():
+            model.head.weight[0, 0] += rank
+    replicas = {"fsdp": None, "hsdp 1 2": 1}.get(name, 2)
+    shape = (world,) if replicas is None else (replicas, world // replicas)
+    names = ("replicas", "shards")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
-        mesh = init_device_mesh("cpu", (world,))
-        if mode == "fsdp":
-            from torch.distributed.fsdp import fully_shard
 
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        else:
-            from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-            parallelize_module(model, mesh, {"head": ColwiseParallel()})
-    try:
-        problem = ca.Problem(subject, "cross_entropy", (tokens, targets), shard=True)
-        generator = torch.Generator().manual_seed(1)
-        columns = torch.randn(problem.size, 2, dtype=torch.float64, generator=generator)
-        found = {
-            "gradient": problem.gradient(),
-            "H": ca.Hessian(problem) @ columns,
-            "H_o": ca.GaussNewton(problem) @ columns,
-        }
-        torch.save(found, Path(folder) / f"rank{rank}.pt")
-        if mode == "fsdp":  # the model still trains as before
-            loss = subject(tokens).square().mean()
-            loss.backward()
-            assert all(p.grad is not None for p in subject.parameters())
-    except ValueError as error:
-        (Path(folder) / f"rank{rank}.txt").write_text(str(error))
-    dist.destroy_process_group()
+def _products_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    _, (tokens, targets) = model_and_data()
+    problem = ca.Problem(model, "cross_entropy", (tokens, targets), shard=True)
+    generator = torch.Generator().manual_seed(1)
+    columns = torch.randn(problem.size, 2, dtype=torch.float64, generator=generator)
+    products = {
+        "gradient": problem.gradient(),
+        "H": ca.Hessian(problem) @ columns,
+        "H_o": ca.GaussNewton(problem) @ columns,
+    }
+    # the model still trains as before
+    model(tokens).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return products
 
 
 def sharded_eigenpairs(rank: int, world: int, port: int, folder: str, mode: str) -> None:

@@ -35,7 +35,7 @@ def unwrap(model: Any) -> nn.Module:
             inner, why = bare.module, "double backward through it sees the local shard only"
         elif isinstance(getattr(bare, "_orig_mod", None), nn.Module):
             inner, why = bare._orig_mod, "compiled graphs cannot be differentiated twice"
-        elif kind == "FullyShardedDataParallel":
+        elif any(type(m).__name__ == "FullyShardedDataParallel" for m in bare.modules()):
             raise ProblemError(
                 "FSDP1-wrapped models cannot be differentiated twice: shard with FSDP2 "
                 "(torch.distributed.fsdp.fully_shard), which is accepted, or pass the module."
@@ -80,11 +80,20 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     gathered: dict[str, Tensor] = {}
     for name, parameter in named.items():
         whole: Any = parameter
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh.ndim == 1:
+        if _sharded_only(getattr(parameter, "placements", ())):
             whole = nn.Parameter(whole.full_tensor().detach(), parameter.requires_grad)
         gathered[name] = whole
     return gathered
+
+
+def _sharded_only(placements: Sequence[Any]) -> bool:
+    """Whether a DTensor is spread by FSDP, (Shard,), or by HSDP, (Replicate, Shard): no more.
+
+    Tensor parallelism adds an axis behind these, or strides (``_StridedShard``).
+    """
+    *replicated, last = placements or (None,)
+    plain = type(last).__name__ == "Shard" and len(replicated) <= 1
+    return plain and all(placement.is_replicate() for placement in replicated)
 
 
 def _fully_sharded(model: nn.Module) -> list[nn.Module]:
@@ -123,10 +132,12 @@ def refuse_sharded(named: Mapping[str, Tensor]) -> None:
     """Tensor-parallel parameters give wrong products without an error: refuse them."""
     for name, parameter in named.items():
         if hasattr(parameter, "placements"):  # a DTensor
+            spread = ", ".join(str(placement) for placement in parameter.placements)
             raise ProblemError(
-                f"parameter {name!r} is a DTensor that FSDP2 does not manage: tensor-parallel "
-                "parameters give wrong second derivatives (21 % off, without an error). Pass the "
-                "model before parallelize_module; fully_shard and DDP models are accepted."
+                f"parameter {name!r} is a DTensor ({spread}) that FSDP2 alone does not manage, "
+                "with or without replicas (HSDP): tensor-parallel parameters give wrong second "
+                "derivatives (21 % off, without an error). Pass the model before "
+                "parallelize_module; fully_shard and DDP models are accepted."
             )
         if parameter.device.type == "meta":
             raise ProblemError(f"parameter {name!r} is on the meta device: load its values first.")
