@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 from curvatlas.analysis.role_traces import RoleTraces, outer_role_traces, role_shares, role_traces
 from curvatlas.report import write_report
-from curvatlas.runs import Run, load
+from curvatlas.runs import Run, fingerprints, load
 from curvatlas.runs.subject import subject_of
 
 SCALE = 20.0  # of the cosines, as in the model's training
@@ -77,7 +77,12 @@ def main() -> None:
     targets = torch.arange(options.pairs).expand(options.groups, -1).contiguous()
     problem = ca.Problem(model, "cross_entropy", (tokens, targets))
     chosen = {"groups": options.groups, "pairs": options.pairs, "length": options.length}
-    with Run.create(options.output, options=chosen) as run:
+    with Run.create(
+        options.output,
+        options=chosen,
+        model_fingerprint=fingerprints.of_model(model),
+        data_fingerprint=fingerprints.of_data([(tokens, targets)]),
+    ) as run:
         say(run.step("model.subject", lambda: subject_of(
             problem, name="all-MiniLM-L6-v2", data="pairs of sentences of Moby-Dick", state=""
         )))  # fmt: skip

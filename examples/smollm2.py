@@ -31,7 +31,7 @@ import curvatlas as ca
 from curvatlas.analysis.attention_sinks import attention_sinks
 from curvatlas.analysis.role_traces import RoleTraces, outer_role_traces, role_shares, role_traces
 from curvatlas.report import write_report
-from curvatlas.runs import Run, load
+from curvatlas.runs import Run, fingerprints, load
 from curvatlas.runs.subject import subject_of
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,7 +58,10 @@ def main() -> None:
     hessian = ca.Hessian(lean, budget=options.budget, checks=False)
     scratch = options.output / "vectors"  # eigenvectors, gigabytes: gone when all is done
     with Run.create(
-        options.output, options={"tokens": options.tokens, "length": options.length}
+        options.output,
+        options={"tokens": options.tokens, "length": options.length},
+        model_fingerprint=fingerprints.of_model(model),
+        data_fingerprint=fingerprints.of_data([batch]),
     ) as run:
         scratch.mkdir(exist_ok=True)
         say(run.step("model.subject", lambda: subject_of(

@@ -125,3 +125,49 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
     assert same(first, second)
     assert first.value != other.value
     assert torch.get_default_dtype() == torch.float32
+
+
+def problem(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> ca.Problem:
+    return ca.Problem(model, "cross_entropy", [(x[:3], y[:3]), (x[3:], y[3:])])
+
+
+@pytest.mark.parametrize("name", ["eigenpairs", "trace", "density", "diagonal", "frobenius"])
+def test_a_checkpoint_knows_its_weights_data_and_loss(name: str, tmp_path: Path) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 16, generator=numbers, dtype=torch.float64)
+    y = torch.randint(0, 4, (8,), generator=numbers)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    ).double()
+    file, estimate = tmp_path / "c", ESTIMATES[name]
+    first = estimate(ca.Hessian(problem(model, x, y)), checkpoint=file)
+    again = estimate(ca.Hessian(problem(model, x, y)), checkpoint=file)
+    assert same(first, again)
+    words = "other weights, data or loss"
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    with pytest.raises(ValueError, match=words):
+        estimate(ca.Hessian(problem(model, x, y)), checkpoint=file)
+    with torch.no_grad():
+        model[0].weight.div_(1.5)
+    with pytest.raises(ValueError, match=words):
+        estimate(ca.Hessian(problem(model, x + 1, y)), checkpoint=file)
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    with pytest.raises(ValueError, match=words):
+        estimate(ca.Hessian(ca.Problem(model, loss, (x, y))), checkpoint=file)
+
+
+def test_the_analyzer_measures_trained_weights_anew(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    model = torch.nn.Linear(4, 3)
+    first = ca.TransformerHessianAnalyzer(model, folder=tmp_path)
+    before = first.compute_hessian_eigenvalues(x, y, k=1).values
+    with torch.no_grad():
+        model.weight.mul_(4)
+    second = ca.TransformerHessianAnalyzer(model, folder=tmp_path)
+    truth = ca.TransformerHessianAnalyzer(model).compute_hessian_eigenvalues(x, y, k=1).values
+    after = second.compute_hessian_eigenvalues(x, y, k=1).values
+    assert torch.equal(after, truth)
+    assert not torch.equal(after, before)

@@ -16,6 +16,7 @@ from curvatlas.analysis.propagation_result import Measure
 from curvatlas.operators.base import LinearOperator
 from curvatlas.operators.hessian import Hessian
 from curvatlas.problem import Problem
+from curvatlas.problem.fingerprint import content
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.spectra.eigen_result import Eigenpairs
@@ -145,7 +146,7 @@ class TransformerHessianAnalyzer:
             which=which,  # type: ignore[arg-type]
             tol=tol,
             seed=self.seed,
-            checkpoint=self._file("eigenvalues"),
+            checkpoint=self._file("eigenvalues", op),
         )
         self.history.append(found)
         return found
@@ -153,8 +154,8 @@ class TransformerHessianAnalyzer:
     def analyze_full_hessian(self, data: Any, *, k: int = 5) -> FullHessianAnalysis:
         """Both ends of the whole data's spectrum, and the top of every batch's."""
         op = self._hessian(data)
-        whole = eigenpairs(op, k=k, which="both", seed=self.seed, checkpoint=self._file("full"))
-        total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace"))
+        whole = eigenpairs(op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op))
+        total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
         products = whole.products + total.products
         rows, norms = [], []
         parts = op.per_batch()
@@ -229,8 +230,9 @@ class TransformerHessianAnalyzer:
     def _hessian(self, data: Any) -> Hessian:
         return Hessian(Problem(self.model, self.loss, data))
 
-    def _file(self, what: str) -> Path | None:
-        """A checkpoint of its own for every call: the number of results so far names it."""
+    def _file(self, what: str, op: Hessian) -> Path | None:
+        """A checkpoint of its own for every call, weights and data: both name it."""
         if self.folder is None:
             return None
-        return self.folder / f"{len(self.history):03d}-{what}.safetensors"
+        told = content(op.content()).hex()[:12]
+        return self.folder / f"{len(self.history):03d}-{what}-{told}.safetensors"

@@ -36,6 +36,9 @@ class DiagonalOperator(LinearOperator):
         super().__init__((n, n), dtype=diagonal.dtype, device=diagonal.device, tags=tags)
         self.diagonal = diagonal.detach()
 
+    def content(self) -> Any:
+        return ["diagonal", self.diagonal]
+
     def _columns(self, columns: Tensor) -> Tensor:
         return self.diagonal.unsqueeze(1) * columns
 
@@ -92,6 +95,9 @@ class BlockDiagonalOperator(LinearOperator):
         super().__init__((rows, columns), dtype=first.dtype, device=first.device, tags=tags)
         self.blocks = tuple(blocks)
 
+    def content(self) -> Any:
+        return ["blocks", *(block.content() for block in self.blocks)]
+
     def _columns(self, columns: Tensor) -> Tensor:
         pieces = torch.split(columns, [block.shape[1] for block in self.blocks])
         return torch.cat([b @ piece for b, piece in zip(self.blocks, pieces, strict=True)])
@@ -124,6 +130,9 @@ class KroneckerOperator(LinearOperator):
         super().__init__((rows, columns), dtype=first.dtype, device=first.device, tags=tags)
         self.factors = tuple(factors)
 
+    def content(self) -> Any:
+        return ["kronecker", *(factor.content() for factor in self.factors)]
+
     def _columns(self, columns: Tensor) -> Tensor:
         return _along_axes(self.factors, columns)
 
@@ -154,6 +163,9 @@ class Sum(LinearOperator):
         super().__init__(first.shape, dtype=first.dtype, device=first.device, tags=tags)
         self.parts = tuple(parts)
 
+    def content(self) -> Any:
+        return ["sum", *(part.content() for part in self.parts)]
+
     def _columns(self, columns: Tensor) -> Tensor:
         return _total([part @ columns for part in self.parts])
 
@@ -177,6 +189,9 @@ class Scaled(LinearOperator):
         tags = Tags(symmetric=original.tags.symmetric, psd=original.tags.psd and factor >= 0)
         super().__init__(original.shape, dtype=original.dtype, device=original.device, tags=tags)
         self.original, self.factor = original, factor
+
+    def content(self) -> Any:
+        return ["scaled", self.factor, self.original.content()]
 
     def _columns(self, columns: Tensor) -> Tensor:
         image: Tensor = self.original @ columns
@@ -208,6 +223,9 @@ class Product(LinearOperator):
             tags=_product_tags(factors),
         )
         self.factors = tuple(factors)
+
+    def content(self) -> Any:
+        return ["product", *(factor.content() for factor in self.factors)]
 
     def _columns(self, columns: Tensor) -> Tensor:
         for factor in reversed(self.factors):
@@ -243,6 +261,9 @@ class Submatrix(LinearOperator):
         self.original = original
         self._row_places = rows.to(original.device)
         self._column_places = columns.to(original.device)
+
+    def content(self) -> Any:
+        return ["rows, columns", self._row_places, self._column_places, self.original.content()]
 
     def _columns(self, columns: Tensor) -> Tensor:
         placed = columns.new_zeros(self.original.shape[1], columns.shape[1])

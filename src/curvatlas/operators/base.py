@@ -49,6 +49,13 @@ class LinearOperator:
         self.tags = tags or Tags()
         self.products = 0  # matrix-vector products so far; K columns count K
 
+    def content(self) -> Any:
+        """Everything the products depend on, for checkpoints to be told apart by; None: unknown.
+
+        Tensors, numbers, texts and collections of these.
+        """
+        return None
+
     def _columns(self, columns: Tensor) -> Tensor:
         """(n, K) → (m, K)."""
         raise TypeError(f"{type(self).__name__} defines no product.")
@@ -267,6 +274,9 @@ class Transpose(LinearOperator):
         super().__init__((n, m), dtype=original.dtype, device=original.device)
         self.original = original
 
+    def content(self) -> Any:
+        return ["transpose", self.original.content()]
+
     def _columns(self, columns: Tensor) -> Tensor:
         self.original.products += columns.shape[1]
         return self.original._adjoint_columns(columns)
@@ -296,6 +306,9 @@ class MatrixOperator(LinearOperator):
             tags = Tags(symmetric=rows == columns and bool(torch.equal(matrix, matrix.T)))
         super().__init__((rows, columns), dtype=matrix.dtype, device=matrix.device, tags=tags)
         self.matrix = matrix.detach()
+
+    def content(self) -> Any:
+        return self.matrix
 
     def _columns(self, columns: Tensor) -> Tensor:
         return self.matrix @ columns

@@ -70,6 +70,9 @@ class CurvatureOperator(LinearOperator):
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
 
+    def content(self) -> Any:
+        return [type(self).__name__, self.problem.content()]
+
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
         return self.linearisation(self.problem, batch, names, logit_room=self._logit_room)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class Fisher(CurvatureOperator):
         super().__init__(problem, budget=budget, checks=checks, tags=tags)
         self.kind, self.samples, self.seed = kind, samples, seed
         self.outer = "whole" if kind == "exact" else "none"
+
+    def content(self) -> Any:
+        return [self.kind, self.samples, self.seed, *super().content()]
 
     def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
         if self.kind == "exact":

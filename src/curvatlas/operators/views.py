@@ -89,6 +89,10 @@ class BlockView(LinearOperator):
         )
         self.parent = parent
 
+    def content(self) -> Any:
+        places = [piece.indices for piece in (*self.row_slices, *self.column_slices)]
+        return ["view", len(self.row_slices), places, self.parent.content()]
+
     def _columns(self, columns: Tensor) -> Tensor:
         return self._product(self._rows, self._cols, columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from curvatlas.archive import raw_bytes
 from curvatlas.errors import NonFiniteError, ProblemError
 
 # Data up to this size are held in memory, so that every pass sees the same batches in the same
@@ -159,6 +161,32 @@ def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def sample_digests(batch: Batch) -> int:
+    """Σ over samples of a digest of each, which does not depend on how they are put into batches.
+
+    Tensors without an entry for each sample are told with every sample.
+    """
+    tensors = [t.detach().cpu() for t in _tensors((batch.inputs, batch.targets))]
+    size = batch.samples
+    shared = hashlib.blake2b(digest_size=8)
+    rows: list[memoryview] = []
+    for tensor in tensors:
+        shared.update(f"{tuple(tensor.shape[1:])} {tensor.dtype};".encode())
+        content = raw_bytes(tensor)
+        if tensor.ndim and tensor.shape[0] == size:
+            rows.append(content)
+        else:
+            shared.update(content)
+    total = 0
+    for place in range(size):
+        digest = shared.copy()
+        for content in rows:
+            width = len(content) // size
+            digest.update(content[place * width : (place + 1) * width])
+        total += int.from_bytes(digest.digest(), "little")
+    return total
 
 
 def size_in_bytes(batch: Batch) -> int:

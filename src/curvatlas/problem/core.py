@@ -20,7 +20,7 @@ from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
 from curvatlas.problem import agreement, fingerprint, guards, head
 from curvatlas.problem.batch_stream import BatchStream
-from curvatlas.problem.batches import Batch, batches_of, checked, described
+from curvatlas.problem.batches import Batch, batches_of, checked, described, sample_digests
 from curvatlas.problem.checkpointing import checkpointed
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
@@ -183,6 +183,18 @@ class Problem:
     def data_digest(self) -> bytes:
         """Of the batches of the last pass, where every rank has to see the same (``shard``)."""
         return self._stream.last_pass.digest
+
+    def content(self) -> list[Any]:
+        """Everything that decides the numbers: weights, buffers, loss, parameters and data.
+
+        The data count as a set of samples over all processes, however they are dealt.
+        """
+        samples = sum(sample_digests(batch) for batch in self.batches())
+        if self.distributed:
+            samples = sum(parallel.from_every_process(samples % 2**61))
+        options = {name: value for name, value in self.options.items() if name != "shard"}
+        state = agreement.state_of(self)
+        return [list(self.parameter_names), options, state, self.total_count, samples % 2**61]
 
     def mark(self, version: tuple[bytes, bytes] | None = None) -> parallel.Mark | None:
         """What this process's part of a sum rests on; None without others to compare with.

@@ -30,9 +30,11 @@ from torch import Tensor
 from curvatlas import archive, parallel
 from curvatlas.files import parse_json, previous, remove_partial
 from curvatlas.operators.base import LinearOperator
+from curvatlas.problem.fingerprint import content
 
 _SCHEMA = 2
 _TOGETHER = "together"  # every process multiplies the same vectors: they resume from one state
+_CONTENT = "weights, data or loss"
 _MOST_OF_THE_TIME = 0.1  # writing may take at most this share of the time since the last write
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -47,8 +49,8 @@ def fingerprint(op: LinearOperator, **options: Any) -> dict[str, Any]:
         _TOGETHER: parallel.sums_over_processes(op),
         **options,
     }
-    content: dict[str, Any] = json.loads(json.dumps(described, default=str))
-    return content
+    plain: dict[str, Any] = json.loads(json.dumps(described, default=str))
+    return {**plain, _CONTENT: op.content}
 
 
 class Checkpoint:
@@ -59,6 +61,10 @@ class Checkpoint:
         self._mark = dict(mark)
         # Not part of what must agree: any number of processes may go on.
         self._together = bool(self._mark.pop(_TOGETHER, False))
+        read_content = self._mark.pop(_CONTENT, None)
+        if self.path is not None and read_content is not None:
+            # Trained on, or with other data, the same file would answer for what was before.
+            self._mark[_CONTENT] = content(read_content()).hex()
         self._written = time.monotonic()
         self._cost = 0.0
 

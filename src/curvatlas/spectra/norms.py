@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ class Gram(LinearOperator):
         size = min(rows, columns)
         tags = Tags(symmetric=True, psd=True)
         super().__init__((size, size), dtype=op.dtype, device=op.device, tags=tags)
+
+    def content(self) -> Any:
+        return ["gram", self._first.content()]
 
     def _columns(self, columns: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self._second @ (self._first @ columns)
