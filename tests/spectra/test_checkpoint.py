@@ -20,6 +20,9 @@ ESTIMATES: dict[str, Callable[..., ca.Result]] = {
     "eigenpairs": lambda op, **o: ca.eigenpairs(op, k=4, which="both", tol=1e-6, **o),
     "restarted": lambda op, **o: ca.eigenpairs(op, k=3, tol=1e-8, memory=24 * 6400, **o),
     "trace": lambda op, **o: ca.trace(op, rtol=0.03, **o),
+    "trace in little memory": lambda op, **o: ca.trace(
+        op, rtol=0.03, max_products=60, memory=20 * 6400, **o
+    ),
     "frobenius": lambda op, **o: ca.frobenius_norm(op, rtol=0.03, **o),
     "diagonal": lambda op, **o: ca.diagonal(op, rtol=0.01, max_products=100, **o),
     "density": lambda op, **o: ca.spectral_density(op, max_products=150, **o),

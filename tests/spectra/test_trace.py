@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import curvatlas as ca
+from curvatlas.spectra.deflated import DeflatedSampler
 from spectra.spectrum_operators import SpectrumOperator, rotated, spectra
 
 
@@ -82,3 +83,71 @@ def test_float32_agrees_with_float64() -> None:
     values = spectra()["hessian_like"]
     found = ca.trace(SpectrumOperator(values.float()), rtol=0.02)
     assert found.value == pytest.approx(float(values.sum()), rel=0.04)
+
+
+def test_a_million_columns_are_estimated_with_the_default_options() -> None:
+    # A basis of n rows would be 4 TB.
+    values = torch.linspace(0.5, 1.5, 1_000_000)
+    values[:3] = torch.tensor([3e4, 1e4, -5e3])
+    found = ca.trace(SpectrumOperator(values))
+    assert found.converged
+    assert found.interval[0] <= float(values.double().sum()) <= found.interval[1]
+
+
+def test_a_trace_near_zero_ends_at_the_default_cap() -> None:
+    values = torch.linspace(-1, 1, 3000, dtype=torch.float64)
+    operator = SpectrumOperator(values)
+    found = ca.trace(operator)
+    assert operator.products == found.products <= 300
+    assert not found.converged
+    assert found.interval[0] <= 0.0 <= found.interval[1]
+
+
+@pytest.mark.parametrize("vectors", [16, 24, 60])
+def test_the_interval_covers_the_truth_where_memory_holds_few_vectors(vectors: int) -> None:
+    values = spectra()["hessian_like"]
+    truth, bytes_of = float(values.sum()), 8 * len(values)
+    covered = 0
+    for seed in range(40):
+        found = ca.trace(
+            SpectrumOperator(values), rtol=0.02, seed=seed, max_products=120,
+            memory=vectors * bytes_of,
+        )  # fmt: skip
+        assert found.products <= 120
+        covered += found.interval[0] <= truth <= found.interval[1]
+    assert covered >= 34, covered
+
+
+def test_letting_the_probes_go_changes_nothing_but_rounding() -> None:
+    op = SpectrumOperator(spectra()["heavy_tailed"])
+    held, let_go = (
+        DeflatedSampler(op, 40, torch.Generator().manual_seed(3), room=room) for room in (400, 44)
+    )
+    for sampler in (held, let_go):
+        sampler.deflate(10)
+        for _ in range(8):
+            assert sampler.probe(4) == 4
+    assert len(let_go.let_go) > 1
+    assert not held.let_go
+    few, all_pairs = let_go.rest(), held.rest()
+    assert few.values == pytest.approx(all_pairs.values, rel=1e-12)
+    assert few.squares == pytest.approx(all_pairs.squares, rel=1e-12)
+    assert few.centred == pytest.approx(all_pairs.centred, rel=1e-12)
+
+
+def test_bands_of_entries_give_the_same_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = DeflatedSampler(
+        SpectrumOperator(spectra()["hessian_like"]), 40, torch.Generator().manual_seed(3), room=400
+    )
+    sampler.deflate(10)
+    sampler.probe(7)
+    at_once = sampler.rest()
+    monkeypatch.setattr("curvatlas.spectra.deflated._BAND", 500)
+    banded = sampler.rest()
+    for name in ("values", "squares", "centred", "third", "fourth"):
+        assert getattr(banded, name) == pytest.approx(getattr(at_once, name), rel=1e-11), name
+
+
+def test_too_little_memory_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ValueError, match=r"holds 12 vectors of 6\.4 kB: trace needs at least 16"):
+        ca.trace(SpectrumOperator(spectra()["hessian_like"]), memory=12 * 6400)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvatlas import parallel
+from curvatlas.budget import default_budget, parse_bytes, readable
 from curvatlas.errors import ProblemError
 from curvatlas.operators.base import LinearOperator
 from curvatlas.problem.fingerprint import content
@@ -20,6 +21,8 @@ from curvatlas.spectra.krylov import KrylovBasis
 P = ParamSpec("P")
 R = TypeVar("R")
 
+MOST_PRODUCTS = 300  # that one estimate spends unless it is told how many
+READ_UP_TO = 512  # columns: reading them all takes not many more
 _COARSEST = 1e-4  # relative rounding: orthogonal vectors need float32 at least
 
 
@@ -55,6 +58,38 @@ def require_symmetric(op: LinearOperator, what: str) -> int:
             "tags=Tags(symmetric=True) if it is."
         )
     return size
+
+
+def vectors_within(
+    op: LinearOperator, memory: int | float | str | None, what: str, *, fewest: int
+) -> int:
+    """How many vectors of the operator's size fit into ``memory``, the default budget if None.
+
+    The default is a share of what the machine has, not of what is free now: the same call gives the
+    same numbers.
+    """
+    row = max(op.shape[0], 1) * op.dtype.itemsize
+    room = (default_budget(op.device) if memory is None else parse_bytes(memory)) // row
+    if parallel.sums_over_processes(op):
+        room = parallel.smallest_over_processes(room)  # all take the same steps
+    if room >= fewest:
+        return room
+    if memory is None:
+        return fewest
+    raise ValueError(
+        f"memory={readable(parse_bytes(memory))} holds {room} vectors of {readable(row)}: {what} "
+        f"needs at least {fewest}, give {readable(fewest * row)}."
+    )
+
+
+def products_allowed(max_products: int | None, columns: int) -> int:
+    """What was asked for, or 300; of an operator of few columns, enough to read them all after
+    sampling has turned out to be dearer.
+    """
+    if max_products is None:
+        return MOST_PRODUCTS if columns > READ_UP_TO else 2 * columns + 16
+    check_budget(max_products)
+    return max_products
 
 
 def check_budget(max_products: int) -> None:

@@ -12,7 +12,7 @@ from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
-from curvatlas.spectra.deflated import FEWEST_PROBES, DeflatedSampler, plan
+from curvatlas.spectra.deflated import FEWEST_PROBES, FEWEST_VECTORS, DeflatedSampler, plan
 from curvatlas.spectra.diagonal import read_diagonal
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.outer_part import FACTORS, count_products, outer_part
@@ -20,7 +20,9 @@ from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     check_budget,
     check_rtol,
+    products_allowed,
     require_square,
+    vectors_within,
 )
 
 _DATA_PROBES = 6
@@ -36,10 +38,11 @@ def trace(
     rtol: float = 0.01,
     seed: int = 0,
     max_products: int | None = None,
+    memory: int | float | str | None = None,
     data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """tr A until the 95 % interval is within ``rtol`` of the value.
+    """tr A until the 95 % interval is within ``rtol`` of the value, or the products are spent.
 
     A dense matrix or an operator with ``exact_trace()`` answers exactly. So does H_o where a sample
     has few outputs, through the factors of the samples; of H only H_f is then estimated (the cost
@@ -47,13 +50,18 @@ def trace(
     rest is sampled; when sampling would take more products than the operator has columns, the
     diagonal is read exactly. ``data_error``: where the operator knows its batches, measure their
     scatter too (six more products).
+    max_products: 300 by default;  memory: bytes (or "2GB") for the vectors beside the operator's
+    own, a quarter of the machine's by default; with less, fewer outliers are captured.
     """
     require_square(op, "trace")
     check_rtol(rtol)
     if max_products is not None:
         check_budget(max_products)
-    found = _closed_form(op) or _through_factors(op, rtol, seed, max_products, checkpoint)
-    found = found or _estimate(op, rtol, seed, max_products, checkpoint)
+    found = _closed_form(op)
+    if found is None:
+        room = vectors_within(op, memory, "trace", fewest=FEWEST_VECTORS)
+        found = _through_factors(op, rtol, seed, max_products, room, checkpoint)
+        found = found or _estimate(op, rtol, seed, max_products, room, checkpoint)
     return _with_data_error(op, found, seed) if data_error else found
 
 
@@ -78,6 +86,7 @@ def _through_factors(
     rtol: float,
     seed: int,
     max_products: int | None,
+    room: int,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Estimate | None:
     """tr H_o exactly, and tr H_f estimated if it belongs to the operator."""
@@ -95,7 +104,7 @@ def _through_factors(
             method=FACTORS,
         )  # fmt: skip
     left = None if max_products is None else max_products - known.products
-    rest = _estimate(known.rest, rtol, seed, left, checkpoint, offset=value)
+    rest = _estimate(known.rest, rtol, seed, left, room, checkpoint, offset=value)
     count_products(op, rest.products)
     rounding = 64 * torch.finfo(op.dtype).eps * value
     return replace(
@@ -111,21 +120,26 @@ def _estimate(
     rtol: float,
     seed: int,
     max_products: int | None,
+    room: int,
     checkpoint: str | os.PathLike[str] | None,
     *,
     offset: float = 0.0,
 ) -> Estimate:
-    """offset + tr A: the tolerance is relative to the sum."""
+    """offset + tr A: the tolerance is relative to the sum.
+
+    room: vectors that fit into memory.
+    """
     n = op.shape[0]
-    budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
-    check_budget(budget)
+    budget = products_allowed(max_products, n)
+    room = min(room, 5 * budget + 64)  # all there could ever be
     if n <= _EXACT_UP_TO and budget >= n:
         return _read_diagonal(op, 0, offset)
     mark = fingerprint(
-        op, estimate="trace", rtol=rtol, seed=seed, max_products=max_products, beside=offset != 0.0
-    )
+        op, estimate="deflated trace", rtol=rtol, seed=seed, max_products=max_products,
+        room=room, beside=offset != 0.0,
+    )  # fmt: skip
     file = Checkpoint(checkpoint, mark)
-    sampler = DeflatedSampler(op, min(budget, n), generator(seed))
+    sampler = DeflatedSampler(op, min(budget, n), generator(seed), room=room)
     stored = file.load()
     if stored is not None:
         sampler.restore(*stored)
@@ -140,7 +154,9 @@ def _estimate(
             progress.update(sampler.products - progress.n)
             if file.due():
                 file.save(*sampler.state())
-            if sampler.probes.shape[1] < FEWEST_PROBES or sampler.basis.multiplied == 0:
+            if sampler.probe_count < FEWEST_PROBES or (
+                sampler.basis.multiplied == 0 and sampler.growing
+            ):
                 if not _begin(sampler, budget):
                     break
                 continue
@@ -162,8 +178,13 @@ def _estimate(
 def _begin(sampler: DeflatedSampler, budget: int) -> bool:
     """The first probes and Lanczos steps; False when the budget does not allow them."""
     left = budget - sampler.products
-    missing = FEWEST_PROBES - sampler.probes.shape[1]
-    if missing > 0 and left > 0:
+    missing = FEWEST_PROBES - sampler.probe_count
+    # Where memory is short, the basis comes before the probes: it cannot grow once these were let
+    # go, and they need to see what it leaves.
+    tight = sampler.room < 4 * FEWEST_PROBES + 2 * _FIRST_STEPS
+    if tight and sampler.basis.multiplied == 0 and sampler.growing and left > 0:
+        sampler.deflate(min(max(sampler.room // 4, 1), left))
+    elif missing > 0 and left > 0:
         sampler.probe(min(missing, left))
     elif left > 0:
         sampler.deflate(min(_FIRST_STEPS, left))
@@ -173,7 +194,7 @@ def _begin(sampler: DeflatedSampler, budget: int) -> bool:
 def _reached(sampler: DeflatedSampler, rtol: float, offset: float) -> Estimate:
     captured = np.diag(sampler.captured)
     rest = sampler.rest()
-    m = sampler.probes.shape[1]
+    m = sampler.probe_count
     value = offset + float(captured.sum() + rest.values.mean())
     eps = torch.finfo(sampler.op.dtype).eps
     rounding = 16 * eps * (np.abs(captured).sum() + np.abs(rest.values).mean())
