@@ -500,6 +500,13 @@ def test_a_model_without_values_is_tried_on_made_up_ones() -> None:
     assert rows(fused_pieces(anatomy)["key"]) == list(range(512))
 
 
+def test_a_model_made_in_inference_mode_is_tried_too() -> None:
+    with torch.inference_mode():
+        model = Model(Attention(order="kvq"))
+        anatomy = anatomy_of(model)
+    assert rows(fused_pieces(anatomy)["key"]) == list(range(12))
+
+
 def test_adapters_around_a_fused_projection_do_not_hide_it() -> None:
     class Adapted(nn.Module):
         def __init__(self, base: nn.Linear) -> None:

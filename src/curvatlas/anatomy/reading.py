@@ -282,7 +282,7 @@ class _Tree:
             what = "gate and up" if role == "gate_up" else "query, key and value"
             return f"a trial does not show {what} in it"
         wanted = "" if self.run else "; problem.anatomy tries it on the problem's data"
-        return f"it could not be tried out on made-up inputs{wanted}"
+        return f"it could not be tried out (too large, or no made-up input fits it){wanted}"
 
     def _chain(self, name: str) -> list[nn.Module]:
         """Modules around a parameter, innermost first."""

@@ -46,7 +46,7 @@ _SAME, _OTHER = 1e-3, 3e-2  # relative changes of a gradient: rounding, and what
 _GROUPS = 4  # key heads that are silenced to see whether heads are what they are said to be
 _UNSEEN = 1e-10  # of the largest gradient: another token's query has exactly none
 _LARGE_BUFFER = 2**20  # entries: a mask, not a counter that a forward pass may write to
-_LARGEST_META = 2**26  # entries that are made up for a model without values
+_LARGEST = 2**27  # entries of a copy that are converted or made up, half a gigabyte
 
 
 class CannotTry(Exception):
@@ -58,7 +58,7 @@ class Call:
     """A module's copy and arguments it was called with."""
 
     unit: nn.Module
-    arguments: tuple[Any, ...]
+    arguments: Sequence[Any]
     keywords: dict[str, Any]
 
     def __call__(self) -> list[Tensor]:
@@ -303,14 +303,14 @@ class _ProjectionOutput(_Varied):
         self.weight = weight
         outputs: list[Tensor] = []
 
-        def note(output: Tensor) -> Tensor:
-            outputs.append(output)
-            return output
+        def note(compute: Callable[[], Tensor]) -> Tensor:
+            outputs.append(compute())
+            return outputs[-1]
 
         with torch.no_grad(), _Replaced(weight, note) as replaced:
             call.unit(*call.arguments, **call.keywords)
-        if not outputs:
-            raise CannotTry("the projection is not called as a linear map")
+        if not outputs or any(output.shape != outputs[0].shape for output in outputs):
+            raise CannotTry("the projection is not called as one linear map")
         self._like, self._images = outputs[0], replaced.convolution
         self.z = self.draw()
 
@@ -319,15 +319,18 @@ class _ProjectionOutput(_Varied):
 
     def run(self, z: Tensor) -> list[Tensor]:
         leaf = self._leaf = z.clone().requires_grad_(True)
-        with torch.enable_grad(), _Replaced(self.weight, lambda output: leaf.view_as(output)):
+        with torch.enable_grad(), _Replaced(self.weight, lambda _: leaf.view_as(leaf)):
             results = self.call()
         return [y.movedim(1, -1) for y in results] if self._images else results
 
 
 class _Replaced(TorchFunctionMode):
-    """Inside, ``replace`` is given what a linear map with ``weight`` puts out, features last."""
+    """Inside, a linear map with ``weight`` puts out what ``replace`` gives, features last.
 
-    def __init__(self, weight: Tensor, replace: Callable[[Tensor], Tensor]) -> None:
+    replace is given the computation of what the map would put out.
+    """
+
+    def __init__(self, weight: Tensor, replace: Callable[[Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()
         self.replace = replace
         self.forms = [weight]  # the weight, its transpose, its copy in another precision
@@ -337,15 +340,15 @@ class _Replaced(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not any(a is form for a in inputs for form in self.forms):
-            return result
+            return func(*args, **kwargs)
         if func in _CONVOLUTIONS:
             self.convolution = True
-            return self.replace(result.movedim(1, -1)).movedim(-1, 1)
+            return self.replace(lambda: func(*args, **kwargs).movedim(1, -1)).movedim(-1, 1)
         if func in _LINEAR_MAPS:
-            return self.replace(result)
+            return self.replace(lambda: func(*args, **kwargs))
+        result = func(*args, **kwargs)
         alone = len(inputs) == 1 and isinstance(result, Tensor)
         if alone and result.numel() == self.forms[0].numel():
             self.forms.append(result)
@@ -361,6 +364,8 @@ class _WeightItself(_Varied):
         super().__init__(call)
         self.weight, self.axis = weight, axis
         self.name = next(n for n, p in call.unit.named_parameters() if p is weight)
+        if weight.numel() > _LARGEST // 4:
+            raise CannotTry("its gradients would take too much memory")
         self.z = self.draw()
 
     def draw(self) -> Tensor:
@@ -373,7 +378,7 @@ class _WeightItself(_Varied):
         with torch.enable_grad():
             values = {self.name: self._leaf.movedim(-1, self.axis)}
             result = torch.func.functional_call(
-                self.call.unit, values, self.call.arguments, self.call.keywords
+                self.call.unit, values, tuple(self.call.arguments), self.call.keywords
             )
         leaves = tree_flatten(result)[0]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -401,6 +406,7 @@ class Rehearsal:
         self, modules: dict[str, nn.Module], units: Collection[str], run: Runner | None
     ) -> None:
         self._modules, self._units, self._run = modules, units, run
+        self._copies: dict[str, nn.Module | None] = {}
         self._inputs: dict[object, Iterator[_Input]] = {}
         self._reached: dict[object, list[dict[str, _Input]]] = {}
 
@@ -426,11 +432,24 @@ class Rehearsal:
                     return
                 self._reached[key].append(self._record(path, inputs, on_data=key is self._run))
             if unit in self._reached[key][place]:
-                yield _call_of(self._modules[unit], *self._reached[key][place][unit])
+                twin = self._copy(unit)
+                if twin is not None:
+                    yield Call(twin, *_in_float32(self._reached[key][place][unit]))
+
+    def _copy(self, unit: str) -> nn.Module | None:
+        """The module in float32; None for one that is too large or of a kind that is not copied."""
+        if unit not in self._copies:
+            self._copies[unit] = None
+            with contextlib.suppress(Exception):
+                self._copies[unit] = copy_of(self._modules[unit], full=True)
+        return self._copies[unit]
 
     def _record(self, path: str, inputs: _Input, *, on_data: bool) -> dict[str, _Input]:
         """Arguments of the first call of every unit inside; the rest of the pass is left out."""
-        twin = copy_of(self._modules[path])
+        try:
+            twin = copy_of(self._modules[path])
+        except Exception:  # a module of a kind that is not copied
+            return {}
         prefix = f"{path}." if path else ""
         inside = [unit for unit in self._units if unit == path or unit.startswith(prefix)]
         seen: dict[str, _Input] = {}
@@ -463,14 +482,20 @@ def outwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def _call_of(unit: nn.Module, arguments: Any, keywords: Any) -> Call:
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().clone()
-            return leaf.float() if leaf.is_floating_point() else leaf
-        return leaf
+def _in_float32(inputs: _Input) -> _Input:
+    draw = torch.Generator().manual_seed(3)
 
-    return Call(copy_of(unit, full=True), tree_map(plain, arguments), tree_map(plain, keywords))
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_meta:  # any numbers will do for activations, and no mask
+            values = torch.randn(leaf.shape, generator=draw)
+            return values if leaf.is_floating_point() else torch.ones_like(leaf, device="cpu")
+        leaf = leaf.detach().clone()
+        return leaf.float() if leaf.is_floating_point() else leaf
+
+    arguments, keywords = tree_map(plain, inputs)
+    return arguments, keywords
 
 
 class _Reached(BaseException):
@@ -480,12 +505,10 @@ class _Reached(BaseException):
 def _made_up_inputs(module: nn.Module, width: int) -> Iterator[_Input]:
     """Inputs a module may take: hidden tokens, packed or on a grid, images, token numbers."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.zeros(()))
-    device = "cpu" if like.is_meta else like.device
-    dtype = torch.get_default_dtype() if like.is_meta else like.dtype
-    draw = torch.Generator().manual_seed(1)
+    device, draw = like.device, torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw).to(device, dtype)
+        return torch.randn(*shape, generator=draw).to(like)
 
     accepted = _accepted(module)
     hidden = normal(*_TOKENS, width)
@@ -561,14 +584,16 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
     copies: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
     draw = torch.Generator().manual_seed(2)
-    total = sum(p.numel() for p in module.parameters() if p.is_meta)
-    if full and total > _LARGEST_META:
-        raise CannotTry("the module has no values, and is too large to make them up")
+    anew = sum(p.numel() for p in module.parameters() if p.is_meta or p.dtype != torch.float32)
+    if full and anew > _LARGEST:
+        raise CannotTry("a copy in float32 would take too much memory")
 
     def tensor(original: Tensor, weight: bool, silent: bool = False) -> Tensor:
         if id(original) in tensors:
             return tensors[id(original)]
         plain = original.detach()
+        if plain.is_inference():  # made under torch.inference_mode(): no graph may keep it
+            plain = plain.clone()
         if full and (original.is_meta or hasattr(original, "placements")):
             plain = torch.zeros(original.shape, dtype=original.dtype)
             if weight:
