@@ -8,6 +8,7 @@ from typing import Any
 from curvatlas.commands.analyze import analyze
 from curvatlas.commands.atlas import atlas
 from curvatlas.commands.bench import bench
+from curvatlas.commands.check import check
 from curvatlas.commands.demo import demo
 from curvatlas.commands.doctor import doctor
 from curvatlas.commands.landscape import landscape
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
     "verify": verify,
     "report": report,
+    "check": check,
     "bench": bench,
     "doctor": doctor,
 }

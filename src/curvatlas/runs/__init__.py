@@ -1,6 +1,7 @@
 """The run folder: written as work completes, resumed after a kill, loaded without trust."""
 
 from curvatlas.runs import fingerprints
+from curvatlas.runs.checking import RunCheck, RunFault, check, repair
 from curvatlas.runs.comparison import Change, RunComparison, compare
 from curvatlas.runs.folder import Run, RunWriteError
 from curvatlas.runs.loading import LoadedRun, load
@@ -9,9 +10,13 @@ __all__ = [
     "Change",
     "LoadedRun",
     "Run",
+    "RunCheck",
     "RunComparison",
+    "RunFault",
     "RunWriteError",
+    "check",
     "compare",
     "fingerprints",
     "load",
+    "repair",
 ]

@@ -22,15 +22,12 @@ import curvatlas
 from curvatlas import archive
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, write_json
 from curvatlas.results import Result, brief
-from curvatlas.runs import loading
+from curvatlas.runs import checking, loading
 from curvatlas.runs import manifest as manifests
 from curvatlas.runs.locking import LOCK_NAME, FolderLock
 from curvatlas.runs.manifest import Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
-
-_CHECKPOINTS = "checkpoints"
-_LARGEST_IN_JSON = 4096  # numbers; of longer tensors the JSON copy has the shape only
 
 
 class RunWriteError(OSError):
@@ -67,8 +64,9 @@ class Run:
     ) -> Run:
         """Open a new folder, or go on with the same run when the folder already holds it.
 
-        A folder that holds a run with other options, model or data, or anything that is not a run,
-        is refused and left as it is.
+        What a killed process left behind (half-written files, checkpoints of finished steps) is
+        removed. A folder that holds a run with other options, model or data, or anything that is
+        not a run, is refused and left as it is.
         """
         options = _json_options(options)
         fingerprints = {"model": model_fingerprint, "data": data_fingerprint}
@@ -88,6 +86,8 @@ class Run:
                 manifest = _new_manifest(options, fingerprints, command)
             run = cls(folder, manifest, lock)
             run._write_manifest(status="running", error=None)
+            for file, _ in checking.left_overs(folder, manifest):
+                file.unlink(missing_ok=True)
         except BaseException:
             lock.release()
             raise
@@ -125,12 +125,12 @@ class Run:
         """Where a long step may keep its own intermediate state; removed when the step is done."""
         if not manifests.valid_name(name):
             raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
-        return self.path / _CHECKPOINTS / f"{name}.safetensors"
+        return self.path / checking.CHECKPOINTS / f"{name}.safetensors"
 
     def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:
         """Note how the run ended and let go of the folder."""
         with suppress(OSError):  # only an empty folder goes
-            (self.path / _CHECKPOINTS).rmdir()
+            (self.path / checking.CHECKPOINTS).rmdir()
         try:
             self._write_manifest(status=status, error=error)
         finally:
@@ -157,7 +157,7 @@ class Run:
         try:
             written = result.save(f"{stem}.safetensors")
             digest = hashlib.sha256(archive.read(written)).hexdigest()
-            text = write_json(Path(f"{stem}.json"), brief(result, largest=_LARGEST_IN_JSON))
+            text = write_json(Path(f"{stem}.json"), brief(result, largest=checking.LARGEST_IN_JSON))
             entry = StepEntry(
                 kind=result.kind,
                 sha256=digest,
@@ -186,7 +186,7 @@ class Run:
 
     def _write_manifest(self, **changes: Any) -> None:
         manifest = self.manifest.changed(**changes)
-        write_json(self.path / manifests.FILE_NAME, manifest.to_json())
+        write_json(self.path / manifests.FILE_NAME, manifest.to_json(), keep_previous=True)
         self.manifest = manifest  # only after it is on disk: memory never runs ahead of the folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from curvatlas.runs.manifest import Manifest
 
 RESULTS = "results"
 _MANIFEST_LIMIT = 16 * 2**20
+_MANIFEST_ITEMS = 200_000  # ten thousand steps and warnings, and all options
 _FILE_LIMIT = 100_000
 # Formats whose readers run code: a run folder never holds one, so its presence is a warning sign.
 _CODE_CARRIERS = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".dill", ".npy", ".py"}
@@ -58,72 +60,101 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     Refused: a missing, damaged, edited or newer manifest; results whose checksum, class, fields or
     declared shapes are wrong; symbolic links, devices and files that could carry code (pickles).
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {what}: a run is a folder with a {manifests.FILE_NAME}.")
-    folder = folder.resolve()
+    folder = existing_folder(path)
     manifest = read_manifest(folder)
     refuse_foreign_files(folder)
     results = {name: read_result(folder, name, manifest) for name in manifest.steps}
     return LoadedRun(path=folder, manifest=manifest, results=results)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def existing_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder with links to it resolved."""
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {what}: a run is a folder with a {manifests.FILE_NAME}.")
+    return folder.resolve()
+
+
+def read_manifest(folder: Path, name: str = manifests.FILE_NAME) -> Manifest:
     """The checked manifest of the folder."""
-    path = folder / manifests.FILE_NAME
+    path = folder / name
     try:
         content = read_bytes(path, limit=_MANIFEST_LIMIT, follow_links=False)
     except FileNotFoundError:
-        raise ValueError(f"{folder} is not a run: it has no {manifests.FILE_NAME}.") from None
-    return manifests.parse(parse_json(content, str(path)), str(path))
+        raise ValueError(f"{folder} is not a run: it has no {name}.") from None
+    try:
+        return manifests.parse(parse_json(content, str(path), items=_MANIFEST_ITEMS), str(path))
+    except manifests.NewerSchemaError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}: {_told_by_check(folder)}.") from error
 
 
-def read_result(folder: Path, name: str, manifest: Manifest) -> Result:
-    """One stored result, its two files checked against the manifest."""
+def read_result(folder: Path, name: str, manifest: Manifest, *, copy: bool = True) -> Result:
+    """One stored result, its file and the copy in JSON checked against the manifest."""
     entry = manifest.steps[name]
     stem = folder / RESULTS / name
-    try:
-        content = archive.read(Path(f"{stem}.safetensors"), follow_links=False)
-        readable = archive.read(Path(f"{stem}.json"), follow_links=False)
-    except FileNotFoundError as error:
-        raise ValueError(f"the run names {error.filename}, which is missing.") from None
-    for suffix, data, digest in (
-        ("safetensors", content, entry.sha256),
-        ("json", readable, entry.json_sha256),
-    ):
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError(f"{stem}.{suffix} does not match the checksum in the manifest.")
-    result = parse(content, f"{stem}.safetensors")
+    expected = {".safetensors": entry.sha256}
+    if copy:
+        expected[".json"] = entry.json_sha256
+    contents = {}
+    for suffix, digest in expected.items():
+        file = Path(f"{stem}{suffix}")
+        try:
+            contents[suffix] = archive.read(file, follow_links=False)
+        except FileNotFoundError:
+            raise ValueError(
+                f"the run names {file}, which is missing: {_told_by_check(folder)}."
+            ) from None
+        if hashlib.sha256(contents[suffix]).hexdigest() != digest:
+            raise ValueError(
+                f"{file} does not match the checksum in the manifest: {_told_by_check(folder)}."
+            )
+    result = parse(contents[".safetensors"], f"{stem}.safetensors")
     if result.kind != entry.kind:
         raise ValueError(f"{stem} holds a {result.kind}, the manifest says {entry.kind}.")
     return result
 
 
+def _told_by_check(folder: Path) -> str:
+    return f"'curvatlas check {folder}' says what can be repaired"
+
+
 def refuse_foreign_files(folder: Path) -> None:
     """ValueError when the folder holds links, devices, code carriers or strange results."""
+    for path, fault in foreign_files(folder):
+        raise ValueError(f"{path} {fault}: remove it if you put it there.")
+
+
+def foreign_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Links, devices, code carriers and strange results, each with what is wrong about it."""
     count = 0
     for directory, subdirectories, files in os.walk(folder, followlinks=False):
         count += len(files) + len(subdirectories)
         if count > _FILE_LIMIT:
-            raise ValueError(f"{folder} holds more than {_FILE_LIMIT} files: not a run of ours.")
+            yield folder, f"holds more than {_FILE_LIMIT} files, as no run of ours does"
+            return
         for name in [*subdirectories, *files]:
             path = Path(directory, name)
-            _refuse(path, in_results=Path(directory) == folder / RESULTS)
+            fault = _foreign(path, in_results=Path(directory) == folder / RESULTS)
+            if fault is not None:
+                yield path, fault
 
 
-def _refuse(path: Path, *, in_results: bool) -> None:
+def _foreign(path: Path, *, in_results: bool) -> str | None:
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:  # a temporary file of a run that is being written
-        return
+        return None
     if stat.S_ISLNK(mode):
-        raise ValueError(f"{path} is a symbolic link: a run folder holds none.")
+        return "is a symbolic link, of which a run folder holds none"
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path} is a device, pipe or socket: a run folder holds none.")
+        return "is a device, pipe or socket, of which a run folder holds none"
     if path.suffix.lower() in _CODE_CARRIERS:
-        raise ValueError(f"{path} may carry code ({path.suffix}): a run folder holds no such file.")
+        return f"may carry code ({path.suffix}), which no file of a run folder does"
     if in_results and not path.name.endswith(PARTIAL_SUFFIX):
         ours = path.suffix in (".safetensors", ".json") and manifests.valid_name(path.stem)
         if not ours or stat.S_ISDIR(mode):
-            raise ValueError(f"{path} is no result of ours: remove it if you put it there.")
+            return "is no result of ours"
+    return None

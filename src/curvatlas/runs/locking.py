@@ -15,6 +15,23 @@ except ImportError:  # Windows has no flock: there the folder is not locked
 LOCK_NAME = ".lock"
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process is writing the folder; leaves no file behind."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class FolderLock:
     """Held until ``release`` or the death of the process; the system frees it in both cases."""
 

@@ -25,6 +25,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMIT = 10_000  # steps, warnings: more than any run has
 
 
+class NewerSchemaError(ValueError):
+    """The run was written by a later version of curvatlas: nothing is wrong with it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepEntry:
     """One stored result: its class, and the checksums of ``results/<name>.safetensors, .json``."""
@@ -77,7 +81,7 @@ def parse(content: Any, where: str) -> Manifest:
         raise ValueError(f"{where} is not the manifest of a curvatlas run: no integer schema.")
     schema = content["schema"]
     if schema > SCHEMA:
-        raise ValueError(
+        raise NewerSchemaError(
             f"{where} has schema {schema}, this version reads up to {SCHEMA}: upgrade curvatlas."
         )
     if schema >= 1 and content.get("checksum") != json_checksum(content):
