@@ -205,7 +205,9 @@ def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
         archive.write(path, tensors, metadata, keep_previous=True)
     except OSError as error:
         older = previous(path)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        # A limit on the size of one file (EFBIG) is not lifted by removing another.
+        if cause.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
             raise
         older.unlink()  # room for the new state matters more than the way back behind the last
         archive.write(path, tensors, metadata, keep_previous=True)
