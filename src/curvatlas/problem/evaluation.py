@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import inspect
 import warnings
 import weakref
@@ -98,7 +99,12 @@ def _sharded_only(placements: Sequence[Any]) -> bool:
 
 def _fully_sharded(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP2 manages, told by name: importing FSDP takes seconds."""
-    return [m for m in model.modules() if any(k.__name__ == "FSDPModule" for k in type(m).__mro__)]
+    return [module for module in model.modules() if _is_fully_sharded(type(module))]
+
+
+@functools.cache
+def _is_fully_sharded(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 @contextlib.contextmanager
@@ -119,9 +125,9 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             take(module._backward_hooks)
             take(module._backward_pre_hooks)
-        for module in _fully_sharded(model):
-            take(module._forward_pre_hooks)
-            take(module._forward_hooks)
+            if _is_fully_sharded(type(module)):
+                take(module._forward_pre_hooks)
+                take(module._forward_hooks)
         yield
     finally:
         for hooks, own in kept:
@@ -364,11 +370,10 @@ def _exact_configurations(model: nn.Module, modules: Sequence[nn.Module]) -> Ite
     """Hugging Face's options that cannot be differentiated twice, switched in every part."""
     parts: list[Any] = [vars(m)["config"] for m in modules if "config" in vars(m)]
     configurations = {id(config): config for config in parts}.values()
-    double = any(p.dtype == torch.float64 for p in model.parameters()) if parts else False
     changes: list[tuple[Any, str, Any]] = []  # configuration, attribute, value to put back
     try:
         for config in configurations:
-            for attribute, instead in _switched(model, config, double):
+            for attribute, instead in _switched(model, config):
                 changes.append((config, attribute, getattr(config, attribute)))
                 setattr(config, attribute, instead)
         yield
@@ -377,11 +382,13 @@ def _exact_configurations(model: nn.Module, modules: Sequence[nn.Module]) -> Ite
             setattr(config, attribute, value)
 
 
-def _switched(model: nn.Module, config: Any, double: bool) -> Iterator[tuple[str, Any]]:
+def _switched(model: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
     """(attribute, value during the evaluation) of one configuration."""
     if getattr(config, "use_cache", None):
         yield "use_cache", False
-    if double and getattr(config, "_experts_implementation", None) == "grouped_mm":
+    if getattr(config, "_experts_implementation", None) == "grouped_mm" and any(
+        parameter.dtype == torch.float64 for parameter in model.parameters()
+    ):
         yield "_experts_implementation", "eager"
     # The plain attribute: the property would also set those of sub-configurations.
     attention = getattr(config, "_attn_implementation_internal", None)
