@@ -238,6 +238,7 @@ def _check_rows(rows: Tensor, failure: Exception | None, differ: Callable[[], No
 # --- sums ---------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # what is made in it could not be added to
 def summed(
     fill: Callable[[Tensor], Mark | None],
     shape: Sequence[int],

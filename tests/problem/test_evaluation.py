@@ -264,6 +264,23 @@ def test_data_made_in_inference_mode_are_accepted() -> None:
         assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize(
+    "operator", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian, ca.Fisher, ca.KFAC]
+)
+def test_everything_may_be_called_inside_inference_mode(operator: Any) -> None:
+    vector = torch.randn(26, dtype=torch.float64)
+    plain = ca.Problem(Shifted(), "cross_entropy", data())
+    want = operator(plain) @ vector
+    with torch.inference_mode():
+        problem = ca.Problem(Shifted(), "cross_entropy", data())
+        inside = operator(problem)
+        found = inside @ vector.clone()
+        assert problem.value() == plain.value()
+        assert torch.equal(problem.gradient(), plain.gradient())
+    assert oracles.relative_error(found, want) < 1000 * EPS
+    assert oracles.relative_error(inside @ vector, want) < 1000 * EPS
+
+
 # --- Hugging Face models, and modules around them ------------------------------------------------
 
 VOCABULARY, WIDTH, PROMPT = 13, 8, 3

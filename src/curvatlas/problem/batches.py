@@ -148,7 +148,8 @@ def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:
             return checked(dict(leaf), what=what, device=device, index=index)
         if not isinstance(leaf, Tensor):
             return leaf
-        moved = leaf.detach().to(device, copy=True)
+        with torch.inference_mode(False):
+            moved = leaf.detach().to(device, copy=True)
         if moved.is_floating_point() and not bool(torch.isfinite(moved).all()):
             bad = int((~torch.isfinite(moved)).sum())
             raise NonFiniteError(
