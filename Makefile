@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One BLAS thread per test worker: with more, two workers on two cores fight each other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test check format docs wheel bench fixtures clean
+.PHONY: demo test check format docs wheel bench drill sweep fixtures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/curvatlas demo
@@ -38,6 +38,15 @@ bench: $(VENV)/.ready
 	$(PYTHON) benchmarks/peers.py
 	$(ONE_THREAD) .venv-bench/bin/python benchmarks/run.py run
 	$(BIN)/python scripts/benchmark_page.py
+
+# Kills, stops, full disks, damaged files, ranks that disagree: nothing lost, nothing wrong.
+drill: $(VENV)/.ready
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/drill.py
+
+# Random combinations of model, loss, batching, budget and operator against an oracle.
+sweep: $(VENV)/.ready
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py --labels --cases 200
 
 # Independent oracle: JAX in an environment of its own writes tests/fixtures.
 fixtures:
