@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import typer
 
-from curvatlas.commands import COMMANDS
+from curvatlas.commands import COMMANDS, processes
 from curvatlas.commands.budgets import Interrupted
+from curvatlas.errors import PeerError, is_wrong_input
 
 # typer ≥ 0.26 carries its own click: its exceptions are found from the one it exports
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if hasattr(signal, "SIGTERM"):
         signal.signal(signal.SIGTERM, _terminate)
     code = _run(given)
+    processes.leave()
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) went away: not an error of ours
@@ -72,6 +74,7 @@ def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     command = typer.main.get_command(app)
     try:
+        processes.begin(arguments)
         code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
     except Interrupted as interruption:
         _complain(str(interruption))
@@ -104,12 +107,12 @@ def _wrong_use(error: Any) -> int:
 def _failure(error: Exception) -> int:
     """One line, and 2 when what the user gave is at fault, 1 when the computation is."""
     message = " ".join(str(error).split()) or type(error).__name__
-    ours = isinstance(error, (ValueError, TypeError, OSError, ImportError, KeyError))
+    ours = is_wrong_input(error)
     if isinstance(error, KeyError):
         message = str(error.args[0]) if error.args else message
     elif isinstance(error, OSError) and error.strerror:
         message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    elif not ours:
+    elif not ours and not isinstance(error, PeerError):
         message = f"{type(error).__name__}: {message} (--debug shows where)"
     _complain(message)
     full = isinstance(error, OSError) and error.errno in (28, 122)

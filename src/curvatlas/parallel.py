@@ -133,6 +133,17 @@ def texts(text: str) -> list[str]:
     ]
 
 
+def from_first(content: bytes) -> bytes:
+    """The first process's bytes, in every process."""
+    if world_size() == 1:
+        return content
+    length = from_every_process(len(content))[0]
+    sent = torch.zeros(length, dtype=torch.uint8)
+    if rank() == 0:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return bytes(add_over_processes(sent).numpy())
+
+
 def _kind(failure: Exception | None) -> int:
     return 0 if failure is None else 2 if is_wrong_input(failure) else 1
 

@@ -186,13 +186,17 @@ class CurvaturePropagationAnalyzer:
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
             labels = x["labels"]
-            return Problem(self.model, self._loss_for(labels), [x]), "labels"
+            return self._of_batch(self._loss_for(labels), x), "labels"
         if target is not None:
             if isinstance(x, Mapping):
                 data: Any = {**{k: v for k, v in x.items() if k != "labels"}, "labels": target}
-                return Problem(self.model, self._loss_for(target), [data], shift=False), "given"
-            return Problem(self.model, self._loss_for(target), [(x, target)]), "given"
+                return self._of_batch(self._loss_for(target), data, shift=False), "given"
+            return self._of_batch(self._loss_for(target), (x, target)), "given"
         return self._self_targets(x)
+
+    def _of_batch(self, loss: Any, batch: Any, shift: bool | None = None) -> Problem:
+        # One batch is looked into, which lies in this process.
+        return Problem(self.model, loss, [batch], shift=shift, distributed=False)
 
     def _loss_for(self, target: Any) -> Any:
         if self.loss is not None:
@@ -220,7 +224,7 @@ class CurvaturePropagationAnalyzer:
             target, origin = torch.zeros_like(outputs), "zero"
         data = {**inputs, "labels": target} if isinstance(inputs, Mapping) else (inputs, target)
         shift = False if isinstance(inputs, Mapping) else None
-        return Problem(self.model, loss, [data], shift=shift), origin
+        return self._of_batch(loss, data, shift=shift), origin
 
 
 def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:

@@ -36,8 +36,12 @@ class Budget:
     started: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
-        """Raise ``TimeUp`` when the time is used up."""
-        if self.seconds is not None and time.monotonic() - self.started > self.seconds:
+        """Raise ``TimeUp`` when the time is used up; of several processes by the first's clock."""
+        if self.seconds is None:
+            return
+        from curvatlas import parallel
+
+        if parallel.from_every_process(time.monotonic() - self.started > self.seconds)[0]:
             raise TimeUp(f"the time budget of {self.seconds:g} s is used up")
 
     def watch(self, operator: Any) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 
 import typer
 
-from curvatlas import runs
+from curvatlas import parallel, runs
 from curvatlas.commands.budgets import Interrupted, TimeUp
 from curvatlas.commands.console import Console
 from curvatlas.results import brief
 from curvatlas.runs import LoadedRun, Run
+from curvatlas.runs.shared import SharedRun
 
 OUT_OF_TIME = 3  # exit code: stopped by the time budget, resumable
 _LARGEST_PRINTED = 512  # numbers of one tensor in the JSON answer
@@ -36,7 +37,7 @@ def open_run(
         told = json.dumps([dict(options), model_fingerprint, data_fingerprint], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
         output = Path("curvatlas-runs") / f"{command}-{digest[:8]}"
-    return Run.create(
+    return SharedRun.create(
         output,
         options=options,
         model_fingerprint=model_fingerprint,
@@ -48,9 +49,9 @@ def open_run(
 def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
     """Do the work, write the report, print the answer; leave a resumable run when stopped."""
     stopped = finish(run, work)
-    loaded = runs.load(run.path)
-    page = run.path / "report.html"
-    console.answer(_as_json(loaded, page), f"report: {page}")
+    if parallel.rank() == 0:
+        page = run.path / "report.html"
+        console.answer(_as_json(runs.load(run.path), page), f"report: {page}")
     if stopped is not None:
         print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
         raise typer.Exit(OUT_OF_TIME)
@@ -68,12 +69,18 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
         stopped = error
     except KeyboardInterrupt:
         raise Interrupted(_how_to_resume(run, "interrupted")) from None
-    loaded = runs.load(run.path)
-    write_report(loaded)
-    if importlib.util.find_spec("matplotlib") is not None:
-        from curvatlas.report.paper import MAIN, write_figures
 
-        write_figures(loaded, run.path / "figures", kinds=MAIN)
+    def report() -> None:
+        if parallel.rank() > 0:
+            return
+        loaded = runs.load(run.path)
+        write_report(loaded)
+        if importlib.util.find_spec("matplotlib") is not None:
+            from curvatlas.report.paper import MAIN, write_figures
+
+            write_figures(loaded, run.path / "figures", kinds=MAIN)
+
+    parallel.together(report)
     return stopped
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import curvatlas as ca
-from curvatlas.commands.data import find_data
+from curvatlas import parallel
+from curvatlas.commands.data import NamedData, find_data
 from curvatlas.commands.execution import open_run
-from curvatlas.commands.models import find_model, parse_dtype
+from curvatlas.commands.models import NamedModel, find_model, parse_dtype
+from curvatlas.commands.processes import join
 from curvatlas.runs import Run, fingerprints
 
 
@@ -25,7 +27,7 @@ class Inputs:
 
     def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
         """The run folder of this command on these inputs."""
-        batches = ((batch.inputs, batch.targets) for batch in self.problem.batches())
+        batches = ((batch.inputs, batch.targets) for batch in self.problem.all_batches())
         return open_run(
             command,
             output,
@@ -49,17 +51,23 @@ def prepare(
     dtype: str | None,
     device: str,
 ) -> Inputs:
-    """Find the model and the data and put them together."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of libraries that load models
-        named = find_model(
-            model, dtype=parse_dtype(dtype), device=device, seed=seed, weights=weights
-        )
-        found = find_data(
-            data, named, samples=samples, batch_size=batch_size, context=context,
-            tokenizer=tokenizer, loss=loss, seed=seed,
-        )  # fmt: skip
-    problem = ca.Problem(named.model, found.loss, found.batches)
+    """Find the model and the data and put them together; processes of torchrun share them."""
+    device = join(device)
+
+    def find() -> tuple[NamedModel, NamedData]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries that load models
+            named = find_model(
+                model, dtype=parse_dtype(dtype), device=device, seed=seed, weights=weights
+            )
+            found = find_data(
+                data, named, samples=samples, batch_size=batch_size, context=context,
+                tokenizer=tokenizer, loss=loss, seed=seed,
+            )  # fmt: skip
+        return named, found
+
+    named, found = parallel.together(find)
+    problem = ca.Problem(named.model, found.loss, found.batches, shard=True)
     options = {
         "model": model, "data": data, "loss": found.loss,
         "weights": None if weights is None else str(weights), "samples": samples,

@@ -201,7 +201,7 @@ class Survey:
             return
 
         def flow() -> Result:
-            batch = next(self.problem.batches())
+            batch = next(self.problem.all_batches())
             small = batch.part(0, _FLOW_SAMPLES, self.problem.loss.count)
             analyzer = CurvaturePropagationAnalyzer(
                 self.problem.model, self.problem.loss, budget=self.budget.memory,

@@ -341,6 +341,12 @@ class Problem:
             if batch.count > 0 or ignored:
                 yield batch
 
+    def all_batches(self) -> Iterator[Batch]:
+        """``batches`` of all ranks where every rank sees the same data, else this rank's own."""
+        if not self._shard or parallel.world_size() == 1:
+            return self.batches()
+        return (batch for batch in replace(self._stream, sharded=False) if batch.count > 0)
+
     @property
     def held(self) -> bool:
         """Whether the batches are in memory, the same in every pass."""
