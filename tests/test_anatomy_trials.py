@@ -288,6 +288,30 @@ def test_heads_mixed_within_the_features_are_split_but_not_cut_into_heads() -> N
         anatomy.heads("blocks.0.query")
 
 
+class BesideItsQuery(nn.Module):
+    """Keys and values in one projection, head by head, of two widths; the query has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.to_q, self.to_kv = nn.Linear(10, 6), nn.Linear(10, 2 * (3 + 4))
+        self.to_out = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.to_q(x).unflatten(-1, (2, 3)).transpose(1, 2)
+        k, v = self.to_kv(x).unflatten(-1, (2, 7)).transpose(1, 2).split((3, 4), -1)
+        out: Tensor = self.to_out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+def test_keys_and_values_of_unequal_width_are_told_apart() -> None:
+    anatomy = anatomy_of(Model(BesideItsQuery()))
+    pieces = {s.role: s for s in anatomy if s.parameter.endswith("to_kv.weight")}
+    assert rows(pieces["key"]) == [0, 1, 2, 7, 8, 9]
+    assert rows(pieces["value"]) == [3, 4, 5, 6, 10, 11, 12, 13]
+    assert [rows(h) for h in anatomy.heads("blocks.0.value")] == [[3, 4, 5, 6], [10, 11, 12, 13]]
+
+
 # --- what only looks like an attention ------------------------------------------------------------
 
 

@@ -90,6 +90,7 @@ _LEARNT_TOKEN = re.compile(r"(^|_)(tokens?|embeds?|embeddings?|emb|newline|laten
 _LAYER_SCALE = re.compile(r"^(lambda_?\d|gamma_\d|layer_scale_?\d?)$")
 _EMBEDDING_WORD = re.compile(r"embed|^wte$|^wpe$|^tok|_emb$|^emb$|^shared$")
 _POSITION_WORD = re.compile(r"pos(ition)?s?(_|$|e)|wpe|positional")
+_RELATIVE = re.compile(r"relative|rel_pos|rel_embed|distance")
 _TYPE_WORD = re.compile(r"token_type|segment|^type")
 _PATCH_WORD = re.compile(r"patch|conv_proj|^to_patch")
 _NORM_NAME = re.compile(r"norm|^ln|_ln$|^ln_?[0-9f]+$")
@@ -126,6 +127,8 @@ def read(name: str, modules: dict[str, nn.Module], dimensions: int) -> Reading |
     if leaf in _WRAPPED and around and _is_projection(around[-1]):
         path = path.rpartition(".")[0]
         leaf, around = around[-1], around[:-1]
+    if not plain:
+        path = name  # a bare parameter stands where a linear map would, in its module
     bias = attribute == "bias" or attribute.endswith("_bias")
 
     reading = (
@@ -206,7 +209,8 @@ def _attention(
 ) -> Reading | None:
     attentive = any(_ATTENTION_WORD.search(word) for word in around)
     attentive = attentive or _is_called(path, modules, "attention")
-    torchs_own = isinstance(modules[path], nn.MultiheadAttention)
+    parent = modules.get(path.rpartition(".")[0])
+    torchs_own = isinstance(parent, nn.MultiheadAttention)
     if not attentive and any(_FEED_FORWARD_WORD.search(word) for word in around):
         return None  # RWKV calls the parts of its feed-forward key and value
     beside = _beside(path, modules)
@@ -230,11 +234,9 @@ def _attention(
     elif leaf == "dense" and around and around[-1] == "output":
         leaf, around = "output", around[:-1]  # BERT's attention.output.dense
     inside = bool(around) and bool(_ATTENTION_WORD.search(around[-1]))
-    parent = modules.get(path.rpartition(".")[0])
-    company = _projections_among(beside) or isinstance(parent, nn.MultiheadAttention)
-    if leaf in _OUTPUT and (inside or company):
+    if leaf in _OUTPUT and (inside or torchs_own or _projections_among(beside)):
         return Reading("attention", prefix + "output", prefix + "output")
-    if inside and re.search(r"relative|rel_pos", leaf):
+    if inside and _RELATIVE.search(leaf):
         return Reading("attention", "relative_position", "relative_position")
     return None
 
@@ -286,7 +288,8 @@ def _feed_forward(
     path: str, leaf: str, around: list[str], words: list[str], modules: dict[str, nn.Module]
 ) -> Reading | None:
     beside = _beside(path, modules)
-    if leaf == "router" or (leaf == "gate" and "experts" in beside):
+    routing = leaf == "router" or any("router" in word for word in around)
+    if routing or (leaf == "gate" and "experts" in beside):
         return Reading("ffn", "router", "router")
     if "receptance" in beside and leaf in ("key", "value"):  # RWKV: relu(key x)², then value
         role = {"key": "up", "value": "down"}[leaf]
@@ -349,6 +352,8 @@ def _embedding(
         return None
     if leaf == "embed_out":
         return None
+    if _RELATIVE.search(leaf):
+        return Reading("embedding", "relative_position", "relative_position")
     if _TYPE_WORD.search(leaf):
         return Reading("embedding", "type_embedding", "type")
     if _POSITION_WORD.search(leaf):
@@ -380,7 +385,8 @@ def _by_place(
     path: str, leaf: str, around: list[str], modules: dict[str, nn.Module]
 ) -> Reading | None:
     """A part of an attention or of a feed-forward part that has no common name: its own."""
-    if _LAYER_SCALE.search(leaf) or "layerscale" in type(modules[path]).__name__.lower():
+    kind = type(modules.get(path.rpartition(".")[0])).__name__.lower()
+    if _LAYER_SCALE.search(leaf) or "layerscale" in kind:
         return Reading("other", "layer_scale", leaf)
     for word in reversed(around):
         if _ATTENTION_WORD.search(word):

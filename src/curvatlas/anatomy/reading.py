@@ -190,7 +190,7 @@ class _Tree:
                     length=part.length * inner,
                     count=part.count * outer,
                     stride=stride * inner if part.count * outer > 1 else 0,
-                    head_size=verdict.head_size,
+                    head_size=verdict.head_sizes.get(part.role),
                 )
             )  # fmt: skip
         return pieces
@@ -200,8 +200,9 @@ class _Tree:
         owner = self.modules[name.rpartition(".")[0]]
         if getattr(type(owner), "forward", None) is nn.MultiheadAttention.forward:
             assert isinstance(owner, nn.MultiheadAttention)  # the layout is torch's own, [q; k; v]
-            roles = [r for r in ("query", "key", "value") for _ in range(owner.embed_dim)]
-            return trials.Verdict(roles, 0, owner.head_dim)
+            thirds = ("query", "key", "value")
+            roles = [role for role in thirds for _ in range(owner.embed_dim)]
+            return trials.Verdict(roles, 0, dict.fromkeys(thirds, owner.head_dim))
         weight = self._weight_beside(name)
         if weight is None:
             return None  # the weight is made of others, by a parametrization

@@ -23,7 +23,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -80,7 +80,7 @@ class Verdict:
 
     roles: list[str]
     axis: int | None = None  # of the features in a bare parameter
-    head_size: int | None = None  # of the queries, if they divide into heads that were seen apart
+    head_sizes: dict[str, int] = field(default_factory=dict)  # role → width of a head, if seen
 
 
 def attention_roles(call: Call, weight: Tensor, *, queries: bool, heads: Heads) -> Verdict | None:
@@ -104,8 +104,7 @@ def attention_roles(call: Call, weight: Tensor, *, queries: bool, heads: Heads) 
                 names = [
                     "query" if query[j] else "value" if value[j] else "key" for j in range(features)
                 ]
-                size = output.head_size(query, value, heads) if query.any() else None
-                return Verdict(names, head_size=size)
+                return Verdict(names, head_sizes=output.head_sizes(query, value, heads))
     return None
 
 
@@ -248,30 +247,32 @@ class _Varied:
         after = self.gradients(equal.reshape(self.z.shape))
         return bool(after[:, ~value].norm() <= _SAME * self.before[:, ~value].norm())
 
-    def head_size(self, query: Tensor, value: Tensor, heads: Heads) -> int | None:
-        """Width of a query head, if the module's count or size of heads shows in the computation.
+    def head_sizes(self, query: Tensor, value: Tensor, heads: Heads) -> dict[str, int]:
+        """Role → width of a head, if the count or size the module states shows in what it computes.
 
         Zero values of one key's head silence its key and the queries that go with it, no others.
         """
         q, k, v = (m.nonzero().flatten() for m in (query, ~query & ~value, value))
-        size = heads.size
-        if heads.count and (size is None or size * heads.count != len(q)):
-            size = len(q) // heads.count
-        if not size or len(q) % size or len(k) % size:
-            return None
-        groups = len(k) // size
-        if len(q) // size % groups or len(v) % groups:
-            return None
-        for group in _spread(groups, _GROUPS):
-            own_q, own_k, own_v = (m.chunk(groups)[group] for m in (q, k, v))
-            silent = self.z.clone()
-            silent[..., own_v] = 0
-            wanted = self.before.clone()
-            wanted[:, torch.cat([own_q, own_k])] = 0
-            error = (self.gradients(silent) - wanted).norm(dim=0)
-            if bool((error > _SAME * self.before.norm(dim=0))[~value].any()):
-                return None
-        return size
+        stated = [len(q) // heads.count if len(q) else len(k) // heads.count] if heads.count else []
+        for size in (*stated, *([heads.size] if heads.size else ())):
+            if not size or len(q) % size or len(k) % size:
+                continue
+            groups = len(k) // size
+            if len(q) // size % groups or len(v) % groups:
+                continue
+            if all(self._head_is_apart(q, k, v, g, groups) for g in _spread(groups, _GROUPS)):
+                sizes = {"key": size, "value": len(v) // groups}
+                return {"query": size, **sizes} if len(q) else sizes
+        return {}
+
+    def _head_is_apart(self, q: Tensor, k: Tensor, v: Tensor, group: int, groups: int) -> bool:
+        own_q, own_k, own_v = (m.tensor_split(groups)[group] for m in (q, k, v))
+        silent = self.z.clone()
+        silent[..., own_v] = 0
+        wanted = self.before.clone()
+        wanted[:, torch.cat([own_q, own_k])] = 0
+        error = (self.gradients(silent) - wanted).norm(dim=0) > _SAME * self.before.norm(dim=0)
+        return not bool(error[torch.cat([q, k])].any())
 
 
 def _only(w: Tensor, row: int) -> Tensor:
