@@ -164,7 +164,7 @@ def norm_slope(problem: Problem) -> float:
     points: list[tuple[float, float]] = []
     with problem.evaluating():
         captured = capture(problem, batch)
-        view = Samples(batch.samples)
+        view = Samples(batch.length)
         for step in propagate(problem, batch, captured, view):
             if step.node.kind != "norm":
                 continue

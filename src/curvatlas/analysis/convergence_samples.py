@@ -10,12 +10,12 @@ chunk is compared with the Hessian operator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.analysis.taylor_norms import smooth_norms
 from curvatlas.budget import default_budget
@@ -51,7 +51,7 @@ def sample_quantities(
         for batch in pieces(problem, sampler.chunk):
             if seen >= total:
                 break
-            if batch.samples > total - seen and problem.loss.additive:
+            if batch.samples > total - seen:
                 batch = batch.part(0, total - seen, problem.loss.count)
             parts.append(sampler.of(batch))
             seen += len(parts[-1][0])
@@ -75,9 +75,6 @@ def sample_losses(problem: Problem, *, limit: int) -> Tensor:
 def pieces(problem: Problem, size: int) -> Iterator[Batch]:
     """The data in batches of at most ``size`` samples; whole batches where they cannot be cut."""
     for batch in problem.batches():
-        if not problem.loss.additive:
-            yield batch
-            continue
         for start in range(0, batch.samples, size):
             piece = batch.part(start, min(start + size, batch.samples), problem.loss.count)
             if piece.count > 0:
@@ -86,8 +83,7 @@ def pieces(problem: Problem, size: int) -> Iterator[Batch]:
 
 def count_samples(problem: Problem) -> int:
     """Samples of the data (batches, where a loss is not a sum over samples)."""
-    additive = problem.loss.additive
-    return sum(batch.samples if additive else 1 for batch in problem.batches())
+    return sum(batch.samples for batch in problem.batches())
 
 
 class _Sampler:
@@ -100,7 +96,7 @@ class _Sampler:
         self.directions = directions.to(dtype=problem.dtype, device=problem.device)
         row = 8 * problem.size * problem.dtype.itemsize  # gradient, products and their graph
         self.chunk = chunk or max(1, min(_CHUNK, default_budget(problem.device) // row))
-        self._vectorised = problem.loss.additive
+        self._vectorised = problem.separable
         self._checked = False
         everything = dict(problem.model.named_parameters())
         self._fixed = {n: p.detach() for n, p in everything.items()}
@@ -113,7 +109,7 @@ class _Sampler:
     def of(self, batch: Batch) -> tuple[Tensor, ...]:
         rows = None
         with self.problem.evaluating(), smooth_norms():
-            if self._vectorised:
+            if self._vectorised and batch.layout is not None:
                 try:
                     rows = self._side_by_side(batch)
                 except RuntimeError:
@@ -128,25 +124,23 @@ class _Sampler:
         return tuple(t.double().cpu()[valid] for t in (counts, *rows))
 
     def _counts(self, batch: Batch) -> Tensor:
-        if not self.problem.loss.additive:
-            return torch.tensor([batch.count], dtype=torch.float64)
         count = self.problem.loss.count
         return torch.tensor(
             [batch.part(i, i + 1, count).count for i in range(batch.samples)], dtype=torch.float64
         )
 
     def _side_by_side(self, batch: Batch) -> tuple[Tensor, ...]:
-        size = batch.samples
+        assert batch.layout is not None
         leaves, spec = tree_flatten((batch.inputs, batch.targets))
-        along = [0 if isinstance(t, Tensor) and t.ndim and len(t) == size else None for t in leaves]
-        tensors = [leaf for leaf, axis in zip(leaves, along, strict=True) if axis == 0]
+        along = batch.layout.leaves
+        tensors = [leaf for leaf, axis in zip(leaves, along, strict=True) if axis is not None]
         names = self.problem.parameter_names
         here = {n: self._fixed[n] for n in names}
 
         def one(*rows: Tensor) -> tuple[Tensor, ...]:
             given = iter(rows)
             filled = [
-                leaf if axis is None else next(given).unsqueeze(0)
+                leaf if axis is None else next(given).unsqueeze(axis)
                 for leaf, axis in zip(leaves, along, strict=True)
             ]
             inputs, targets = tree_unflatten(filled, spec)
@@ -171,16 +165,13 @@ class _Sampler:
                 products.append(torch.cat([bent[n].reshape(-1) for n in names]) @ self.directions)
             return value, flat.norm(), flat @ self.directions, torch.stack(products)
 
-        found: tuple[Tensor, ...] = torch.func.vmap(one)(*tensors)
+        axes = tuple(axis for axis in along if axis is not None)
+        found: tuple[Tensor, ...] = torch.func.vmap(one, in_dims=axes)(*tensors)
         return found
 
     def _one_by_one(self, batch: Batch) -> tuple[Tensor, ...]:
         problem = self.problem
-        parts = (
-            [batch.part(i, i + 1, problem.loss.count) for i in range(batch.samples)]
-            if problem.loss.additive
-            else [batch]
-        )
+        parts = [batch.part(i, i + 1, problem.loss.count) for i in range(batch.samples)]
         rows: list[tuple[Tensor, ...]] = []
         for part in parts:
             if part.count == 0:
@@ -235,30 +226,10 @@ def subset(problem: Problem, indices: Tensor) -> Problem:
     """The same problem on some samples, numbered in the order of the data."""
     chosen, first = [], 0
     for batch in problem.batches():
-        size = batch.samples if problem.loss.additive else 1
+        size = batch.samples
         here = indices[(indices >= first) & (indices < first + size)] - first
         first += size
         if not len(here):
             continue
-        if not problem.loss.additive:
-            chosen.append(batch)
-            continue
-        chosen.append(_rows(batch, here.sort().values, problem))
+        chosen.append(batch.chosen(here.sort().values, problem.loss.count))
     return problem.with_batches(chosen)
-
-
-def _rows(batch: Batch, rows: Tensor, problem: Problem) -> Batch:
-    size = batch.samples
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
-            return leaf[rows.to(leaf.device)]
-        return leaf
-
-    targets = tree_map(cut, batch.targets)
-    return replace(
-        batch,
-        inputs=tree_map(cut, batch.inputs),
-        targets=targets,
-        count=problem.loss.count(targets),
-    )

@@ -184,7 +184,7 @@ class _Trajectory:
     ) -> None:  # fmt: skip
         self.problem, self.steps, self.rate, self.momentum = problem, steps, rate, momentum
         self.products, self.seed = products, seed
-        self.total = sum(b.samples for b in problem.batches())
+        self.total = sum(problem.units(b) for b in problem.batches())
         self.batch = min(batch or self.total, self.total)
         self.at = sorted({round(place) for place in np.linspace(0, steps, looks)})
         self.losses: list[float] = []
@@ -194,7 +194,7 @@ class _Trajectory:
     def result(self) -> ConvergenceTrajectory:
         diverged = self._train()
         noise = None
-        if not diverged and self.total >= 8 and self.problem.loss.additive:
+        if not diverged and self.total >= 8 and self.problem.separable:
             noise = gradient_noise(self.problem)
         first, last = self.looks[0].loss, self.looks[-1].loss
         kappas = [look.condition_number for look in self.looks]
@@ -278,7 +278,7 @@ class _Trajectory:
         generator = torch.Generator().manual_seed(self.seed)
         whole = list(self.problem.batches())
         while True:
-            if self.batch >= self.total or not self.problem.loss.additive:
+            if self.batch >= self.total or not self.problem.separable:
                 yield whole
                 continue
             chosen = torch.randperm(self.total, generator=generator)[: self.batch]

@@ -136,7 +136,7 @@ class CurvaturePropagationAnalyzer:
             method=method,
             loss=loss,
             target=origin,
-            samples=batch.samples,
+            samples=batch.length,
             step=step,
         )
         self.history.append(flow)
@@ -163,7 +163,7 @@ class CurvaturePropagationAnalyzer:
     ) -> tuple[str, Iterator[FlowEntry]]:
         """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
         every = wanted or (lambda _: True)
-        view = Samples(1 if samples_interact(batch, captured) else batch.samples)
+        view = Samples(1 if samples_interact(batch, captured) else batch.length)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
         room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
         one = view.count * largest**2 * problem.dtype.itemsize

@@ -152,11 +152,11 @@ def samples_interact(batch: Batch, capture: Capture) -> bool:
     """Whether one sample's outputs depend on another sample's first activation."""
     first = capture.nodes[0].tensor
     outputs, _ = differentiable_leaves(capture.outputs)
-    if batch.samples < 2 or any(
-        t.ndim == 0 or t.shape[0] != batch.samples
+    if batch.length < 2 or any(
+        t.ndim == 0 or t.shape[0] != batch.length
         for t in [*outputs, *(node.tensor for node in capture.nodes)]
     ):
-        return batch.samples >= 2
+        return batch.length >= 2
     generator = torch.Generator(device="cpu").manual_seed(0)
     cotangents = []
     for z in outputs:

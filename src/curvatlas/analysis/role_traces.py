@@ -223,7 +223,7 @@ def _traces(
 
 def _samples_of(problem: Problem) -> list[Batch]:
     """Single samples where the loss adds up over them, else the batches."""
-    if not problem.loss.additive:
+    if not problem.separable:
         return list(problem.batches())
     return [piece for batch in problem.batches() for piece in batch.singles(problem.loss.count)]
 

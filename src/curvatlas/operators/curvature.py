@@ -182,6 +182,7 @@ class CurvatureOperator(LinearOperator):
         return self._partial
 
     def _start(self, names: list[str]) -> KeptLinearisations:
+        self.problem.sample_axes.room = self.budget
         sample = _probe_batch(self.problem)
         try:
             with self.problem.evaluating():
@@ -207,7 +208,7 @@ class CurvatureOperator(LinearOperator):
             names,
             budget=self.budget,
             probe_bytes=linear.held_bytes,
-            probe_samples=sample.samples,
+            probe_samples=self.problem.units(sample),
         )
 
     def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:
@@ -215,8 +216,8 @@ class CurvatureOperator(LinearOperator):
         problem = self.problem
         first = next(problem.batches())
         # A forward pass without a graph takes less than the graph of the same samples.
-        fitting = max(1, int(PLANNED * self.budget * sample.samples / max(sample_bytes, 1)))
-        if not problem.loss.additive or first.samples <= fitting:
+        fitting = max(1, int(PLANNED * self.budget * problem.units(sample) / max(sample_bytes, 1)))
+        if not problem.separable or first.samples <= fitting:
             return problem.check()
         part = first.part(0, fitting, problem.loss.count)
         problem.with_batches([part if part.count > 0 else sample]).check()
@@ -281,7 +282,7 @@ class CurvatureOperator(LinearOperator):
 def _probe_batch(problem: Problem) -> Batch:
     """One sample with a valid target, or the first batch where batches cannot be cut."""
     first = next(problem.batches())
-    if not problem.loss.additive:
+    if not problem.separable:
         return first
     for place in range(min(first.samples, 16)):
         piece = first.part(place, place + 1, problem.loss.count)

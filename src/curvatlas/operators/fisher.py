@@ -150,8 +150,11 @@ def drawn_uniform(seed: int, batch: Batch, draw: int) -> Callable[[torch.Size], 
 
     def uniform(shape: torch.Size) -> Tensor:
         generator = torch.Generator().manual_seed(mixed)
-        rows = batch.offset + shape[0]
-        numbers = torch.rand(rows, *shape[1:], generator=generator, dtype=torch.float64)
-        return numbers[batch.offset :].clamp(1e-12, 1 - 1e-12)
+        axis = 0 if batch.layout is None else batch.layout.outputs[0] or 0  # of the samples
+        rows = batch.offset + shape[axis]
+        others = (*shape[:axis], *shape[axis + 1 :])
+        numbers = torch.rand(rows, *others, generator=generator, dtype=torch.float64)
+        numbers = numbers[batch.offset :].movedim(0, axis).contiguous()
+        return numbers.clamp(1e-12, 1 - 1e-12)
 
     return uniform

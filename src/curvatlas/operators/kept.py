@@ -68,7 +68,7 @@ class KeptLinearisations:
         if whole := self._problem.held and self._whole_fits():
             self._most_samples = self._problem.largest_samples
         self._keep_all = whole or (self._problem.held and self._all_fit())
-        if self._problem.held and self._problem.loss.additive and not self._keep_all:
+        if self._problem.held and self._problem.separable and not self._keep_all:
             # Smaller pieces need less room beside what is kept: keeping all of them saves a
             # forward and a backward pass in every product.
             widest = self._most_samples
@@ -93,7 +93,7 @@ class KeptLinearisations:
         if len(batches) != 1:
             return False
         vectors = (2 * self._columns + 1) * self._vector_bytes
-        graph = batches[0].samples * self._sample_bytes
+        graph = self._problem.units(batches[0]) * self._sample_bytes
         return vectors + (1 + TRANSIENT) / PLANNED_WHOLE * graph <= self._budget
 
     def _all_fit(self) -> bool:
@@ -101,10 +101,20 @@ class KeptLinearisations:
         return self._total() + TRANSIENT * largest <= self._room
 
     def _samples_that_fit(self) -> int:
-        if not self._problem.loss.additive:
-            return self._problem.largest_samples  # the batch is one unit: it cannot be cut
         room = self._room / (1 + TRANSIENT) - self._vector_bytes
         fitting = int(room / self._sample_bytes)
+        if not self._problem.separable:  # the batch is one unit: it cannot be cut
+            largest = self._problem.largest_samples
+            if fitting < largest and not self._warned and self._problem.loss.additive:
+                self._warned = True
+                least = (1 + TRANSIENT) * self._estimate(largest)
+                warnings.warn(
+                    f"the budget of {readable(self._budget)} is too small for a batch, which needs "
+                    f"about {readable(least / PLANNED)}, and its samples cannot be told apart: "
+                    "working beyond it (smaller batches, or batch_axis= where the samples lie).",
+                    stacklevel=6,
+                )
+            return largest
         if fitting < 1 and not self._warned:
             self._warned = True
             vectors = (2 * self._columns + 2) * self._vector_bytes
@@ -118,7 +128,7 @@ class KeptLinearisations:
         return min(max(1, fitting), self._problem.largest_samples)
 
     def _total(self) -> float:
-        return sum(self._estimate(piece.samples) for piece in self._pieces())
+        return sum(self._estimate(self._problem.units(piece)) for piece in self._pieces())
 
     def _estimate(self, samples: int) -> float:
         return self._vector_bytes + samples * self._sample_bytes
@@ -128,7 +138,7 @@ class KeptLinearisations:
         loss = self._problem.loss
         for batch in self._problem.batches():
             step = self._most_samples
-            if batch.samples <= step:
+            if self._problem.units(batch) <= step:
                 yield batch
                 continue
             for start in range(0, batch.samples, step):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.errors import NonFiniteError
-from curvatlas.operators.target_factors import target_factors
+from curvatlas.operators.target_factors import sample_axis_of_outputs, target_factors
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import bar
 
@@ -25,7 +25,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
 
     None where a sample has more outputs than there are weights, or the loss no closed form of Λ.
     """
-    if not problem.loss.additive or not _fewer_outputs_than_weights(problem):
+    if not problem.separable or not _fewer_outputs_than_weights(problem):
         return None
     problem.check()
     total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
@@ -33,7 +33,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
     with problem.evaluating(), bar("exact diagonal") as progress:
         for batch in problem.batches():
             for piece in batch.singles(problem.loss.count):
-                found = _of_sample(problem, piece)
+                found = None if piece.layout is None else _of_sample(problem, piece)
                 if found is None:
                     return None
                 total += piece.count * found[0]
@@ -55,13 +55,14 @@ def _of_sample(problem: Problem, piece: Batch) -> tuple[Tensor, int] | None:
     """Σ (J_tᵀ f_tc)² of one sample, (P,) float64, and how many pairs (t, c) there were."""
     leaves = problem.leaves()
     outputs = problem.outputs(piece, leaves)
-    factors = target_factors(problem.loss, outputs, piece.targets)
+    axis = sample_axis_of_outputs(piece)
+    factors = target_factors(problem.loss, outputs, piece.targets, axis=axis)
     if factors is None:
         return None
     total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
     for some in torch.split(factors.places, max(1, _NUMBERS // problem.size)):
         rows = torch.autograd.grad(
-            outputs, list(leaves.values()), factors.seeds(some),
+            outputs.movedim(axis, 0), list(leaves.values()), factors.seeds(some),
             is_grads_batched=True, retain_graph=True, allow_unused=True,
         )  # fmt: skip
         squares = [None if r is None else r.double().square().sum(0) for r in rows]

@@ -23,7 +23,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
-from curvatlas.operators.target_factors import TargetFactors, target_factors
+from curvatlas.operators.target_factors import (
+    TargetFactors,
+    sample_axis_of_outputs,
+    target_factors,
+)
 from curvatlas.problem import Batch, Problem
 
 if TYPE_CHECKING:
@@ -55,6 +59,8 @@ class SampleFactors:
         problem = self.problem
         supported = problem.loss.additive and problem.loss.convex and self._fits
         if not supported or problem.distributed or problem.checkpoint_activations:
+            return None
+        if not problem.separable:
             return None
         first = next(problem.batches(), None)
         if first is None:
@@ -92,7 +98,7 @@ class SampleFactors:
             problem.check()
         total = torch.zeros(self.size, dtype=torch.float64, device=problem.device)
         together = max(1, self._at_once // max(columns, 1))
-        checked = False
+        mapped = False
         try:
             with problem.evaluating():
                 for batch in problem.batches():
@@ -104,9 +110,9 @@ class SampleFactors:
                         factors = self._factors(part)
                         if not len(factors.places):
                             continue  # saturated: Λ is zero
-                        if not checked and not self._samples_are_apart(part, factors):
+                        if not mapped and not self._mapping_agrees(part, factors):
                             return None
-                        checked = True
+                        mapped = True
                         total += part.count / problem.normaliser * self._squares(part, factors)
         except (RuntimeError, ProblemError):
             return None  # an operation without a rule for vmap, or with a look at its values
@@ -116,12 +122,11 @@ class SampleFactors:
         problem = self.problem
         with torch.no_grad():
             outputs = problem.outputs(batch, {})
-            found = None
-            if outputs.shape[0] == batch.samples:
-                found = target_factors(problem.loss, outputs, batch.targets)
-        if found is None:
+            axis = sample_axis_of_outputs(batch)
+            factors = target_factors(problem.loss, outputs, batch.targets, axis=axis)
+        if factors is None:
             raise ProblemError("the loss has no closed form of its curvature by sample.")
-        return found
+        return factors
 
     def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
@@ -136,33 +141,39 @@ class SampleFactors:
     def _gradients(self, batch: Batch, seeds: Tensor) -> list[Tensor]:
         """J_iᵀ f_ic for every sample and column: (r, n, *shape) for each of ``names``.
 
-        seeds: (r, n, *outputs), the columns.
+        seeds: (r, n, *outputs of a sample), the columns.
 
         Every sample gets parameters of its own, all views of the same memory: the gradient by them
         is the samples' gradients side by side.
         """
-        problem, size = self.problem, batch.samples
+        problem, size, layout = self.problem, batch.samples, batch.layout
+        assert layout is not None
         leaves = {
             name: leaf.detach().expand(size, *leaf.shape).requires_grad_(True)
             for name, leaf in problem.leaves(self.names).items()
         }
         flat, spec = tree_flatten(batch.inputs)
-        mapped = [isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == size for t in flat]
+        axes = layout.leaves[: len(flat)]
+        output_axis = sample_axis_of_outputs(batch)
         # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
         single = batch.part(0, 1, problem.loss.count)
 
         def one(parameters: dict[str, Tensor], given: list[Tensor]) -> Tensor:
             fresh = iter(given)
-            own = [next(fresh).unsqueeze(0) if m else t for t, m in zip(flat, mapped, strict=True)]
+            own = [
+                t if axis is None else next(fresh).unsqueeze(axis)
+                for t, axis in zip(flat, axes, strict=True)
+            ]
             sample = Batch(
                 inputs=tree_unflatten(own, spec), targets=single.targets, count=single.count,
                 index=batch.index, offset=batch.offset,
             )  # fmt: skip
             outputs: Tensor = problem.outputs(sample, parameters)
-            return outputs.squeeze(0)
+            return outputs.squeeze(output_axis)
 
-        given = [t for t, m in zip(flat, mapped, strict=True) if m]
-        outputs = torch.func.vmap(one)(leaves, given)
+        given = [t for t, axis in zip(flat, axes, strict=True) if axis is not None]
+        along = [axis for axis in axes if axis is not None]
+        outputs = torch.func.vmap(one, in_dims=(0, along))(leaves, given)
         found = torch.autograd.grad(
             outputs, list(leaves.values()), seeds,
             is_grads_batched=True, allow_unused=True,
@@ -172,15 +183,21 @@ class SampleFactors:
             for gradient, leaf in zip(found, leaves.values(), strict=True)
         ]
 
-    def _samples_are_apart(self, batch: Batch, factors: TargetFactors) -> bool:
-        """Whether Σ_i J_iᵀ f_i of two samples taken apart is Jᵀ f of both in one batch."""
+    def _mapping_agrees(self, batch: Batch, factors: TargetFactors) -> bool:
+        """Whether gradients of mapped samples are those of a plain backward pass.
+
+        That the samples are apart is known (``Problem.separable``); whether every operation of the
+        model is mapped over them rightly is seen on a random mixture of two samples' outputs.
+        """
         pair = batch.part(0, min(2, batch.samples), self.problem.loss.count)
-        chosen = factors.seeds(factors.places[:1])[:, : pair.samples]
-        apart = self._gradients(pair, chosen)
+        random = torch.Generator().manual_seed(0)
+        shape = (1, pair.samples, *factors.shape[1:])
+        seeds = torch.randn(shape, generator=random, dtype=torch.float64).to(factors.columns)
+        apart = self._gradients(pair, seeds)
         leaves = self.problem.leaves(self.names)
-        outputs = self.problem.outputs(pair, leaves)
+        outputs = self.problem.outputs(pair, leaves).movedim(sample_axis_of_outputs(pair), 0)
         joint = torch.autograd.grad(
-            outputs, list(leaves.values()), chosen[0], allow_unused=True, materialize_grads=True
+            outputs, list(leaves.values()), seeds[0], allow_unused=True, materialize_grads=True
         )
         left = torch.cat([gradient.sum((0, 1)).reshape(-1) for gradient in apart])
         right = torch.cat([gradient.reshape(-1) for gradient in joint])

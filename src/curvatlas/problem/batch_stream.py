@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from curvatlas import parallel
-from curvatlas.problem.batches import HOLD_BYTES, Batch, checked, size_in_bytes
+from curvatlas.problem.batches import HOLD_BYTES, Batch, checked, shapes, size_in_bytes
 from curvatlas.problem.fingerprint import content
 from curvatlas.problem.objective import Objective
+from curvatlas.problem.sample_axis import SampleAxes
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class FirstPass:
     held: list[Batch] | None  # None: too large to hold
     total: float  # valid targets
     seen: int  # batches
-    largest_samples: int  # of any batch
+    kinds: frozenset[tuple[torch.Size, ...]]  # shapes of their tensors
 
 
 @dataclass
@@ -40,6 +41,7 @@ class BatchStream:
     objective: Objective
     device: torch.device
     sharded: bool  # every process sees the same data and takes its own share
+    finder: SampleAxes  # of the samples in a batch
     last_pass: LastPass = field(default_factory=LastPass)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -57,9 +59,17 @@ class BatchStream:
             inputs, targets = self.objective.assembled(
                 inputs, labels, mapping=isinstance(raw, Mapping)
             )
-            batch = Batch(inputs=inputs, targets=targets, count=loss.count(targets), index=index)
+            batch = Batch(
+                inputs=inputs,
+                targets=targets,
+                count=loss.count(targets),
+                index=index,
+                finder=self.finder,
+            )
             if self.sharded and loss.additive:
-                first, last = _my_share(batch.samples)
+                if batch.layout is None and not _is_mine(index):
+                    continue  # it cannot be cut: one process takes all of it
+                first, last = _my_share(batch.samples) if batch.layout is not None else (0, 1)
                 if first == last:
                     continue
                 batch = batch.part(first, last, loss.count)
@@ -79,17 +89,18 @@ class BatchStream:
     def first_pass(self, raws: Iterable[Any]) -> FirstPass:
         """Check and count; hold the batches when they are small enough."""
         held: list[Batch] | None = []
-        total, bytes_so_far, seen, largest = 0.0, 0, 0, 1
+        total, bytes_so_far, seen = 0.0, 0, 0
+        kinds: set[tuple[torch.Size, ...]] = set()
         for batch in self.batches(raws):
             seen += 1
             total += batch.count
-            largest = max(largest, batch.samples)
+            kinds.add(shapes(batch))
             bytes_so_far += size_in_bytes(batch)
             if held is not None:
                 held.append(batch)
                 if bytes_so_far > HOLD_BYTES:
                     held = None
-        return FirstPass(held, total, seen, largest)
+        return FirstPass(held, total, seen, frozenset(kinds))
 
 
 def _is_mine(index: int) -> bool:

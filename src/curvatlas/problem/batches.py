@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from curvatlas.archive import raw_bytes
 from curvatlas.errors import NonFiniteError, ProblemError
+
+if TYPE_CHECKING:
+    from curvatlas.problem.sample_axis import SampleAxes, SampleLayout
 
 # Data up to this size are held in memory, so that every pass sees the same batches in the same
 # order even when the loader shuffles or augments; larger data are streamed.
@@ -29,12 +33,31 @@ class Batch:
     count: float
     index: int
     offset: int = 0  # first sample's place in the batch this is a part of
+    finder: SampleAxes | None = field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def layout(self) -> SampleLayout | None:
+        """Where the samples lie in every tensor; None: they cannot be told apart."""
+        return None if self.finder is None else self.finder.of(self)
+
+    @functools.cached_property
+    def samples(self) -> int:
+        """How many samples the batch can be cut into; 1 where they cannot be told apart."""
+        if self.layout is None:
+            return 1
+        leaves = tree_flatten((self.inputs, self.targets))[0]
+        axes = zip(leaves, self.layout.leaves, strict=True)
+        return next((int(leaf.shape[axis]) for leaf, axis in axes if axis is not None), 1)
 
     @property
-    def samples(self) -> int:
-        """Length of the first axis of the inputs."""
+    def length(self) -> int:
+        """Length of the inputs' first axis: a measure of size that needs no look at the model."""
         tensors = _tensors(self.inputs)
         return tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+
+    def attached(self, finder: SampleAxes) -> Batch:
+        """The same batch for another Problem of the same kind."""
+        return self if self.finder is finder else replace(self, finder=finder)
 
     def singles(self, count: Callable[[Any], float]) -> Iterator[Batch]:
         """The samples with a valid target, each as a batch of its own."""
@@ -45,22 +68,41 @@ class Batch:
 
     def part(self, start: int, stop: int, count: Callable[[Any], float]) -> Batch:
         """Samples start..stop of this batch as a batch of its own."""
-        size = self.samples
+        if self.layout is None or (start, stop) == (0, self.samples):
+            return self
+        return self._of(lambda leaf, axis: leaf[_along(axis, slice(start, stop))], count, start)
 
-        def cut(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
-                return leaf[start:stop]
-            return leaf
+    def chosen(self, samples: Tensor, count: Callable[[Any], float]) -> Batch:
+        """The samples with these numbers, in that order, as a batch of its own."""
+        return self._of(lambda leaf, axis: leaf.index_select(axis, samples.to(leaf.device)), count)
 
-        targets = tree_map(cut, self.targets)
-        inputs = tree_map(cut, self.inputs)
-        return replace(
+    def _of(
+        self,
+        take: Callable[[Tensor, int], Tensor],
+        count: Callable[[Any], float],
+        start: int = 0,
+    ) -> Batch:
+        if self.layout is None:
+            return self
+        leaves, spec = tree_flatten((self.inputs, self.targets))
+        taken = [
+            leaf if axis is None else take(leaf, axis)
+            for leaf, axis in zip(leaves, self.layout.leaves, strict=True)
+        ]
+        inputs, targets = tree_unflatten(taken, spec)
+        part = replace(
             self,
             inputs=inputs,
             targets=targets,
             count=count(targets),
             offset=self.offset + start,
         )
+        part.__dict__["layout"] = self.layout  # a part of one sample could not tell it
+        return part
+
+
+def _along(axis: int, samples: slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, samples)
 
 
 def batches_of(data: Any, *, dtype: torch.dtype) -> Iterable[Any]:
@@ -170,7 +212,7 @@ def sample_digests(batch: Batch) -> int:
     Tensors without an entry for each sample are told with every sample.
     """
     tensors = [t.detach().cpu() for t in _tensors((batch.inputs, batch.targets))]
-    size = batch.samples
+    size = batch.length
     shared = hashlib.blake2b(digest_size=8)
     rows: list[memoryview] = []
     for tensor in tensors:
@@ -188,6 +230,12 @@ def sample_digests(batch: Batch) -> int:
             digest.update(content[place * width : (place + 1) * width])
         total += int.from_bytes(digest.digest(), "little")
     return total
+
+
+def shapes(batch: Batch) -> tuple[torch.Size, ...]:
+    """Shape of every leaf of (inputs, targets), () for what is no tensor."""
+    leaves = tree_flatten((batch.inputs, batch.targets))[0]
+    return tuple(t.shape if isinstance(t, Tensor) else torch.Size() for t in leaves)
 
 
 def size_in_bytes(batch: Batch) -> int:

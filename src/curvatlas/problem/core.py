@@ -40,6 +40,7 @@ from curvatlas.problem.losses import Loss, main_tensor
 from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
 from curvatlas.problem.objective import Objective, OwnLoss, settled
 from curvatlas.problem.parameter_choice import Parameters, choose_parameters
+from curvatlas.problem.sample_axis import SampleAxes
 
 
 class Problem:
@@ -89,6 +90,7 @@ class Problem:
         shift: bool | None = None,
         keep_float64: bool = True,
         checkpoint_activations: bool = False,
+        batch_axis: int | None = None,
         distributed: bool | None = None,
         shard: bool = False,
     ) -> None:
@@ -113,8 +115,9 @@ class Problem:
             self._requested: tuple[Loss | None, bool | None] = (None, shift)
         else:
             self._requested = (as_loss(loss, count=count, reduction=reduction), shift)
+        self._batch_axis = batch_axis
+        self._separable: bool | None = None
         self._held: list[Batch] | None = None
-        self.largest_samples = 1  # of any batch
         self._total: float | None = None
         self._steady: object = None  # the weights whose loss was seen to be the same twice
         self._read_data()
@@ -149,6 +152,10 @@ class Problem:
     def parameters(self) -> Tensor:
         """θ as a flat vector (P,), a copy."""
         return torch.cat([self._everything[n].detach().reshape(-1) for n in self.parameter_names])
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """All parameters of the live model by name, also those that do not vary."""
+        return dict(self._everything)
 
     def own_tensors(self) -> list[Tensor]:
         """Parameters and buffers: memory that is there without any graph."""
@@ -252,11 +259,14 @@ class Problem:
             raws = iter(self.data)
             first = next(raws, None)
             self._objective = self._settled(first)
-            self._stream = BatchStream(self.data, self._objective, self.device, self._shard)
+            self.sample_axes = SampleAxes(self._without_data(), self._batch_axis)
+            self._stream = BatchStream(
+                self.data, self._objective, self.device, self._shard, self.sample_axes
+            )
             total, seen = 0.0, 0
             if first is not None:
                 summary = self._stream.first_pass(itertools.chain([first], raws))
-                self._held, self.largest_samples = summary.held, summary.largest_samples
+                self._held, self._batch_kinds = summary.held, summary.kinds
                 total, seen = summary.total, summary.seen
             self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
             self._counted = self._loss_tensors.fingerprint()
@@ -280,7 +290,7 @@ class Problem:
         self._total = self._summed_total = total
 
     def _check_callable(self, loss: CallableLoss) -> None:
-        batch = next((b for b in self.batches() if b.samples > 1), None)
+        batch = next((b for b in self.batches() if b.length > 1), None)
         if batch is None:
             return
         try:
@@ -388,10 +398,39 @@ class Problem:
                 "the same loss with reduction='mean'."
             )
 
+    @property
+    def separable(self) -> bool:
+        """Whether batches may be cut into samples.
+
+        The loss has to be a sum over targets, and a probe has to find the samples apart in model
+        and loss (``sample_axis.py``); it runs once, when this is asked for the first time.
+        """
+        if self._separable is None:
+            layouts = (b.layout for b in itertools.islice(self.batches(), 8) if b.length > 1)
+            self._separable = self.loss.additive and next(layouts, ...) is not None
+        return self._separable
+
+    @property
+    def largest_samples(self) -> int:
+        """The most ``units`` of any batch."""
+        if self._held is not None:
+            return max((self.units(batch) for batch in self._held), default=1)
+        first = next(self.batches(), None)
+        layout = None if first is None else first.layout
+        place, axis = 0, 0
+        if layout is not None and self.separable:
+            axes = enumerate(layout.leaves)
+            place, axis = next((i, a) for i, a in axes if a is not None)
+        return max((k[place][axis] for k in self._batch_kinds if len(k[place]) > axis), default=1)
+
+    def units(self, batch: Batch) -> int:
+        """A measure of a batch's size: its samples, or its length where they are not told apart."""
+        return batch.samples if self.separable else batch.length
+
     def with_data(self, data: Any) -> Problem:
         """The same model, loss and parameters on other data."""
         loss, shift = self._requested
-        return Problem(
+        other = Problem(
             self.model,
             loss,
             data,
@@ -399,9 +438,12 @@ class Problem:
             shift=shift,
             keep_float64=self.keep_float64,
             checkpoint_activations=self.checkpoint_activations,
+            batch_axis=self._batch_axis,
             distributed=self.distributed,
             shard=self._shard,
         )
+        other.sample_axes.learn(self.sample_axes)
+        return other
 
     def with_model(self, model: nn.Module) -> Problem:
         """The same problem for a copy of the model with other weights."""
@@ -411,8 +453,19 @@ class Problem:
         other._set_model(model)
         other._loss_tensors = LiveTensors(self.loss, beside=other._model_tensors)
         other._objective = replace(self._objective, model=model)
-        other._stream = replace(self._stream, objective=other._objective)
+        other.sample_axes = SampleAxes(other._without_data(), self._batch_axis)
+        other.sample_axes.learn(self.sample_axes)
+        other._stream = replace(self._stream, objective=other._objective, finder=other.sample_axes)
+        if self._held is not None:
+            other._held = [batch.attached(other.sample_axes) for batch in self._held]
         other._steady = None
+        return other
+
+    def _without_data(self) -> Problem:
+        """Model, parameters and loss only: what batches may hold on to."""
+        other = Problem.__new__(Problem)
+        data = ("data", "sample_axes", "_held", "_stream")
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in data})
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
@@ -423,9 +476,9 @@ class Problem:
         """
         other = Problem.__new__(Problem)
         other.__dict__.update(self.__dict__)
-        other._held, other.distributed, other._steady = list(batches), False, None
+        other._held = list(batches)
+        other.distributed, other._steady, other._separable = False, None, None
         other._total = sum(batch.count for batch in other._held)
-        other.largest_samples = max((batch.samples for batch in other._held), default=1)
         if other._total <= 0:
             raise ProblemError("no valid target in the chosen batches.")
         return other
@@ -487,12 +540,12 @@ class Problem:
         def read(some: Batch, values: Mapping[str, Tensor]) -> Tensor:
             return main_tensor(self._called(some, values), self.loss.name)
 
-        def try_one() -> Tensor:
-            return read(batch.part(0, 1, self.loss.count), {})
+        def on_one_sample() -> Callable[[], Tensor]:
+            return functools.partial(read, batch.part(0, 1, self.loss.count), {})
 
         last = None
         if self.loss.factored and not self._objective.labels_in_call:
-            last = self._head.beyond(room // 2, batch.targets, self._everything, try_one)
+            last = self._head.beyond(room // 2, batch.targets, self._everything, on_one_sample)
         if last is None:
             return self.outputs(batch, leaves)
         with head.without(last):

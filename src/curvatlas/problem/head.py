@@ -52,18 +52,22 @@ class HeadSearch:
         self._found: Head | None = None
 
     def beyond(
-        self, size: int, targets: Any, named: Mapping[str, Tensor], run: Callable[[], Any]
+        self,
+        size: int,
+        targets: Any,
+        named: Mapping[str, Tensor],
+        small_call: Callable[[], Callable[[], Any]],
     ) -> Head | None:
         """The head if its logits of these targets take more than ``size`` bytes.
 
-        named: the model's parameters;  run: calls the model on one sample.
+        named: the model's parameters;  small_call: prepares a call of the model on one sample.
         """
         itemsize = next(iter(named.values())).dtype.itemsize
         if largest_logits(self._model, targets, itemsize) <= size:
             return None
         if not self._looked:
             with torch.no_grad():
-                self._found = find_head(self._model, named, run)
+                self._found = find_head(self._model, named, small_call())
             self._looked = True
         found = self._found
         if found is None or targets.numel() * found.module.out_features * itemsize <= size:

@@ -23,6 +23,11 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
             "loss='cross_entropy' or 'mse', or method='obd'."
         )
     problem.require_mean("a sketch of sampled gradients")
+    if not problem.separable:
+        raise ProblemError(
+            "sampled gradients are those of single samples, and the samples of a batch influence "
+            "each other or their axis is not found (batch_axis=): use method='obd'."
+        )
     problem.check()
     rows: list[Tensor] = []
     targets = 0.0
