@@ -194,7 +194,7 @@ class _Probe:
         self._leaves = [t.to(dtype) if _varies(t) else t for t in self._given]
 
     def _moved(self, distance: float) -> dict[str, Tensor]:
-        """Parameters and buffers, those that vary moved at random by ``distance`` of their size.
+        """The parameters, those that vary moved at random by ``distance`` of their size.
 
         A weight of zero is moved as far as others: a gate that is closed at the start of training
         must not hide what stands behind it.
@@ -202,7 +202,7 @@ class _Probe:
         problem = self._problem
         values = {
             name: t.detach().to(self._precision) if _varies(t) else t
-            for name, t in (*problem.named_weights().items(), *problem.model.named_buffers())
+            for name, t in problem.named_weights().items()
         }
         if not distance:
             return values
@@ -260,7 +260,13 @@ class _Probe:
     def _call(self, leaves: list[Any]) -> list[Any]:
         """The tensors that the loss reads."""
         batch = self._as_batch(leaves)
-        raw = call(self._problem.model, self._values, batch.inputs)
+        # New copies each time: a model may write to its buffers.
+        buffers = {
+            name: buffer.to(self._precision)
+            for name, buffer in self._problem.model.named_buffers()
+            if _varies(buffer) and buffer.dtype != self._precision
+        }
+        raw = call(self._problem.model, {**self._values, **buffers}, batch.inputs)
         tensors, self._output_spec = tree_flatten(self._problem.read(raw, batch))
         return tensors
 
@@ -305,7 +311,7 @@ class _Probe:
         weights = {t.data_ptr() for t in self._problem.own_tensors()}
         size = sum(size for place, size in saved.items() if place not in weights)
         size *= self._precision.itemsize // self._dtype.itemsize
-        fitting = self._room // (2 * size) if size else length
+        fitting = self._room // (3 * size) if size else length
         return max(2, min(length, int(fitting)))
 
     # --- tests ------------------------------------------------------------------------------------
