@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import json
 import math
 import pickle
+import random
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,13 @@ from curvatlas import archive, files, results
 from run_samples import SampleEstimate, estimate
 
 
-def _write(path: Path, header: dict[str, Any], body: bytes) -> Path:
+def _file(header: dict[str, Any], body: bytes) -> bytearray:
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return bytearray(struct.pack("<Q", len(text)) + text + body)
+
+
+def _write(path: Path, header: dict[str, Any], body: bytes) -> Path:
+    path.write_bytes(_file(header, body))
     return path
 
 
@@ -394,3 +402,70 @@ def test_no_two_results_share_a_name() -> None:
                 found.setdefault(cls.kind, set()).add(cls.__module__)
     assert {kind: modules for kind, modules in found.items() if len(modules) > 1} == {}
     assert len(found) > 50
+
+
+# What a forger may put where something else is expected.
+_HOSTILE: list[Any] = [
+    None,
+    True,
+    -1,
+    2**63,
+    1e308,
+    "",
+    "x",
+    "@result",
+    [],
+    [[]],
+    {},
+    {"": {}},
+    {"@dict": {}},
+    {"@dict": [1]},
+    {"@tuple": []},
+    {"@tuple": 5},
+    {"@tuple": {"a": 1}},
+    {"@tensor": "/values"},
+    {"@tensor": []},
+    {"@tensor": None},
+    {"@result": []},
+    {"@result": "SampleEstimate"},
+    {"@result": "SampleEstimate", "fields": []},
+    {"@result": "Result", "fields": {}},
+]
+
+
+def _places(value: Any, parent: Any = None, key: Any = None) -> Iterator[tuple[Any, Any]]:
+    """(parent, key) of everything in a JSON value."""
+    if parent is not None:
+        yield parent, key
+    if isinstance(value, (dict, list)):
+        for inner in list(value) if isinstance(value, dict) else range(len(value)):
+            yield from _places(value[inner], value, inner)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_forged_structure_is_refused_or_read_and_nothing_else(seed: int) -> None:
+    """Header and tensor table changed at random, the checksum right: only ValueError comes out."""
+    rng = random.Random(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    packed = results._pack(estimate(3, nested=True), "", tensors)
+    body = b"".join(archive.raw_bytes(tensor) for tensor in tensors.values())
+    table: dict[str, Any] = {
+        name: {"dtype": "F64", "shape": [3, 4], "data_offsets": [96 * i, 96 * (i + 1)]}
+        for i, name in enumerate(tensors)
+    }
+    outcomes: set[str] = set()
+    for _ in range(150):
+        parts = copy.deepcopy([{"schema": 2, "result": packed}, table])
+        parent, key = rng.choice(list(_places(parts)))
+        parent[key] = copy.deepcopy(rng.choice(_HOSTILE))
+        texts = {"curvatlas": json.dumps(parts[0])}
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            read = archive.parse(_file({"__metadata__": texts, **parts[1]}, body), "f")[1]
+            texts[archive.CHECKSUM] = archive.checksum(texts, read)
+        header = {"__metadata__": texts, **(parts[1] if isinstance(parts[1], dict) else {"x": 1})}
+        try:
+            results.parse(_file(header, body), "f")
+            outcomes.add("read")
+        except ValueError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}

@@ -98,6 +98,8 @@ def test_a_damaged_manifest_gives_way_to_the_one_before_it(
     damage(run / "manifest.json")
     with pytest.raises(ValueError, match=r"manifest\.json"):
         runs.load(run)
+    with pytest.raises(ValueError, match="curvatlas check"):
+        write_run(run)
     assert "goes back" in _one_fault(run).remedy
     seen = runs.repair(run)
     assert seen.whole

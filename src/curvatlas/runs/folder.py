@@ -20,7 +20,7 @@ import torch
 
 import curvatlas
 from curvatlas import archive
-from curvatlas.files import PARTIAL_SUFFIX, parse_json, write_json
+from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
 from curvatlas.results import Result, brief
 from curvatlas.runs import checking, loading
 from curvatlas.runs import manifest as manifests
@@ -75,6 +75,11 @@ class Run:
             raise ValueError(f"{folder} is a file: name a folder for the run.")
         fresh = not folder.is_dir() or not any(folder.iterdir())
         if not fresh and not (folder / manifests.FILE_NAME).exists() and not _only_debris(folder):
+            if previous(folder / manifests.FILE_NAME).exists():
+                raise ValueError(
+                    f"{folder} has lost its {manifests.FILE_NAME}: 'curvatlas check {folder} "
+                    "--repair' goes back to the one before it."
+                )
             raise ValueError(f"{folder} holds files but no run: name an empty or new folder.")
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
