@@ -28,7 +28,7 @@ class FirstPass:
 
 @dataclass
 class LastPass:
-    """The batches that a complete pass over shared data has seen, in order."""
+    """The batches that a complete pass over shared data has seen, in order, and their samples."""
 
     digest: bytes = b""
 
@@ -50,7 +50,12 @@ class BatchStream:
     def batches(self, raws: Iterable[Any]) -> Iterator[Batch]:
         """Raw batches, from the first one on, as checked ones."""
         loss = self.objective.loss
-        for index, raw in enumerate(self._noted(raws)):
+        dealt = 0  # samples so far
+        compared = self.sharded and parallel.world_size() > 1
+        seen = hashlib.blake2b(digest_size=16)
+        for index, raw in enumerate(raws):
+            if compared:
+                seen.update(content(raw))
             if self.sharded and not loss.additive and not _is_mine(index):
                 continue
             inputs, labels = self.objective.parted(raw, index)
@@ -67,24 +72,16 @@ class BatchStream:
                 finder=self.finder,
             )
             if self.sharded and loss.additive:
-                if batch.layout is None and not _is_mine(index):
-                    continue  # it cannot be cut: one process takes all of it
-                first, last = _my_share(batch.samples) if batch.layout is not None else (0, 1)
+                # one where they cannot be told apart: the batch goes to one process as it is
+                first, last = _my_share(dealt, batch.samples)
+                dealt += batch.samples
+                seen.update(f"{batch.samples};".encode())
                 if first == last:
                     continue
                 batch = batch.part(first, last, loss.count)
             yield batch
-
-    def _noted(self, raws: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; a digest of all of them stays where ranks have to compare it."""
-        if not self.sharded or parallel.world_size() == 1:
-            yield from raws
-            return
-        digest = hashlib.blake2b(digest_size=16)
-        for raw in raws:
-            digest.update(content(raw))
-            yield raw
-        self.last_pass.digest = digest.digest()
+        if compared:
+            self.last_pass.digest = seen.digest()
 
     def first_pass(self, raws: Iterable[Any]) -> FirstPass:
         """Check and count; hold the batches when they are small enough."""
@@ -107,6 +104,19 @@ def _is_mine(index: int) -> bool:
     return index % parallel.world_size() == parallel.rank()
 
 
-def _my_share(samples: int) -> tuple[int, int]:
+def _my_share(dealt: int, samples: int) -> tuple[int, int]:
+    """First and last of this process's samples in a batch that comes after ``dealt`` others.
+
+    Samples are dealt one after the other to the processes in turn, over the bounds of batches, so
+    that batches smaller than the group are shared as evenly as large ones. As many as fall to a
+    process in one batch lie side by side there: a batch is cut, not shuffled.
+    """
     world, rank = parallel.world_size(), parallel.rank()
-    return samples * rank // world, samples * (rank + 1) // world
+
+    def taken(up_to: int) -> int:
+        """How many of the first samples have gone to the ranks before and up to this one."""
+        return up_to // world * (rank + 1) + min(up_to % world, rank + 1)
+
+    last = taken(dealt + samples) - taken(dealt)
+    mine = (dealt + samples - rank - 1) // world - (dealt - rank - 1) // world
+    return last - mine, last
