@@ -373,7 +373,7 @@ CURVLINOPS = [
         "test__checks.py",
         "Hessian(problem)",
         ["a mean over the batch"],
-        note="the batch stays together; theirs refuses",
+        note="the batch stays together, whatever the memory budget; theirs refuses",
     ),
 ]
 

@@ -411,6 +411,7 @@ def test_models_are_modules_or_functions(case: str) -> None:
     assert error(ca.Hessian(problem).dense(), want) < 1e-14
 
 
+@pytest.mark.filterwarnings("ignore:the budget of 1 kB")
 @table.right("models that mix their batch")
 def test_a_model_that_mixes_its_batch_is_not_cut(case: str) -> None:
     class Centred(nn.Module):
@@ -426,7 +427,7 @@ def test_a_model_that_mixes_its_batch_is_not_cut(case: str) -> None:
     model, x, y = Centred().double(), drawn(5, 4), drawn(5, 2, seed=1)
     want = oracles.hessian((model(x) - y).pow(2).mean(), list(model.parameters()))
     problem = ca.Problem(model, "mse", (x, y))
-    for budget in (None, "1GB"):
+    for budget in (None, "1GB", "1KB"):
         assert error(ca.Hessian(problem, budget=budget).dense(), want) < 1e-12
 
 
