@@ -75,7 +75,7 @@ def every_case(rank: int, world: int, port: int, folder: str) -> None:
         try:
             action()
             told[name] = ""
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, KeyError) as error:
             told[name] = str(error)
 
     of_problems(rank, case)
@@ -134,6 +134,10 @@ def of_problems(rank: int, case: Case) -> None:
     broken = data()
     if rank == 1:
         broken[0][0, 0] = float("nan")
+    case("no data on one rank", lambda: ca.Problem(
+        classifier(), "cross_entropy", None if rank else data()))  # fmt: skip
+    case("an unknown parameter on one rank", lambda: problem(parameters=["*", "nothing"][rank]))
+    case("an unknown loss on one rank", lambda: problem(["cross_entropy", "nothing"][rank]))
     case("NaN in the data of one rank", lambda: ca.Problem(classifier(), "cross_entropy", broken))
 
 

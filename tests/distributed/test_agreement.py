@@ -77,11 +77,21 @@ def test_what_differs_is_said_on_every_rank(told: Told, case: str, words: str) -
         assert "\n" not in message
 
 
-@pytest.mark.parametrize("case", ["NaN in the data of one rank"])
-def test_a_failing_rank_says_why_and_the_other_stops_with_it(told: Told, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("NaN in the data of one rank", "NaN"),
+        ("no data on one rank", "no data"),
+        ("an unknown parameter on one rank", "nothing"),
+        ("an unknown loss on one rank", "unknown loss 'nothing'"),
+    ],
+)
+def test_a_failing_rank_says_why_and_the_other_stops_with_it(
+    told: Told, case: str, words: str
+) -> None:
     first, second = told[case]
     assert first == "1 of 2 processes failed: their own error says why; process 0 stops with them."
-    assert "NaN" in second
+    assert words in second
 
 
 @pytest.mark.parametrize(

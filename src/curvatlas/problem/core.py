@@ -94,19 +94,38 @@ class Problem:
         distributed: bool | None = None,
         shard: bool = False,
     ) -> None:
-        module, varying = as_module(model, parameters)
-        self.model = unwrap(module)
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
-        self._set_model(self.model)
+        self._shard = shard and self.distributed
+        self._batch_axis = batch_axis
+        self._separable: bool | None = None
+        self._held: list[Batch] | None = None
+        self._total: float | None = None
+        self._steady: object = None  # the weights whose loss was seen to be the same twice
+        self._read_data(
+            lambda: self._prepare(model, loss, data, parameters, count, reduction, shift)
+        )
+
+    def _prepare(
+        self,
+        model: nn.Module | Callable[..., Any],
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None,
+        data: Any,
+        parameters: Parameters | Mapping[str, Tensor] | None,
+        count: Callable[[Any], float] | None,
+        reduction: Reduction | None,
+        shift: bool | None,
+    ) -> None:
+        """The model, the parameters that vary, the loss and the data, before the first pass."""
+        module, varying = as_module(model, parameters)
+        self._set_model(unwrap(module))
         refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
         self.parameter_names = choose_parameters(self.model, self._everything, varying)
         first = self._everything[self.parameter_names[0]]
         self.dtype, self.device = first.dtype, first.device
-        self._shard = shard and self.distributed
         if data is None:
             raise ProblemError("no data: pass Problem(model, loss, data).")
         self.data = batches_of(data, dtype=self.dtype)
@@ -115,12 +134,6 @@ class Problem:
             self._requested: tuple[Loss | None, bool | None] = (None, shift)
         else:
             self._requested = (as_loss(loss, count=count, reduction=reduction), shift)
-        self._batch_axis = batch_axis
-        self._separable: bool | None = None
-        self._held: list[Batch] | None = None
-        self._total: float | None = None
-        self._steady: object = None  # the weights whose loss was seen to be the same twice
-        self._read_data()
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -142,7 +155,9 @@ class Problem:
 
     def _run_briefly(self, model: nn.Module) -> None:
         """Call a copy of the model on two samples, or on the first batch if it cannot be cut."""
-        batch = next(self.batches())
+        batch = next(self.all_batches(), None)
+        if batch is None:
+            raise ProblemError("this process has no batch to read the roles on: give it some data.")
         try:
             call(model, {}, batch.part(0, min(2, batch.samples), self.loss.count).inputs)
         except Exception:  # whatever the model says of a cut batch, the batch itself is right
@@ -248,7 +263,7 @@ class Problem:
 
     # --- data -----------------------------------------------------------------------------------
 
-    def _read_data(self) -> None:
+    def _read_data(self, prepare: Callable[[], None] | None = None) -> None:
         """First pass: check and count; hold the batches when they are small enough.
 
         Here the processes of a group meet: they hear of each other's errors, and whether they hold
@@ -256,6 +271,8 @@ class Problem:
         """
 
         def read() -> list[int]:
+            if prepare is not None:
+                prepare()
             raws = iter(self.data)
             first = next(raws, None)
             self._objective = self._settled(first)
