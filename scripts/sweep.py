@@ -317,7 +317,7 @@ def products_case(seed: int) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            options = {}
+            options = {} if axis is None else {"batch_axis": axis}
             problem = ca.Problem(model, loss, data, **options)
             use, ours, wanted = _applied(draw, problem, part, budget, truth)
     except (ProblemError, DifferentiationError) as error:
