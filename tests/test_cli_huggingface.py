@@ -132,6 +132,15 @@ def test_a_model_from_text_to_text_takes_pairs_of_them(
     assert loss == pytest.approx(float(model(**pairs).loss.detach()), rel=1e-6)
 
 
+_SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
 def _edit_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -149,8 +158,9 @@ def _edit_tensors(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
         (lambda t: t.clear() or t.update(a=torch.ones(1)), "lacks .* and 11 more"),
         (
             lambda t: t.update({"transformer.h.1.ln_1.bias": torch.ones(8)}),
-            "holds transformer.h.1.ln_1.bias, which GPT2LMHeadModel does not use",
+            "holds transformer.h.1.ln_1.bias, which GPT2LMHeadModel .* does not use",
         ),
+        (lambda t: t.update({"lm_head.bias": torch.ones(16)}), "holds lm_head.bias"),
         (
             lambda t: t.update({"transformer.ln_f.weight": torch.ones(9)}),
             "transformer.ln_f.weight have other sizes than its config.json",
@@ -172,6 +182,30 @@ def test_a_folder_whose_tensors_are_not_the_models_is_refused_by_name(
     assert sorted(p.name for p in gpt.parent.iterdir()) == ["sea.txt", "tiny"]  # no run was begun
 
 
+def test_what_another_head_left_in_the_folder_is_noted_and_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bert"
+    sizes = {**_SIZES, "vocab_size": _tokenizer(folder)}
+    both = transformers.BertForPreTraining(transformers.BertConfig(**sizes))  # two heads
+    both.save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["architectures"] = ["BertForMaskedLM"]
+    (folder / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "sea.txt").write_text(_TEXT)
+    with pytest.warns(UserWarning, match="not used by BertForMaskedLM: bert.pooler.dense.bias"):
+        code, out, err = _run(
+            ["analyze", "bert", "sea.txt", "--json", *_QUICK], tmp_path, capsys, monkeypatch
+        )
+    assert code == 0, err
+    (note,) = (w for w in json.loads(out)["warnings"] if w.startswith("model:"))
+    assert "cls.seq_relationship.weight" in note
+    with pytest.warns(UserWarning, match="not used"):
+        loaded = find_model(str(folder)).model
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, both.state_dict()[key]), key
+
+
 def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
     transformers.BertModel(transformers.BertConfig(**_SIZES)).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
@@ -181,13 +215,6 @@ def test_a_head_that_was_never_trained_is_refused(tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
-_SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
 _BART = {
     "vocab_size": 20,
     "d_model": 8,

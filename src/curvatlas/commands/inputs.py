@@ -24,17 +24,21 @@ class Inputs:
     model_name: str
     data_name: str
     options: dict[str, Any]  # everything that decides the numbers
+    notes: tuple[str, ...] = ()  # kept with the run
 
     def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
         """The run folder of this command on these inputs."""
         batches = ((batch.inputs, batch.targets) for batch in self.problem.all_batches())
-        return open_run(
+        run = open_run(
             command,
             output,
             options={"command": command, **self.options, **more},
             model_fingerprint=fingerprints.of_model(self.problem.model),
             data_fingerprint=fingerprints.of_data(batches),
         )
+        for note in self.notes:
+            run.warn(f"model: {note}")
+        return run
 
 
 def prepare(
@@ -74,4 +78,10 @@ def prepare(
         "batch_size": batch_size, "context": context, "tokenizer": tokenizer, "seed": seed,
         "dtype": str(problem.dtype).removeprefix("torch."), "device": device,
     }  # fmt: skip
-    return Inputs(problem=problem, model_name=named.name, data_name=found.name, options=options)
+    return Inputs(
+        problem=problem,
+        model_name=named.name,
+        data_name=found.name,
+        options=options,
+        notes=named.notes,
+    )

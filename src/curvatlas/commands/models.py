@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from curvatlas import archive
 from curvatlas.commands import references
 
 _MOST_NAMES = 6  # of tensors in a message
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer in a name
 ZOO = ("vit", "gpt", "benchmark-gpt", "mlp")
 _HEADS = {  # ending of a Hugging Face architecture → the class that loads it
     "LMHeadModel": "AutoModelForCausalLM",
@@ -34,6 +37,7 @@ class NamedModel:
     model: nn.Module
     name: str
     folder: Path | None = None  # of a Hugging Face model: where its tokenizer is
+    notes: tuple[str, ...] = ()  # kept with the run
 
 
 def find_model(
@@ -46,6 +50,7 @@ def find_model(
 ) -> NamedModel:
     """The model that ``text`` names, converted, moved, in evaluation mode."""
     folder: Path | None = None
+    notes: tuple[str, ...] = ()
     torch.manual_seed(seed)  # a factory that draws weights draws the same ones every time
     ours = references.zoo_name(text, ZOO)
     if ours is not None:
@@ -54,7 +59,7 @@ def find_model(
         model = _from_reference(text)
     elif Path(text).is_dir():
         folder = Path(text)
-        model = _from_folder(folder)
+        model, notes = _from_folder(folder)
     else:
         raise ValueError(
             f"cannot find the model {text!r}: give pkg.module:make_model, a Hugging Face folder "
@@ -63,7 +68,8 @@ def find_model(
     if weights is not None:
         _load_weights(model, weights)
     model = model.to(device=_device(device), dtype=dtype).eval()
-    return NamedModel(model=model, name=text if folder is None else folder.name, folder=folder)
+    name = text if folder is None else folder.name
+    return NamedModel(model=model, name=name, folder=folder, notes=notes)
 
 
 def _from_zoo(name: str, seed: int) -> nn.Module:
@@ -90,8 +96,11 @@ def _from_reference(text: str) -> nn.Module:
     return value
 
 
-def _from_folder(folder: Path) -> nn.Module:
-    """A Hugging Face model from disk: no network, no code of the folder, no pickled weights."""
+def _from_folder(folder: Path) -> tuple[nn.Module, tuple[str, ...]]:
+    """A Hugging Face model from disk: no network, no code of the folder, no pickled weights.
+
+    Returns also what the reader of its numbers should know.
+    """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a Hugging Face model: it has no config.json.")
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -122,18 +131,21 @@ def _from_folder(folder: Path) -> nn.Module:
             ignore_mismatched_sizes=True,
             **safe,
         )
-        _refuse_other_tensors(model, loading)
+        unused = _refuse_other_tensors(model, loading)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot load {folder} as a Hugging Face model: {reason}") from error
-    result: nn.Module = model
-    return result
+    notes = () if not unused else (f"not used by {type(model).__name__}: {_some(unused)}",)
+    for note in notes:
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    return model, notes
 
 
-def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> None:
+def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> list[str]:
     """ValueError when the folder's tensors are not those of the model: the rest would be random.
 
-    transformers has already taken out tied weights, which are stored once, and what a family
+    Returns what the folder holds beside them: the parts of other heads, which this one does not
+    need. transformers has already taken out tied weights, which are stored once, and what a family
     declares it can do without.
     """
     kind = type(model).__name__
@@ -150,13 +162,29 @@ def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> None:
             "save the model with it, or name a function that makes the model "
             "(pkg.module:make_model)"
         )
-    if loading["unexpected_keys"]:
+    unexpected = list(loading["unexpected_keys"])
+    left_out = [name for name in unexpected if _belongs_to(model, name)]
+    if left_out:
         raise ValueError(
-            f"it holds {_some(loading['unexpected_keys'])}, which {kind} does not use: bring back "
-            "the config.json it was saved with; if they are not needed, load it in Python and save "
-            "it with save_pretrained, or name a function that makes the model "
-            "(pkg.module:make_model)"
+            f"it holds {_some(left_out)}, which {kind} as its config.json describes it does not "
+            "use: bring back the config.json it was saved with"
         )
+    return unexpected
+
+
+def _belongs_to(model: nn.Module, name: str) -> bool:
+    """Whether an unused tensor looks like a part of this very model: one more layer, or a weight
+    or bias of a module the model has. A pooler or another head is neither."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    layers = {_LAYER.sub("*", own) for own in model.state_dict()}
+    modules = dict(model.named_modules())
+    for candidate in (name, f"{prefix}.{name}"):
+        parent, _, leaf = candidate.rpartition(".")
+        if _LAYER.sub("*", candidate) in layers:
+            return True
+        if parent in modules and leaf in ("weight", "bias"):
+            return True
+    return False
 
 
 def _some(names: Iterable[str]) -> str:

@@ -127,6 +127,7 @@ def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list):
         inner = [pair for i, item in enumerate(value) for pair in _numbers(item, f"{where}[{i}]")]
         if len(inner) > _LONGEST:
-            yield f"‖{where}‖", math.sqrt(sum(number**2 for _, number in inner))
+            # not a sum of squares, which overflows
+            yield f"‖{where}‖", math.hypot(*(number for _, number in inner))
         else:
             yield from inner
