@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 
@@ -19,6 +20,12 @@ class Anatomy:
         self.slices: tuple[Slice, ...] = tuple(slices)
         self.notes = tuple(notes)  # fused projections that stay in one piece, and why
         self.size = sum(piece.size for piece in self.slices)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The former name of ``notes``; nothing is assumed any more."""
+        warnings.warn("Anatomy.assumptions is now .notes.", DeprecationWarning, stacklevel=2)
+        return self.notes
 
     def __iter__(self) -> Iterator[Slice]:
         return iter(self.slices)
