@@ -122,6 +122,26 @@ def test_nan_and_too_small_budgets_are_refused() -> None:
         ca.spectral_density(SpectrumOperator(values), max_products=60)
 
 
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [
+        ({"probes": 10, "steps": 100}, 1000),
+        ({"probes": 4, "steps": 30}, 240),
+        ({"steps": 120}, 360),
+        ({"deflate": 400}, 460),
+        ({"probes": 100}, 400),
+        ({"probes": 10, "steps": 100, "reorthogonalise": False}, 1000),
+    ],
+    ids=str,
+)
+def test_explicit_effort_is_the_budget(options: dict[str, int], products: int) -> None:
+    values = torch.linspace(-1, 2, 1100, dtype=torch.float64)
+    found = ca.spectral_density(SpectrumOperator(values), **options)
+    assert found.products == products
+    assert found.converged
+    assert distance(found, values) <= found.wasserstein_error
+
+
 def test_a_tiny_budget_is_marked_and_claims_little() -> None:
     values = torch.linspace(-1, 2, 900, dtype=torch.float64)
     for products in (1, 3, 9):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,8 +94,33 @@ def test_a_thorough_search_excludes_what_a_short_one_cannot() -> None:
     short = ca.eigenpairs(SpectrumOperator(values), k=3)
     thorough = ca.eigenpairs(SpectrumOperator(values), k=3, thorough=True)
     assert thorough.products >= short.products
-    assert thorough.complete_outside[1] < 1.8
+    assert thorough.complete_outside[1] == pytest.approx(1.8, abs=1e-3)  # the innermost
     assert torch.allclose(thorough.values, values[:3], atol=1e-3)
+
+
+@pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
+def test_completeness_is_not_claimed_further_in_than_the_list_reaches(which: Any) -> None:
+    # Outliers far beyond the rest: the search excludes much more than what was asked for.
+    values = 1e-3 * torch.randn(500, generator=torch.Generator().manual_seed(3)).double()
+    values[:6] = torch.tensor([9e5, 8e5, 7e5, 6e5, 5e5, 4e5]).double()
+    values[6:10] = -torch.tensor([7.5e5, 6.5e5, 5.5e5, 4.5e5]).double()
+    found = ca.eigenpairs(SpectrumOperator(values), k=2, which=which)
+    low, high = found.complete_outside
+    reached = {"largest": (-np.inf, 8e5), "smallest": (-6.5e5, np.inf), "both": (-6.5e5, 8e5)}
+    expected = reached.get(which, (-8e5, 8e5))
+    assert low == pytest.approx(expected[0], rel=1e-3)
+    assert high == pytest.approx(expected[1], rel=1e-3)
+    assert ("complete above 8" in str(found)) == (which != "smallest")
+    if which in ("smallest", "both"):
+        assert "below -6.5" in str(found) or "below -65" in str(found)
+
+
+def test_a_list_that_was_not_searched_claims_no_completeness() -> None:
+    values = spectra()["hessian_like"]
+    found = ca.eigenpairs(SpectrumOperator(values), k=1, bounded=1e-2)
+    assert found.converged
+    assert "not searched" in str(found)
+    assert "inf" not in str(found)
 
 
 @pytest.mark.parametrize("name", ["hessian_like", "heavy_tailed", "power_law"])

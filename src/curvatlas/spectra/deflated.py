@@ -29,6 +29,7 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.spectra.checkpoint import undone
 from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.requirements import refuse_asymmetric_images
 
 FEWEST_PROBES = 6
 FEWEST_VECTORS = 16  # in memory: less leaves no room for a basis and two probes
@@ -46,6 +47,12 @@ class Rest:
     centred: float  # mean ‖B_c u‖², estimates ‖B_c‖_F²
     third: float  # mean (u_i·B_c u_j) (B_c u_i·B_c u_j), i ≠ j: estimates tr B_c³
     fourth: float  # mean (B_c u_i·B_c u_j)², i ≠ j: estimates tr B_c⁴
+
+    def magnitude(self) -> float:
+        """A lower bound of Σ|λ| of B, by its second and fourth moments: (Σλ²)³ ≤ (Σ|λ|)² Σλ⁴."""
+        if self.fourth <= 0.0 or self.centred <= 0.0:
+            return 0.0
+        return float(self.centred**1.5 / self.fourth**0.5)
 
     def bounds(self) -> tuple[float, float]:
         """How far the truth may lie below and above the mean of ``values``, at 95 %.
@@ -172,10 +179,22 @@ class DeflatedSampler:
                 "a product with the operator gave NaN or infinity: check the loss and the "
                 "parameters for NaN, or compute in float64."
             )
+        if self.probe_count == 0:
+            refuse_asymmetric_images(self.op, fresh, images, "trace")
         self._probes.append(fresh)
         self._images.append(images)
         self._latest = None
         return count
+
+    @property
+    def missing(self) -> int:
+        """Directions whose image is not at hand."""
+        return self.size - self.basis.multiplied - self._held
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """All that was multiplied and is at hand, and its images, (n, k) each."""
+        rows, images = (part.to(self.op.device) for part in self.basis.known())
+        return torch.cat([rows, *self._probes], 1), torch.cat([images, *self._images], 1)
 
     @property
     def captured(self) -> Array:

@@ -28,9 +28,11 @@ from curvatlas.spectra.dense import symmetric_matrix
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.lean_density import LeanDensity
+from curvatlas.spectra.probe_brackets import FEWEST_STEPS
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import DROP, invariant_after
 from curvatlas.spectra.requirements import (
+    MOST_PRODUCTS,
     alike_on_every_rank,
     check_budget,
     refuse_asymmetric,
@@ -38,6 +40,7 @@ from curvatlas.spectra.requirements import (
 )
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
+_FEWEST_PROBES = 3  # so that their scatter can be seen
 _GROUP_BYTES = 2**30  # for the vectors of the probes that go through the operator together
 _EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 
@@ -46,7 +49,7 @@ _EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 def spectral_density(
     op: LinearOperator,
     *,
-    max_products: int = 300,
+    max_products: int | None = None,
     deflate: int | None = None,
     probes: int | None = None,
     steps: int | None = None,
@@ -56,12 +59,15 @@ def spectral_density(
 ) -> SpectralDensity:
     """Quadrature nodes and weights of the whole spectrum, with intervals.
 
-    max_products: the effort; it is divided into ``deflate`` Lanczos steps for the outliers and
-    ``probes`` runs of ``steps`` for the bulk unless these are given.
+    max_products: the effort, 300 by default; it is divided into ``deflate`` Lanczos steps for the
+    outliers and ``probes`` runs of ``steps`` for the bulk unless these are given. Given without it
+    they are the effort themselves.
     reorthogonalise: False keeps three vectors instead of a basis and deflates nothing; for models
     that leave no room for more (``spectra/lean_density.py`` says what changes).
     """
     n = require_symmetric(op, "spectral_density")
+    if max_products is None:
+        max_products = max(MOST_PRODUCTS, asked(deflate, probes, steps))
     check_budget(max_products)
     if n <= max_products or (isinstance(op, MatrixOperator) and n <= _EXACT_UP_TO):
         matrix, products = symmetric_matrix(op, "spectral_density")
@@ -78,6 +84,15 @@ def spectral_density(
     return _Run(op, j, m, s, seed, Checkpoint(checkpoint, mark)).result()
 
 
+def asked(deflate: int | None, probes: int | None, steps: int | None) -> int:
+    """Products that the options ask for by themselves, with the least of what they leave open."""
+    if probes is None and steps is None:
+        bulk = _FEWEST_PROBES * _STEPS if deflate else 0
+    else:
+        bulk = (probes or _FEWEST_PROBES) * (steps or FEWEST_STEPS)
+    return (deflate or 0) + bulk
+
+
 def split(
     products: int, deflate: int | None, probes: int | None, steps: int | None
 ) -> tuple[int, int, int]:
@@ -86,7 +101,11 @@ def split(
     Measured on trained ViT and heavy-tailed spectra: about 30 + 0.3 N for the outliers, runs of 20
     for the bulk, at least three of them so that their scatter can be seen.
     """
-    j = min(30 + 3 * products // 10, 6 * products // 10) if deflate is None else deflate
+    if deflate is None:
+        room = products - asked(0, probes, steps)
+        j = max(min(30 + 3 * products // 10, 6 * products // 10, room), 0)
+    else:
+        j = deflate
     left = max(products - j, 1)
     if steps is None:
         steps = left // probes if probes else min(_STEPS, max(left // 3, 1))
@@ -164,7 +183,7 @@ class _Run:
             starts = torch.randn(n, group, generator=self.random, dtype=torch.float64)
             starts = starts.to(device=self.op.device, dtype=self.op.dtype)
             alphas, betas, products = recurrences(
-                self.op, starts, self.steps, outside, scale=basis.scale
+                self.op, starts, self.steps, outside, scale=basis.scale, what="spectral_density"
             )
         self.spent += products
         self.alphas = np.concatenate([self.alphas, alphas])

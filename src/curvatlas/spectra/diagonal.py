@@ -22,12 +22,14 @@ from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
+from curvatlas.spectra.dense import Completion, reads_the_rest
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.spectra.outer_part import FACTORS, all_outer, outer_part
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
-    check_budget,
     check_rtol,
+    products_allowed,
+    refuse_asymmetric_images,
     require_square,
 )
 
@@ -90,15 +92,14 @@ def diagonal(
     """diag A until ‖error‖ ≤ rtol ‖diag A‖; read exactly when that takes no more products.
 
     diag H_o comes exactly from the factors of the samples where that is cheap (few outputs to a
-    sample). max_products: default min(n, 500).
+    sample). max_products: 300 by default, or the columns of an operator up to 512.
     """
     n = require_square(op, "diagonal")
     check_rtol(rtol)
     known = _closed_form(op)
     if known is not None:
         return exact_diagonal(known, 0, torch.finfo(op.dtype).eps, "closed form")
-    budget = min(n, 500) if max_products is None else max_products
-    check_budget(budget)
+    budget = products_allowed(max_products, n)
     outer = outer_part(op, min(budget, n, _DEAREST)) if all_outer(op) else None
     if outer is not None:
         return exact_diagonal(outer.diagonal, outer.products, torch.finfo(op.dtype).eps, FACTORS)
@@ -121,6 +122,10 @@ class _Run:
         zeros = torch.zeros(n, dtype=torch.float64, device=op.device)
         self.total, self.squares = zeros, zeros.clone()
         self.probes = 0
+        # Kept only where the estimate may end in reading all columns: what was multiplied, (n, k).
+        self.reads = n <= budget
+        self.directions = torch.empty(n, 0, dtype=op.dtype, device=op.device)
+        self.images = self.directions.clone()
 
     def result(self) -> DiagonalEstimate:
         stored = self.file.load()
@@ -138,12 +143,14 @@ class _Run:
                 left = self.budget - self._products
                 if self.probes >= _FEWEST:
                     reached = self._reached()
-                    if reached.converged or left <= 0:
+                    if reached.converged:
                         break
-                    if self.op.shape[0] <= left:
-                        expected = self.probes * (reached.relative_error / self.rtol) ** 2
-                        if expected - self.probes > self.op.shape[0]:
-                            return _read(self.op, self._products)
+                    ahead = self.probes * ((reached.relative_error / self.rtol) ** 2 - 1)
+                    ahead = max(int(min(ahead, 1e9)), _BATCH)
+                    if reads_the_rest(self.op.shape[0] - self._products, ahead, left):
+                        return self._complete()
+                    if left <= 0:
+                        break
                 elif left <= 0:
                     reached = self._reached()
                     break
@@ -173,10 +180,16 @@ class _Run:
         with undone(self.random):
             signs = torch.randint(0, 2, (n, count), generator=self.random, dtype=torch.int8)
             probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
-            samples = probes * (self.op @ (probes - v.T @ (v @ probes)))
-        if not bool(torch.isfinite(samples).all()):
+            directions = probes - v.T @ (v @ probes)
+            images = self.op @ directions
+        if not bool(torch.isfinite(images).all()):
             raise FloatingPointError("a product with the operator gave NaN or infinity.")
-        samples = samples.double()
+        if self.probes == 0:
+            refuse_asymmetric_images(self.op, directions, images, "diagonal")
+        if self.reads:
+            self.directions = torch.cat([self.directions, directions], 1)
+            self.images = torch.cat([self.images, images], 1)
+        samples = (probes * images).double()
         self.total = self.total + samples.sum(1)
         self.squares = self.squares + samples.pow(2).sum(1)
         self.probes += count
@@ -205,9 +218,29 @@ class _Run:
             exact=False, method="Lanczos deflation and Rademacher probes",
         )  # fmt: skip
 
+    def _complete(self) -> DiagonalEstimate:
+        """Σ (A b) ⊙ b over an orthonormal basis that begins with what was multiplied."""
+        before = self.op.products
+        rows, images = (part.to(self.op.device) for part in self.basis.known())
+        known = Completion(
+            self.op, torch.cat([rows, self.directions], 1), torch.cat([images, self.images], 1)
+        )
+        values = torch.zeros_like(self.total)
+        sizes = torch.zeros_like(self.total)
+        for basis, image in known.blocks():
+            values += (basis * image).sum(1)
+            sizes += (basis * image).abs().sum(1)
+        products = self._products + self.op.products - before
+        return exact_diagonal(
+            values, products, self.basis.eps, "every column",
+            radius=64 * self.basis.eps * known.magnification * sizes,
+        )  # fmt: skip
+
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, numbers = self.basis.state()
         tensors.update(total=self.total, squares=self.squares, random=self.random.get_state())
+        if self.reads:
+            tensors.update(directions=self.directions, images=self.images)
         return tensors, {**numbers, "probes": self.probes, "steps": self.steps}
 
     def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
@@ -215,10 +248,13 @@ class _Run:
         self.total = tensors["total"].to(self.op.device)
         self.squares = tensors["squares"].to(self.op.device)
         self.random.set_state(tensors["random"])
+        if self.reads:
+            self.directions = tensors["directions"].to(self.op.device)
+            self.images = tensors["images"].to(self.op.device)
         self.probes, self.steps = int(numbers["probes"]), int(numbers["steps"])
 
 
-def read_diagonal(op: LinearOperator) -> Tensor:
+def read_diagonal(op: LinearOperator, what: str = "diagonal") -> Tensor:
     """(n,) float64, by products with the unit vectors."""
     n = op.shape[0]
     entries = []
@@ -226,7 +262,10 @@ def read_diagonal(op: LinearOperator) -> Tensor:
         stop = min(start + 64, n)
         block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
         block[start:stop].fill_diagonal_(1)
-        entries.append((op @ block)[start:stop].diagonal().double())
+        images = op @ block
+        if start == 0 and bool(torch.isfinite(images).all()):
+            refuse_asymmetric_images(op, block, images, what)
+        entries.append(images[start:stop].diagonal().double())
     return torch.cat(entries)
 
 
@@ -237,20 +276,28 @@ def _closed_form(op: LinearOperator) -> Tensor | None:
     return known() if callable(known) else None
 
 
-def _read(op: LinearOperator, spent: int = 0) -> DiagonalEstimate:
+def _read(op: LinearOperator) -> DiagonalEstimate:
     values = read_diagonal(op)
     if not bool(torch.isfinite(values).all()):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     eps = torch.finfo(op.dtype).eps
-    return exact_diagonal(values, spent + op.shape[0], eps, "column by column")
+    return exact_diagonal(values, op.shape[0], eps, "column by column")
 
 
 def exact_diagonal(
-    values: Tensor, products: int, eps: float, method: str, *, condition: float = 1.0
+    values: Tensor,
+    products: int,
+    eps: float,
+    method: str,
+    *,
+    condition: float = 1.0,
+    radius: Tensor | None = None,
 ) -> DiagonalEstimate:
-    """A diagonal known up to rounding, which ``condition`` magnifies."""
+    """A diagonal known up to rounding, which ``condition`` magnifies, or up to ``radius``."""
     values = values.detach().double()
-    radius = 64 * eps * condition * values.abs() + np.finfo(np.float64).tiny
+    if radius is None:
+        radius = 64 * eps * condition * values.abs()
+    radius = radius + np.finfo(np.float64).tiny
     return DiagonalEstimate(
         values=values, interval=(values - radius, values + radius), relative_error=eps * condition,
         products=products, converged=True, exact=True, method=method,

@@ -32,8 +32,8 @@ class Eigenpairs(Result):
     # Bound on overlooking a separate one: further out than the reported ones by 10 tol·‖A‖, and
     # as far from each of them. A copy of a reported one is what ``complete_outside`` speaks of.
     missed_probability: float
-    # Below the first and above the second value, as far as the list reaches, nothing is missing
-    # from it, copies included, at 97.5 %; infinite when nothing was searched.
+    # Below the first and above the second value nothing is missing from the list, copies included,
+    # at 97.5 %: no further in than the list reaches, infinite at an end that was not searched.
     complete_outside: tuple[float, float] = (-math.inf, math.inf)
     # The whole spectrum lies between these at 95 %: further out, the random start would have shown
     # it. Infinite after a warm start or a restart, which leave no such start.
@@ -63,14 +63,22 @@ class Eigenpairs(Result):
         if self.exact:
             state = "exact"
         elif self.converged:
-            low, high = self.complete_outside
-            sides = {"largest": f"above {high:.3g}", "smallest": f"below {low:.3g}"}
-            both = f"above {high:.3g} and below {low:.3g}"
-            state = f"complete {sides.get(self.which, both)} at 97.5 %"
+            sides = " and ".join(self._complete_sides())
+            state = f"complete {sides} at 97.5 %" if sides else "not searched for missing ones"
         else:
             worst = float(self.residuals.max()) / self.norm if self.norm else 0.0
             state = f"NOT converged: worst residual {worst:.1e}·‖A‖, asked {self.tol:.1e}·‖A‖"
         return f"{self.which} eigenvalues: {shown} ({state}; {self.products} products)"
+
+    def _complete_sides(self) -> list[str]:
+        """Where the list is complete, in words: only where it has values further out."""
+        low, high = self.complete_outside
+        sides = []
+        if self.which != "smallest" and high <= float(self.values.max()):
+            sides.append(f"above {high:.6g}")
+        if self.which != "largest" and low >= float(self.values.min()):
+            sides.append(f"below {low:.6g}")
+        return sides
 
     def plot(self) -> Any:
         """Eigenvalues in order with their certified intervals."""
@@ -84,6 +92,23 @@ class Eigenpairs(Result):
         axes.axhline(0.0, color="0.7", linewidth=0.8)
         axes.set(xlabel="index", ylabel="eigenvalue", title=f"eigenvalues ({self.which})")
         return figure
+
+
+def within_list(complete: tuple[float, float], values: Array, which: str) -> tuple[float, float]:
+    """Bounds of completeness (low, high) drawn in to what a list of ``values`` can speak of.
+
+    Further in than its innermost value there are eigenvalues that were not asked for.
+    """
+    low, high = complete
+    half = len(values) // 2
+    if which == "largest":
+        return -math.inf, max(high, float(values.min()))
+    if which == "smallest":
+        return min(low, float(values.max())), math.inf
+    if which == "both":
+        return min(low, float(values[half:].max())), max(high, float(values[: max(half, 1)].min()))
+    edge = float(np.abs(values).min())
+    return min(low, -edge), max(high, edge)
 
 
 def cluster_radii(values: Array, residuals: Array) -> Array:

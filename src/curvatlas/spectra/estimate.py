@@ -89,6 +89,14 @@ def exact_estimate(
     )
 
 
-def close_enough(value: float, error: float, rtol: float) -> bool:
+def close_enough(value: float, error: float, rtol: float, norm: float = 0.0) -> bool:
     """Whether ± error is within rtol of the value."""
-    return error <= rtol * abs(value)
+    return error <= tolerance(value, rtol, norm)
+
+
+def tolerance(value: float, rtol: float, norm: float = 0.0) -> float:
+    """rtol of the value, and where a sum cancels to less than a tenth of its ``norm``, of that.
+
+    norm: the sum of the magnitudes. No effort reaches a share of a sum that happens to be zero.
+    """
+    return rtol * max(abs(value), 0.1 * norm)

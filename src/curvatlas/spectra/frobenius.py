@@ -18,6 +18,7 @@ from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
 from curvatlas.spectra.checkpoint import undone
+from curvatlas.spectra.requirements import refuse_asymmetric_images
 
 FEWEST_PROBES = 8
 _FIRST_STEPS = 6
@@ -62,6 +63,8 @@ class FrobeniusSampler:
                 "a product with the operator gave NaN or infinity: check the loss and the "
                 "parameters for NaN, or compute in float64."
             )
+        if self.products == 0:
+            refuse_asymmetric_images(self.op, fresh, images, "frobenius_norm")
         self.products += count
         self.probes = torch.cat([self.probes, fresh], 1)
         self.probe_images = torch.cat([self.probe_images, images], 1)
@@ -134,25 +137,48 @@ class FrobeniusSampler:
         high = square + half * float(np.exp(1.2 * skew)) + rounding
         return float(np.sqrt(square)), float(np.sqrt(max(low, 0.0))), float(np.sqrt(high))
 
-    def advance(self, rtol: float, reached: float, budget: int) -> int:
-        """Deflate or probe, whichever promises the shorter way; returns its expected length."""
-        j, m = len(self.vectors), self.probes.shape[1]
+    @property
+    def missing(self) -> int:
+        """Directions whose image is not known."""
+        return self.op.shape[1] - len(self.vectors) - self.probes.shape[1]
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """All that was multiplied and its images, (n, k) and (m, k)."""
+        return (
+            torch.cat([self.vectors.T, self.probes], 1),
+            torch.cat([self.images.T, self.probe_images], 1),
+        )
+
+    def paths(self, rtol: float, reached: float) -> tuple[int, int]:
+        """Products that the way to rtol is expected to take by probes, and by vectors first.
+
+        The error falls as 1/√m with the probes; a quarter more vectors reduce the variance as the
+        last ones did.
+        """
+        j, m, back = len(self.vectors), self.probes.shape[1], self._back
         needed = min(max(m * (reached / rtol) ** 2 * 1.02, FEWEST_PROBES), 1e9)
         by_probes = max(int(np.ceil(needed)) - m, 1)
-        left = budget - self.products
-        cost = 1 if self.op.tags.symmetric else 2
-        back = max(2, j // 4)
-        if not self.exhausted and j >= back and j + m < self.op.shape[1] - 2:
-            now, before = _variance(self._rest(j)[1]), _variance(self._rest(j - back)[1])
-            if 0 < now < before:
-                shrink = now / before
-                by_vectors = cost * back + max(int(np.ceil(needed * shrink)) - m, 0)
-                if by_vectors < by_probes and left >= cost * back:
-                    self.deflate(back)
-                    return by_vectors
-        if by_probes < self.op.shape[1] or budget < self.products + self.op.shape[1]:
-            self.probe(min(by_probes, max(m, 4), left))
-        return by_probes
+        if self.exhausted or j < back or j + m >= self.op.shape[1] - 2:
+            return by_probes, by_probes
+        now, before = _variance(self._rest(j)[1]), _variance(self._rest(j - back)[1])
+        if not 0 < now < before:
+            return by_probes, by_probes
+        return by_probes, self._cost * back + max(int(np.ceil(needed * now / before)) - m, 0)
+
+    @property
+    def _back(self) -> int:
+        return max(2, len(self.vectors) // 4)
+
+    @property
+    def _cost(self) -> int:
+        return 1 if self.op.tags.symmetric else 2
+
+    def advance(self, by_probes: int, by_vectors: int, left: int) -> None:
+        """Deflate or probe, whichever promises the shorter way."""
+        if by_vectors < by_probes and left >= self._cost * self._back:
+            self.deflate(self._back)
+        else:
+            self.probe(min(by_probes, max(self.probes.shape[1], 4), left))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         tensors = {

@@ -18,8 +18,12 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import generator
-from curvatlas.spectra.dense import symmetric_matrix
-from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
+from curvatlas.spectra.dense import (
+    KeptProducts,
+    reads_the_rest,
+    symmetric_matrix,
+)
+from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate, tolerance
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.probe_lanczos import recurrences
 from curvatlas.spectra.quadrature import radau, rule
@@ -29,6 +33,7 @@ from curvatlas.spectra.requirements import (
     check_damping,
     check_rtol,
     check_vector,
+    products_allowed,
     refuse_asymmetric,
     require_symmetric,
 )
@@ -37,6 +42,7 @@ Function = Callable[[Array], Array]
 # Residual relative to ‖A‖ below which a Ritz pair is taken out as known: what it misses of f is
 # quadratic in the residual.
 _CONVERGED = 1e-4
+_FEWEST_PROBES = 6
 _EXACT_UP_TO = 240  # products that the shortest estimate takes: as many columns are the matrix
 
 
@@ -47,9 +53,9 @@ def log_determinant(
     damping: float = 0.0,
     rtol: float = 0.01,
     seed: int = 0,
-    max_products: int = 2000,
+    max_products: int | None = None,
 ) -> Estimate:
-    """log det(A + damping·I) of a positive definite A + damping·I."""
+    """log det(A + damping·I) of a positive definite A + damping·I, as ``trace_function``."""
     check_damping(damping)
 
     def logarithm(values: Array) -> Array:
@@ -73,34 +79,58 @@ def trace_function(
     *,
     rtol: float = 0.01,
     seed: int = 0,
-    max_products: int = 2000,
+    max_products: int | None = None,
     quantity: str = "tr f(A)",
 ) -> Estimate:
-    """tr f(A) for a function of NumPy arrays of eigenvalues, until the 95 % interval is ± rtol."""
+    """tr f(A) for a function of NumPy arrays of eigenvalues, until the 95 % interval is ± rtol.
+
+    A sum that cancels to less than a tenth of Σ|f(λ)| is asked to ``rtol`` of that tenth.
+    max_products: default 600, or the columns of an operator up to 1024; they are read, and the
+    trace is exact, when the estimate would take as many.
+    """
     n = require_symmetric(op, quantity)
     check_rtol(rtol)
-    check_budget(max_products)
-    if n <= min(max_products, _EXACT_UP_TO):
+    # Twice what the others may take: a single probe is a run of thirty products.
+    budget = 2 * products_allowed(None, (n + 1) // 2) if max_products is None else max_products
+    check_budget(budget)
+    if n <= min(budget, _EXACT_UP_TO):
         return _from_matrix(op, function, quantity)
-    random = generator(seed)
-    before = op.products
-    vectors, known = outliers(op, min(60, max_products // 3, n // 2), random)
-    products = op.products - before
-    inside = _applied(function, known) if len(known) else known
-    steps = max(min(30, (max_products - 60) // 6, n - len(known)), 2)
+    random, original = generator(seed), op
+    op, before = KeptProducts.of(op, budget), op.products
+    eps = torch.finfo(op.dtype).eps
+    basis = lanczos(op, min(60, budget // 3, n // 2), random)
+    vectors, known = outliers(basis)
+    products = original.products - before
+    inside = _applied(function, known)
+    steps = max(min(30, (budget - 60) // 6, n - len(known)), 2)
     d = n - len(known)
-    eps, scale = torch.finfo(op.dtype).eps, float(np.abs(known).max(initial=0.0))
+
+    def read() -> Estimate:
+        assert isinstance(op, KeptProducts)
+        matrix, magnification = op.matrix(quantity)
+        spent = original.products - before
+        return _of_eigenvalues(matrix, function, quantity, spent, eps * magnification)
+
+    kept = isinstance(op, KeptProducts)
+    if kept:
+        ahead = steps * _probes_ahead(basis, known, function, rtol)
+        if reads_the_rest(n - products, ahead, budget - products):
+            return read()
+    scale = float(np.abs(known).max(initial=0.0))
     fine: list[float] = []
     coarse: list[float] = []
-    with bar(quantity, total=max_products) as progress:
+    sizes: list[float] = []
+    with bar(quantity, total=budget) as progress:
         while True:
-            count = 6 if not fine else min(len(fine), 16)
-            count = min(count, max((max_products - products) // steps, 0))
+            count = _FEWEST_PROBES if not fine else min(len(fine), 16)
+            count = min(count, max((budget - products) // steps, 0))
             if count == 0:
                 break
             starts = torch.randn(n, count, generator=random, dtype=torch.float64)
             starts = starts.to(device=op.device, dtype=op.dtype)
-            alphas, betas, spent = recurrences(op, starts, steps, vectors, scale=scale)
+            alphas, betas, spent = recurrences(
+                op, starts, steps, vectors, scale=scale, what=quantity
+            )
             products += spent
             progress.update(products - progress.n)
             scale = max(scale, float(np.abs(alphas).max()))
@@ -108,20 +138,33 @@ def trace_function(
             for a, b in zip(alphas, betas, strict=True):
                 for integrals, s in ((fine, steps), (coarse, fewer)):
                     nodes, weights = rule(a[:s], b[:s], scale, eps, n)
-                    integrals.append(d * float(weights @ _applied(function, nodes)))
-            reached = _estimate(inside, fine, coarse, rtol, products, quantity)
+                    parts = _applied(function, nodes)
+                    integrals.append(d * float(weights @ parts))
+                sizes.append(d * float(weights @ np.abs(parts)))
+            norm = float(np.abs(inside).sum() + np.mean(sizes))
+            reached = _estimate(inside, fine, coarse, rtol, norm, products, quantity)
             if reached.converged:
                 return reached
+            goal = tolerance(reached.value, rtol, norm)
+            more = len(fine) * ((reached.error / goal) ** 2 - 1) if goal > 0 else np.inf
+            ahead = max(int(np.ceil(min(more, 1e9))), 1) * steps
+            if kept and reads_the_rest(n - products, ahead, budget - products):
+                return read()
     if len(fine) < 2:
-        raise ValueError(f"{max_products} products are too few for {quantity}: give at least 100.")
-    return _estimate(inside, fine, coarse, rtol, products, quantity)
+        raise ValueError(f"{budget} products are too few for {quantity}: give at least 100.")
+    return reached
 
 
 def _from_matrix(op: LinearOperator, function: Function, quantity: str) -> Estimate:
     matrix, products = symmetric_matrix(op, quantity)
+    return _of_eigenvalues(matrix, function, quantity, products, torch.finfo(op.dtype).eps)
+
+
+def _of_eigenvalues(
+    matrix: Tensor, function: Function, quantity: str, products: int, eps: float
+) -> Estimate:
     values = torch.linalg.eigvalsh(matrix).cpu().numpy()
     parts = _applied(function, values)
-    eps = torch.finfo(op.dtype).eps
     # An eigenvalue is known to rounding of the largest, and a small one's f may be steep.
     moved = _applied(function, values + 32 * eps * np.abs(values).max())
     steep = float(np.abs(moved - parts).sum()) / (64 * eps)
@@ -152,10 +195,10 @@ def quadratic_form(
     check_damping(damping)
     check_vector(b, n, "b")
     square = float(b.double().pow(2).sum())
-    basis = KrylovBasis(op, max_products + 2)
+    basis = KrylovBasis(op, min(max_products, n) + 2)
     certain = function is None and op.tags.psd and damping > 0
     f = function if function is not None else _reciprocal
-    value = low = high = middle = 0.0
+    value = low = high = middle = steep = 0.0
     done = not basis.add(b)
     previous = np.inf
     betas: list[float] = []
@@ -165,7 +208,13 @@ def quadratic_form(
             progress.update()
             alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
             nodes, weights = rule(alphas, np.array(betas), basis.scale, basis.eps, n)
-            value = low = high = middle = square * float(weights @ _applied(f, nodes))
+            parts = _applied(f, nodes)
+            value = low = high = middle = square * float(weights @ parts)
+            norm = square * float(weights @ np.abs(parts))
+            # A node is known to rounding of the largest eigenvalue, and f may be steep there.
+            with np.errstate(all="ignore"):
+                moved = np.asarray(f(nodes + 16 * basis.eps * basis.scale))
+            steep = square * float(weights @ np.abs(moved - parts))
             if betas[-1] > 0 and certain:
                 at, outer = radau(alphas, np.array(betas), damping)
                 high = square * float(outer @ f(at))
@@ -175,25 +224,34 @@ def quadratic_form(
                 change = 2 * abs(value - previous)
                 low, high = value - change, value + change
             previous = value
-            done = betas[-1] == 0.0 or (len(betas) > 2 and high - low <= 2 * rtol * abs(value))
+            near = (high - low) / 2 <= tolerance(value, rtol, norm)
+            done = betas[-1] == 0.0 or (len(betas) > 2 and near)
     refuse_asymmetric(basis, "quadratic_form")
     rounding = 64 * basis.eps * max(abs(low), abs(high))
+    rounding += steep if np.isfinite(steep) else np.inf
     return Estimate(
         quantity="quadratic form", value=middle, products=basis.products,
-        interval=(low - rounding, high + rounding), converged=done, exact=False,
+        interval=(low - rounding, high + rounding), converged=done,
+        exact=bool(betas) and betas[-1] == 0.0,
         method="Gauss and Gauss-Radau rules" if certain else "Gauss rule",
     )  # fmt: skip
 
 
-def outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[Tensor, Array]:
-    """Rows (k, n) and values (k,) of the eigenpairs that ``steps`` Lanczos steps determine."""
+def lanczos(op: LinearOperator, steps: int, random: torch.Generator) -> KrylovBasis:
+    """The basis of ``steps`` Lanczos steps from a random start, or fewer where it is invariant."""
     basis = KrylovBasis(op, steps + 2)
     basis.add_random(random)
     while basis.products < steps and basis.pending:
         basis.expand()
+    refuse_asymmetric(basis, "a function of a matrix")
+    return basis
+
+
+def outliers(basis: KrylovBasis) -> tuple[Tensor, Array]:
+    """Rows (k, n) and values (k,) of the eigenpairs that the basis determines."""
+    op = basis.op
     if basis.multiplied == 0:
         return torch.empty(0, op.shape[0], dtype=op.dtype, device=op.device), np.zeros(0)
-    refuse_asymmetric(basis, "a function of a matrix")
     ritz = basis.ritz()
     limit = max(_CONVERGED, 100 * basis.eps) * float(np.abs(ritz.values).max())
     settled = ritz.residuals <= limit
@@ -201,9 +259,32 @@ def outliers(op: LinearOperator, steps: int, random: torch.Generator) -> tuple[T
     return rows, ritz.values[settled]
 
 
+def _probes_ahead(basis: KrylovBasis, known: Array, function: Function, rtol: float) -> int:
+    """How many probes rtol will take, by the rule of the basis' own random start.
+
+    The mean of m probes scatters by (2 d Var f / m)^½ around d · mean f, the variance over the
+    spectrum without the known eigenvalues.
+    """
+    nodes, weights = rule(*basis.recurrence(), basis.scale, basis.eps, basis.size)
+    apart = np.abs(nodes[:, None] - known).min(1, initial=np.inf)
+    weights = np.where(apart > 1e-6 * basis.scale, weights, 0.0)
+    share = float(weights.sum())
+    if share == 0.0:
+        return _FEWEST_PROBES
+    parts, inside = _applied(function, nodes), _applied(function, known)
+    mean = float(weights @ parts) / share
+    variance = float(weights @ (parts - mean) ** 2) / share
+    d = basis.size - len(known)
+    norm = float(np.abs(inside).sum()) + d * float(weights @ np.abs(parts)) / share
+    goal = tolerance(float(inside.sum()) + d * mean, rtol, norm)
+    needed = 2 * d * variance * (1.96 / goal) ** 2 if goal > 0 else np.inf
+    return max(int(min(needed, 1e6)), _FEWEST_PROBES)
+
+
 def _estimate(
-    inside: Array, fine: list[float], coarse: list[float], rtol: float, products: int, quantity: str
-) -> Estimate:
+    inside: Array, fine: list[float], coarse: list[float], rtol: float, norm: float, products: int,
+    quantity: str,
+) -> Estimate:  # fmt: skip
     values = np.array(fine)
     m = len(values)
     value = float(inside.sum() + values.mean())
@@ -212,13 +293,15 @@ def _estimate(
     error += 1.5 * abs(float(values.mean() - np.mean(coarse))) + 1e-12 * float(np.abs(inside).sum())
     return Estimate(
         quantity=quantity, value=value, interval=(value - error, value + error),
-        products=products, converged=_settled(m, value, error, rtol), exact=False,
+        products=products, converged=_settled(m, value, error, rtol, norm), exact=False,
         method="Lanczos quadrature, known eigenpairs taken out",
     )  # fmt: skip
 
 
 def _applied(function: Function, values: Array) -> Array:
     """function(values), refused where it is not a finite number for every value."""
+    if len(values) == 0:
+        return np.zeros(0)
     with np.errstate(all="ignore"):
         found = np.asarray(function(values), dtype=np.float64)
     if found.shape != values.shape:
@@ -234,9 +317,9 @@ def _applied(function: Function, values: Array) -> Array:
     return found
 
 
-def _settled(m: int, value: float, error: float, rtol: float) -> bool:
+def _settled(m: int, value: float, error: float, rtol: float, norm: float) -> bool:
     """Few probes may agree by chance: fewer than twelve have to agree four times as well."""
-    return m >= 6 and close_enough(value, error, rtol if m >= 12 else rtol / 4)
+    return m >= _FEWEST_PROBES and close_enough(value, error, rtol if m >= 12 else rtol / 4, norm)
 
 
 def _reciprocal(values: Array) -> Array:

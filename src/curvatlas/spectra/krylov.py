@@ -180,6 +180,22 @@ class KrylovBasis:
         norm = float(np.linalg.norm(action))
         return float(np.linalg.norm(action - action.T)) / norm if norm else 0.0
 
+    def asymmetry_of_start(self) -> float:
+        """‖A − Aᵀ‖_F / ‖A‖_F as a random start b_1 shows it: its row of C against its column."""
+        m = self.multiplied
+        if m < 2:
+            return 0.0
+        apart = self.coefficients[0, 1:m] - self.coefficients[1:m, 0]
+        norm = float(np.linalg.norm(self.coefficients[:, 0]))
+        return float(np.sqrt(self.size * (apart**2).mean())) / norm if norm else 0.0
+
+    def known(self) -> tuple[Tensor, Tensor]:
+        """The multiplied rows and their images by (1), as columns (n, M) each."""
+        m, r = self.multiplied, self.count
+        rows = self.rows[:r]
+        action = torch.as_tensor(self.coefficients[:r, :m], dtype=rows.dtype, device=rows.device)
+        return rows[:m].T, rows.T @ action
+
     def vectors(self, coordinates: Array) -> Tensor:
         """Combinations of the multiplied rows as columns (n, k) on the operator's device."""
         weights = torch.as_tensor(

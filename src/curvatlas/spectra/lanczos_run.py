@@ -14,12 +14,14 @@ from torch import Tensor
 
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, generator
-from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii
+from curvatlas.spectra.eigen_result import Eigenpairs, cluster_radii, within_list
 from curvatlas.spectra.eigen_search import Search
 from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
 from curvatlas.spectra.refined import wanted_pairs
+from curvatlas.spectra.requirements import not_symmetric, refuse_asymmetric
 from curvatlas.spectra.selection import Positions, Which, by_interest, select
 
+_ASYMMETRY_OF_FEW_BITS = 0.05  # of a basis stored in bfloat16
 _SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
 
 
@@ -97,12 +99,7 @@ class LanczosRun:
     def _look(self) -> bool:
         basis = self.basis
         ritz = basis.ritz()
-        allowed = 0.05 if basis.store.packed else min(1e-2, 1e3 * basis.eps**0.5)
-        if basis.asymmetry() > allowed:
-            raise ValueError(
-                f"the operator is not symmetric (relative {basis.asymmetry():.1e}): eigenpairs "
-                "needs a symmetric one; use spectral_norm for rectangular or skew operators."
-            )
+        self._refuse_asymmetric()
         self.next_look = basis.products + 1
         if basis.multiplied < self.wanted:
             return False
@@ -125,6 +122,13 @@ class LanczosRun:
         if basis.count >= basis.capacity - 1:
             self._restart(ritz)
         return False
+
+    def _refuse_asymmetric(self) -> None:
+        basis = self.basis
+        if not basis.store.packed:
+            refuse_asymmetric(basis, "eigenpairs")
+        elif basis.asymmetry() > _ASYMMETRY_OF_FEW_BITS:
+            raise ValueError(not_symmetric(basis.asymmetry(), "eigenpairs"))
 
     def _searched(self, ritz: RitzPairs, chosen: Positions, slack: float) -> bool:
         """Follow a fresh random direction until an overlooked eigenvalue is improbable."""
@@ -179,7 +183,9 @@ class LanczosRun:
             tol=self.tol,
             norm=norm,
             missed_probability=self._missed(values, norm, full, enough),
-            complete_outside=(0.0, 0.0) if full else self.search.complete,
+            complete_outside=(0.0, 0.0)
+            if full
+            else within_list(self.search.complete, values, self.which),
             spectrum_within=self.search.range(ritz, floor, full),
             products=basis.products,
             converged=converged,

@@ -19,6 +19,7 @@ from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, generator
 from curvatlas.spectra.density_result import SpectralDensity, summarise
 from curvatlas.spectra.krylov import Array
+from curvatlas.spectra.requirements import largest_asymmetry, not_symmetric
 
 
 class LeanDensity:
@@ -71,6 +72,8 @@ class LeanDensity:
     def _advance(self) -> None:
         image: Tensor = self.op @ self.here
         alpha = float(torch.dot(self.here, image))
+        if len(self.alphas) == 1:
+            self._refuse_asymmetric(float(torch.dot(self.before, image)), self.betas[-1])
         image.sub_(self.here, alpha=alpha)
         if self.alphas and self.betas[-1] > 0:
             image.sub_(self.before, alpha=self.betas[-1])
@@ -87,6 +90,14 @@ class LeanDensity:
             missing = self.steps - len(self.alphas)
             self.done.append([self.alphas + [0.0] * missing, self.betas + [0.0] * missing])
             self._begin()
+
+    def _refuse_asymmetric(self, back: float, forth: float) -> None:
+        """b_1ᵀ A b_2 against b_2ᵀ A b_1 = β_1: no product, and no third vector."""
+        n, eps = self.op.shape[0], torch.finfo(self.op.dtype).eps
+        size = float(np.hypot(self.alphas[0], forth))  # ‖A b_1‖, the norm ‖A‖_F over n^½
+        apart = n**0.5 * abs(back - forth) / size if size else 0.0
+        if np.isfinite(apart) and apart > max(largest_asymmetry(self.op.dtype, n), 2 * n * eps):
+            raise ValueError(not_symmetric(apart, "spectral_density"))
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         finished = len(self.done) >= self.probes

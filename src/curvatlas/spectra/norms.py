@@ -13,13 +13,15 @@ from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
+from curvatlas.spectra.dense import Completion, reads_the_rest
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
 from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
-    check_budget,
     check_rtol,
+    products_allowed,
+    refuse_asymmetric_images,
     require_precision,
 )
 
@@ -115,6 +117,8 @@ def frobenius_norm(
 ) -> Estimate:
     """‖A‖_F until the 95 % interval is within ``rtol`` of the value; exact for a matrix at hand.
 
+    max_products: 300 by default, or the columns of an operator up to 512; they are read, and the
+    norm is exact, when the estimate would take as many.
     ``data_error``: where the operator knows its batches, measure their scatter too.
     """
     check_rtol(rtol)
@@ -150,10 +154,11 @@ def _estimate(
     # ‖A‖_F = ‖Aᵀ‖_F: sample on the side with fewer columns.
     side = op.T if op.shape[1] > op.shape[0] else op
     n = side.shape[1]
-    budget = 2 * n + 2 * FEWEST_PROBES if max_products is None else max_products
-    check_budget(budget)
+    budget = products_allowed(max_products, n)
+    if max_products is None and not side.tags.symmetric:
+        budget += n // 8  # a vector of the other side is multiplied for each one deflated
     if n <= 64 and budget >= n:
-        return _read_columns(side, 0)
+        return _read_columns(side)
     mark = fingerprint(op, estimate="frobenius", rtol=rtol, seed=seed, max_products=max_products)
     file = Checkpoint(checkpoint, mark)
     sampler = FrobeniusSampler(side, min(budget, n), generator(seed))
@@ -174,16 +179,32 @@ def _estimate(
             converged = sampler.probes.shape[1] >= FEWEST_PROBES and close_enough(
                 value, (high - low) / 2, rtol
             )
-            if converged or sampler.products >= budget:
+            left = budget - sampler.products
+            paths = sampler.paths(rtol, (high - low) / 2 / value if value else 1.0)
+            if not converged and reads_the_rest(sampler.missing, min(paths), left):
+                return _complete(sampler)
+            if converged or left <= 0:
                 file.save(*sampler.state())
                 return Estimate(
                     quantity="Frobenius norm", value=value, interval=(low, high),
                     products=sampler.products, converged=converged, exact=False,
                     method="Lanczos deflation and sphere probes",
                 )  # fmt: skip
-            expected = sampler.advance(rtol, (high - low) / 2 / value if value else 1.0, budget)
-            if expected >= n and sampler.products + n <= budget:
-                return _read_columns(side, sampler.products)
+            sampler.advance(*paths, left)
+
+
+def _complete(sampler: FrobeniusSampler) -> Estimate:
+    """Σ ‖A b‖² over an orthonormal basis that begins with what the sampler has multiplied."""
+    before = sampler.op.products
+    known = Completion(sampler.op, *sampler.known())
+    value = 0.0
+    for _, images in known.blocks():
+        value = _grown(value, images)
+    return exact_estimate(
+        "Frobenius norm", value, scale=value * known.magnification,
+        eps=torch.finfo(sampler.op.dtype).eps,
+        products=sampler.products + sampler.op.products - before, method="every column",
+    )  # fmt: skip
 
 
 def _closed_form(op: LinearOperator) -> Estimate | None:
@@ -200,20 +221,28 @@ def _closed_form(op: LinearOperator) -> Estimate | None:
     return exact_estimate("Frobenius norm", value, scale=value, eps=eps, products=0, method=method)
 
 
-def _read_columns(op: LinearOperator, spent: int) -> Estimate:
+def _grown(norm: float, images: torch.Tensor) -> float:
+    """‖·‖_F of what is known and further columns."""
+    # Scaled first: squares of entries below 1e-162 or above 1e154 are not numbers any more.
+    largest = float(images.abs().max()) if images.numel() else 0.0
+    if largest == 0.0:
+        return norm
+    return float(np.hypot(norm, largest * float(torch.linalg.norm(images / largest))))
+
+
+def _read_columns(op: LinearOperator) -> Estimate:
     n, value = op.shape[1], 0.0
     for start in range(0, n, 64):
         stop = min(start + 64, n)
         block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
         block[start:stop].fill_diagonal_(1)
-        images = (op @ block).double()
-        # Scaled first: squares of entries below 1e-162 or above 1e154 are not numbers any more.
-        largest = float(images.abs().max())
-        if largest > 0:
-            value = float(np.hypot(value, largest * float(torch.linalg.norm(images / largest))))
+        images = op @ block
+        if start == 0 and bool(torch.isfinite(images).all()):
+            refuse_asymmetric_images(op, block, images, "frobenius_norm")
+        value = _grown(value, images.double())
     if not np.isfinite(value):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     return exact_estimate(
         "Frobenius norm", value, scale=value, eps=torch.finfo(op.dtype).eps,
-        products=spent + n, method="column by column",
+        products=n, method="column by column",
     )  # fmt: skip

@@ -65,14 +65,15 @@ class Probes:
         """
         rows = []
         for alphas, betas, s in self._rules(steps):
-            nodes, weights = gauss(alphas[:s], betas[:s])
-            null = point == 0.0 and bool((np.abs(nodes) <= self.zero).any())
-            if null or betas[s - 1] <= ROUNDING * self.eps * self.scale:
-                below = nodes < (-self.zero if point == 0.0 else point)
-                rows.append((float(weights[below].sum()), 0.0))
-            else:
-                low, high = mass_below(alphas[:s], betas[:s], point)
-                rows.append((low, high - low))
+            ended = bool(betas[s - 1] <= ROUNDING * self.eps * self.scale)
+            if ended or point == 0.0:
+                nodes, weights = gauss(alphas[:s], betas[:s])
+                if ended or bool((np.abs(nodes) <= self.zero).any()):
+                    below = nodes < (-self.zero if point == 0.0 else point)
+                    rows.append((float(weights[below].sum()), 0.0))
+                    continue
+            low, high = mass_below(alphas[:s], betas[:s], point)
+            rows.append((low, high - low))
         return np.array(rows)
 
     def error(self, mass: float, change: float) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor
 from curvatlas.operators.base import LinearOperator
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import ROUNDING
+from curvatlas.spectra.requirements import refuse_asymmetric_images
 
 
 def recurrences(
@@ -17,6 +18,7 @@ def recurrences(
     outside: Tensor | None = None,
     *,
     scale: float = 0.0,
+    what: str = "Lanczos quadrature",
 ) -> tuple[Array, Array, int]:
     """α (K, s) and β (K, s) of P A P from each start (n, K), P projecting off the rows ``outside``.
 
@@ -39,6 +41,8 @@ def recurrences(
         image = (op @ here.T.contiguous()).T
         products += count
         image = _off(image, outside)
+        if step == 0 and bool(torch.isfinite(image).all()):
+            refuse_asymmetric_images(op, here.T, image.T, what)
         whole = torch.linalg.vector_norm(image, dim=1)
         largest = torch.maximum(largest, whole.max())
         alphas[step] = (here * image).sum(1)

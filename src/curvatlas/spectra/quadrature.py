@@ -8,7 +8,7 @@ degree 2s − 1 are integrated exactly (Golub and Meurant 2010).
 from __future__ import annotations
 
 import numpy as np
-from numpy.linalg import eigh
+from scipy.linalg import eigh_tridiagonal
 
 from curvatlas.spectra.krylov import Array
 
@@ -69,8 +69,7 @@ def invariant_after(alphas: Array, betas: Array, scale: float, eps: float, size:
 
 def gauss(alphas: Array, betas: Array) -> tuple[Array, Array]:
     """Nodes (s,) ascending and weights (s,) summing to one; betas may have s or s − 1 entries."""
-    s = len(alphas)
-    nodes, vectors = eigh(jacobi(alphas, betas[: s - 1]))
+    nodes, vectors = eigh_tridiagonal(alphas, betas[: len(alphas) - 1])
     return nodes, vectors[0] ** 2
 
 
@@ -82,11 +81,21 @@ def radau(alphas: Array, betas: Array, point: float) -> tuple[Array, Array]:
     Stieltjes).
     """
     s = len(alphas)
-    shifted = jacobi(alphas, betas[: s - 1]) - point * np.eye(s)
-    unit = np.zeros(s)
-    unit[-1] = betas[s - 1] ** 2
-    last = point + np.linalg.lstsq(shifted, unit, rcond=None)[0][-1]
-    return gauss(np.append(alphas, last), betas[:s])
+    # e_sᵀ (T − point)⁻¹ e_s by elimination from the first row on.
+    pivot = scale = 0.0
+    for j, alpha in enumerate(alphas):
+        scale = max(scale, abs(alpha - point), betas[j])
+        pivot = alpha - point - (betas[j - 1] ** 2 / pivot if j else 0.0)
+        if pivot == 0.0:
+            pivot = np.finfo(np.float64).tiny ** 0.5 + np.finfo(np.float64).eps ** 2 * scale
+    if abs(pivot) > 1e-8 * scale:
+        correction = betas[s - 1] ** 2 / pivot
+    else:  # the point is a node already: the least correction that keeps it
+        shifted = jacobi(alphas, betas[: s - 1]) - point * np.eye(s)
+        unit = np.zeros(s)
+        unit[-1] = betas[s - 1] ** 2
+        correction = np.linalg.lstsq(shifted, unit, rcond=None)[0][-1]
+    return gauss(np.append(alphas, point + correction), betas[:s])
 
 
 def mass_below(alphas: Array, betas: Array, point: float) -> tuple[float, float]:

@@ -13,8 +13,9 @@ from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
 from curvatlas.spectra.deflated import FEWEST_PROBES, FEWEST_VECTORS, DeflatedSampler, plan
+from curvatlas.spectra.dense import Completion, reads_the_rest
 from curvatlas.spectra.diagonal import read_diagonal
-from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
+from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate, tolerance
 from curvatlas.spectra.outer_part import FACTORS, count_products, outer_part
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -44,14 +45,17 @@ def trace(
 ) -> Estimate:
     """tr A until the 95 % interval is within ``rtol`` of the value, or the products are spent.
 
+    A trace that cancels to less than a tenth of Σ|λ| is asked to ``rtol`` of that tenth: no effort
+    reaches a share of zero.
     A dense matrix or an operator with ``exact_trace()`` answers exactly. So does H_o where a sample
     has few outputs, through the factors of the samples; of H only H_f is then estimated (the cost
     is reported in products, ``method`` says it). Otherwise outliers are captured by Lanczos and the
-    rest is sampled; when sampling would take more products than the operator has columns, the
-    diagonal is read exactly. ``data_error``: where the operator knows its batches, measure their
+    rest is sampled; when that would take as many products as the operator has columns, they are
+    read and the trace is exact. ``data_error``: where the operator knows its batches, measure their
     scatter too (six more products).
-    max_products: 300 by default;  memory: bytes (or "2GB") for the vectors beside the operator's
-    own, a quarter of the machine's by default; with less, fewer outliers are captured.
+    max_products: 300 by default, or the columns of an operator up to 512;  memory: bytes (or "2GB")
+    for the vectors beside the operator's own, a quarter of the machine's by default; with less,
+    fewer outliers are captured.
     """
     require_square(op, "trace")
     check_rtol(rtol)
@@ -133,7 +137,7 @@ def _estimate(
     budget = products_allowed(max_products, n)
     room = min(room, 5 * budget + 64)  # all there could ever be
     if n <= _EXACT_UP_TO and budget >= n:
-        return _read_diagonal(op, 0, offset)
+        return _read_diagonal(op, offset)
     mark = fingerprint(
         op, estimate="deflated trace", rtol=rtol, seed=seed, max_products=max_products,
         room=room, beside=offset != 0.0,
@@ -160,19 +164,22 @@ def _estimate(
                 if not _begin(sampler, budget):
                     break
                 continue
-            reached = _reached(sampler, rtol, offset)
-            step = plan(sampler, rtol * abs(reached.value), reached.error)
-            if reached.converged or sampler.products >= budget:
+            reached, norm = _reached(sampler, rtol, offset)
+            if reached.converged:
                 file.save(*sampler.state())
                 return reached
-            if step.products >= n and sampler.products + n <= budget:
-                return _read_diagonal(op, sampler.products, offset)
+            step = plan(sampler, tolerance(reached.value, rtol, norm), reached.error)
+            if reads_the_rest(sampler.missing, step.products, budget - sampler.products):
+                return _complete(sampler, offset)
+            if sampler.products >= budget:
+                file.save(*sampler.state())
+                return reached
             count = min(step.count, budget - sampler.products)
             if step.deflate:
                 sampler.deflate(count)
             else:
                 sampler.probe(count)
-    return _reached(sampler, rtol, offset)
+    return _reached(sampler, rtol, offset)[0]
 
 
 def _begin(sampler: DeflatedSampler, budget: int) -> bool:
@@ -191,7 +198,8 @@ def _begin(sampler: DeflatedSampler, budget: int) -> bool:
     return left > 0
 
 
-def _reached(sampler: DeflatedSampler, rtol: float, offset: float) -> Estimate:
+def _reached(sampler: DeflatedSampler, rtol: float, offset: float) -> tuple[Estimate, float]:
+    """The estimate, and Σ|λ| as far as it is known."""
     captured = np.diag(sampler.captured)
     rest = sampler.rest()
     m = sampler.probe_count
@@ -200,27 +208,48 @@ def _reached(sampler: DeflatedSampler, rtol: float, offset: float) -> Estimate:
     rounding = 16 * eps * (np.abs(captured).sum() + np.abs(rest.values).mean())
     below, above = rest.bounds()
     low, high = value - below - float(rounding), value + above + float(rounding)
-    return Estimate(
+    ritz = np.linalg.eigvalsh(sampler.captured) if len(captured) else captured
+    norm = abs(offset) + float(np.abs(ritz).sum())
+    norm += max(rest.magnitude(), abs(float(rest.values.mean())))
+    estimate = Estimate(
         quantity="trace",
         value=value,
         interval=(low, high),
         products=sampler.products,
-        converged=m >= FEWEST_PROBES and close_enough(value, (high - low) / 2, rtol),
+        converged=m >= FEWEST_PROBES and close_enough(value, (high - low) / 2, rtol, norm),
         exact=False,
         method="Lanczos deflation and sphere probes",
     )
+    return estimate, norm
 
 
-def _read_diagonal(op: LinearOperator, spent: int, offset: float) -> Estimate:
+def _complete(sampler: DeflatedSampler, offset: float) -> Estimate:
+    """Σ bᵀ A b over an orthonormal basis that begins with what the sampler has multiplied."""
+    before = sampler.op.products
+    known = Completion(sampler.op, *sampler.known())
+    total = size = 0.0
+    for basis, images in known.blocks():
+        forms = (basis * images).sum(0)
+        total += float(forms.sum())
+        size += float(forms.abs().sum())
+    return exact_estimate(
+        "trace", offset + total, scale=size * known.magnification,
+        eps=torch.finfo(sampler.op.dtype).eps,
+        products=sampler.products + sampler.op.products - before,
+        method="every column",
+    )  # fmt: skip
+
+
+def _read_diagonal(op: LinearOperator, offset: float) -> Estimate:
     """Σ e_iᵀ A e_i, a block of columns at a time."""
-    diagonal = read_diagonal(op)
+    diagonal = read_diagonal(op, "trace")
     if not bool(torch.isfinite(diagonal).all()):
         raise FloatingPointError(
             "a product with the operator gave NaN or infinity: check the loss and the parameters."
         )
     return exact_estimate(
         "trace", offset + float(diagonal.sum()), scale=float(diagonal.abs().sum()),
-        eps=torch.finfo(op.dtype).eps, products=spent + op.shape[0],
+        eps=torch.finfo(op.dtype).eps, products=op.shape[0],
         method="diagonal, column by column",
     )  # fmt: skip
 
