@@ -167,7 +167,7 @@ def _tensor(
     content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], begin: int, size: int
 ) -> Tensor:
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(content, dtype=dtype, offset=begin, count=size // dtype.itemsize)
     # Processors may refuse or slow down unaligned numbers: such a tensor gets its own memory.
     return (flat if begin % dtype.itemsize == 0 else flat.clone()).reshape(shape)

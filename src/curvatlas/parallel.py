@@ -212,7 +212,7 @@ def sketch(pieces: Iterable[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _sketch_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
-    drawn = torch.randn(_SKETCHED, generator=torch.Generator().manual_seed(20250730))
+    drawn = torch.randn(_SKETCHED, generator=torch.Generator().manual_seed(20250730), device="cpu")
     return drawn.to(dtype=dtype, device=device)
 
 

@@ -133,6 +133,32 @@ def test_a_loss_that_depends_on_a_counter_is_refused() -> None:
     assert model.steps == 1
 
 
+def test_the_default_device_and_dtype_are_the_users_own() -> None:
+    problem = ca.Problem(Network(), "cross_entropy", data())
+    vector = torch.randn(problem.size, dtype=torch.float64)
+    estimates: dict[str, Any] = {
+        "trace": lambda H: ca.trace(H).value,
+        "eigenpairs": lambda H: ca.eigenpairs(H, k=2).values,
+        "density": lambda H: ca.spectral_density(H).nodes,
+        "diagonal": lambda H: ca.diagonal(H).value,
+        "Frobenius": lambda H: ca.frobenius_norm(H).value,
+        "solve": lambda H: ca.solve(H, vector, damping=10.0).value,
+    }
+    plain = ca.Hessian(problem)
+    want = {name: torch.as_tensor(f(plain)) for name, f in estimates.items()}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):  # whatever is not placed explicitly has no values
+            operator = ca.Hessian(problem)
+            assert torch.equal(operator @ vector, plain @ vector)
+            found = {name: f(operator) for name, f in estimates.items()}
+    finally:
+        torch.set_default_dtype(before)
+    for name in estimates:
+        assert torch.allclose(torch.as_tensor(found[name]), want[name], rtol=1e-10), name
+
+
 def test_a_buffer_that_is_written_in_some_calls_only_is_refused() -> None:
     class Late(Network):
         def scale(self, hidden: Tensor) -> float:

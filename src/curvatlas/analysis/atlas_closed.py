@@ -108,7 +108,9 @@ def closed_maps(
 def _agree(found: ClosedForm, operator: CurvatureParts, matrices: dict[str, Tensor]) -> None:
     """One product of the operator against the matrices: the closed form is of this very loss."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(found.derivatives.size, 1, generator=generator, dtype=torch.float64)
+    vector = torch.randn(
+        found.derivatives.size, 1, generator=generator, dtype=torch.float64, device="cpu"
+    )
     vector = vector.to(operator.device, operator.dtype)
     wanted = operator.flat_parts(vector)
     ours = found.mapped.from_module_order(vector)

@@ -63,7 +63,7 @@ def maps_of_matrices(
         energy = torch.where(energy > floor, energy, torch.zeros_like(energy))
         for view in VIEWS:
             groups = groups_of(blocks, view)
-            member = torch.zeros(len(groups), len(blocks), dtype=torch.float64)
+            member = torch.zeros(len(groups), len(blocks), dtype=torch.float64, device="cpu")
             for a, group in enumerate(groups.values()):
                 member[a, group] = 1
             square = member @ energy @ member.T
@@ -89,8 +89,8 @@ def maps_of_matrices(
 def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """‖H_ij‖_F² (m, m) and tr H_ii (m,)."""
     count = len(indices)
-    energy = torch.zeros(count, count, dtype=torch.float64)
-    trace = torch.zeros(count, dtype=torch.float64)
+    energy = torch.zeros(count, count, dtype=torch.float64, device="cpu")
+    trace = torch.zeros(count, dtype=torch.float64, device="cpu")
     for a, rows in enumerate(indices):
         stripe = matrix[rows].double()
         trace[a] = stripe[:, rows].trace()
@@ -103,7 +103,7 @@ def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
     """Largest singular value of every pair of groups."""
     indices, groups = grouping
     places = [torch.cat([indices[k] for k in group]) for group in groups]
-    result = torch.zeros(len(places), len(places), dtype=torch.float64)
+    result = torch.zeros(len(places), len(places), dtype=torch.float64, device="cpu")
     for a, rows in enumerate(places):
         for b in range(a, len(places)):
             block = matrix[rows][:, places[b]].double()
@@ -113,7 +113,7 @@ def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
 
 def _negative_mass(matrix: Tensor, indices: Sequence[Tensor], floor: float) -> Tensor:
     """Share of negative eigenvalues of every diagonal block, rounding (below ``floor``) apart."""
-    result = torch.zeros(len(indices), dtype=torch.float64)
+    result = torch.zeros(len(indices), dtype=torch.float64, device="cpu")
     for a, places in enumerate(indices):
         block = matrix[places][:, places].double()
         values = torch.linalg.eigvalsh((block + block.T) / 2)

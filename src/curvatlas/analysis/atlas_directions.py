@@ -91,11 +91,13 @@ def coded_probes(basis: Tensor, count: int, generator: torch.Generator) -> Tenso
     if rest > 0:
         # Isotropic where nothing is known; fewer columns where the complement has fewer dimensions.
         some = min(count, rest)
-        draw = torch.randn(size, some, generator=generator, dtype=basis.dtype)
+        draw = torch.randn(size, some, generator=generator, dtype=basis.dtype, device="cpu")
         draw -= basis @ (basis.T @ draw)
         probes[:, :some] = orthonormal(draw) * (rest / some) ** 0.5
     if known > 0:
-        signs = torch.randint(0, 2, (known,), generator=generator).to(basis.dtype) * 2 - 1
+        signs = (
+            torch.randint(0, 2, (known,), generator=generator, device="cpu").to(basis.dtype) * 2 - 1
+        )
         classes = torch.zeros(known, count, dtype=basis.dtype)
         places = torch.arange(known)
         classes[places, places % count] = signs

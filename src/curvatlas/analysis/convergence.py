@@ -128,7 +128,7 @@ def _displacement(problem: Problem, given: Displacement | None, seed: int) -> Te
     if given is not None:
         return flat_displacement(problem, given)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(problem.size, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu")
     drawn = drawn.to(problem.parameters)
     scaled: Tensor = _SHARE * drawn / drawn.norm() * problem.parameters.norm()
     return scaled
@@ -139,7 +139,9 @@ def _directions(
 ) -> Tensor:
     """Columns (P, outliers + probes + 1): top eigenvectors, Gaussian probes beyond, the move."""
     generator = torch.Generator().manual_seed(seed + 1)
-    drawn = torch.randn(problem.size, probes, generator=generator, dtype=torch.float64).to(move)
+    drawn = torch.randn(
+        problem.size, probes, generator=generator, dtype=torch.float64, device="cpu"
+    ).to(move)
     columns = [drawn, move[:, None]]
     if outliers:
         # any orthonormal columns give an unbiased norm: a rough basis from some samples will do
@@ -295,7 +297,7 @@ def _spectra(problem: Problem, most: int, count: int, seed: int) -> tuple[Spectr
     if count < 1 or most < 16:
         return ()
     sizes = [most // 2**j for j in range(count + 1) if most // 2**j >= 4]
-    order = torch.randperm(most, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(most, generator=torch.Generator().manual_seed(seed), device="cpu")
     reference, rows = None, []
     for size in track(sizes, "spectra", total=len(sizes)):
         operator = Hessian(subset(problem, order[:size]))

@@ -102,7 +102,7 @@ class Bins:
 def random_orders(samples: int, count: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        yield torch.randperm(samples, generator=generator)
+        yield torch.randperm(samples, generator=generator, device="cpu")
 
 
 def differences(values: Tensor, counts: Tensor, order: Tensor) -> Tensor:
@@ -228,7 +228,9 @@ def matched_vectors(values: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
     factor = found.eigenvalues.clamp_min(0).sqrt()[:, None] * found.eigenvectors.T
 
     def draw(chosen: Tensor) -> Tensor:
-        noise = torch.randn(len(chosen), len(factor), generator=generator, dtype=torch.float64)
+        noise = torch.randn(
+            len(chosen), len(factor), generator=generator, dtype=torch.float64, device="cpu"
+        )
         drawn: Tensor = mean + noise @ factor
         return drawn
 

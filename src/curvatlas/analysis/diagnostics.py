@@ -281,7 +281,7 @@ class _Trajectory:
             if self.batch >= self.total or not self.problem.separable:
                 yield whole
                 continue
-            chosen = torch.randperm(self.total, generator=generator)[: self.batch]
+            chosen = torch.randperm(self.total, generator=generator, device="cpu")[: self.batch]
             yield list(subset(self.problem, chosen).batches())
 
 

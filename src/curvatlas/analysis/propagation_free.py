@@ -179,6 +179,8 @@ def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
 def orthonormal(shape: torch.Size, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """(count, *shape) random and orthonormal."""
     size = int(np.prod(shape))
-    draw = torch.randn(size, min(count, size), generator=generator, dtype=torch.float64)
+    draw = torch.randn(
+        size, min(count, size), generator=generator, dtype=torch.float64, device="cpu"
+    )
     basis: Tensor = torch.linalg.qr(draw).Q.T
     return basis.reshape(-1, *shape).to(device=like.device, dtype=like.dtype)

@@ -160,7 +160,7 @@ def samples_interact(batch: Batch, capture: Capture) -> bool:
     generator = torch.Generator(device="cpu").manual_seed(0)
     cotangents = []
     for z in outputs:
-        draw = torch.randn(z.shape, generator=generator, dtype=z.dtype).to(z.device)
+        draw = torch.randn(z.shape, generator=generator, dtype=z.dtype, device="cpu").to(z.device)
         draw[1:] = 0
         cotangents.append(draw)
     (pulled,) = torch.autograd.grad(

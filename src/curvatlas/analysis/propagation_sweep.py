@@ -270,7 +270,7 @@ class Sweep:
 
     def _signs(self, node: Node) -> Tensor:
         shape = (self.probes, *node.tensor.shape)
-        drawn = torch.randint(0, 2, shape, generator=self.generator, dtype=torch.int8)
+        drawn = torch.randint(0, 2, shape, generator=self.generator, dtype=torch.int8, device="cpu")
         return (2 * drawn - 1).to(device=node.tensor.device, dtype=node.tensor.dtype)
 
 

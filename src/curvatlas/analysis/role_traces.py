@@ -121,7 +121,7 @@ def outer_role_traces(
             leaves = problem.leaves()
             outputs = problem.outputs(piece, leaves)
             for number in range(probes):
-                noise = torch.randn(outputs.shape, generator=draw).to(outputs)
+                noise = torch.randn(outputs.shape, generator=draw, device="cpu").to(outputs)
                 seed_of = problem.loss.root_product(outputs, piece.targets, noise)
                 if seed_of is None:
                     raise ProblemError(
@@ -167,7 +167,7 @@ def role_traces(
     with bar(f"trace of {op!r}", total=probes) as progress:
         for number in range(probes):
             draw = torch.Generator().manual_seed(seed * 1_000_003 + 7 + first + number)
-            probe = torch.randn(op.shape[0], generator=draw, dtype=torch.float32)
+            probe = torch.randn(op.shape[0], generator=draw, dtype=torch.float32, device="cpu")
             probe = probe.to(device=op.device, dtype=op.dtype)
             image = op @ _without(probe, deflate)
             samples[number] = _by_role(image.mul_(probe), roles)

@@ -54,8 +54,8 @@ class Slice:
     @property
     def indices(self) -> Tensor:
         """Positions in the flat vector, (size,) int64; made anew at each call."""
-        runs = self.start + self.stride * torch.arange(self.count)
-        return (runs[:, None] + torch.arange(self.length)).reshape(-1)
+        runs = self.start + self.stride * torch.arange(self.count, device="cpu")
+        return (runs[:, None] + torch.arange(self.length, device="cpu")).reshape(-1)
 
     def view(self, flat: Tensor) -> Tensor:
         """The piece of a flat vector (P,), in ``shape``; shares memory where it is contiguous."""

@@ -192,7 +192,8 @@ class _Varied:
         for place, y in enumerate(self.run(self.z)):
             self._place = place
             self._functionals = [
-                torch.randn(y.shape, generator=self._draw) for _ in range(_FUNCTIONALS)
+                torch.randn(y.shape, generator=self._draw, device="cpu")
+                for _ in range(_FUNCTIONALS)
             ]
             self.before = self.gradients(self.z)
             yield
@@ -316,7 +317,9 @@ class _ProjectionOutput(_Varied):
         self.z = self.draw()
 
     def draw(self) -> Tensor:
-        return (0.5 * torch.randn(self._like.shape, generator=self._draw)).to(self._like)
+        return (0.5 * torch.randn(self._like.shape, generator=self._draw, device="cpu")).to(
+            self._like
+        )
 
     def run(self, z: Tensor) -> list[Tensor]:
         leaf = self._leaf = z.clone().requires_grad_(True)
@@ -371,7 +374,9 @@ class _WeightItself(_Varied):
 
     def draw(self) -> Tensor:
         width = 1 if self.name.endswith("bias") else max(self.weight.shape[-2:])
-        values: Tensor = torch.randn(self.weight.shape, generator=self._draw) / width**0.5
+        values: Tensor = (
+            torch.randn(self.weight.shape, generator=self._draw, device="cpu") / width**0.5
+        )
         return values.to(self.weight).movedim(self.axis, -1)
 
     def run(self, z: Tensor) -> list[Tensor]:
@@ -490,7 +495,7 @@ def _in_float32(inputs: _Input) -> _Input:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta:  # any numbers will do for activations, and no mask
-            values = torch.randn(leaf.shape, generator=draw)
+            values = torch.randn(leaf.shape, generator=draw, device="cpu")
             return values if leaf.is_floating_point() else torch.ones_like(leaf, device="cpu")
         leaf = leaf.detach().clone()
         return leaf.float() if leaf.is_floating_point() else leaf
@@ -509,7 +514,7 @@ def _made_up_inputs(module: nn.Module, width: int) -> Iterator[_Input]:
     device, draw = like.device, torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw).to(like)
+        return torch.randn(*shape, generator=draw, device="cpu").to(like)
 
     accepted = _accepted(module)
     hidden = normal(*_TOKENS, width)
@@ -598,7 +603,7 @@ def copy_of(module: nn.Module, *, full: bool = False) -> nn.Module:
         if full and (original.is_meta or hasattr(original, "placements")):
             plain = torch.zeros(original.shape, dtype=original.dtype)
             if weight:
-                plain = 0.2 * torch.randn(original.shape, generator=draw)
+                plain = 0.2 * torch.randn(original.shape, generator=draw, device="cpu")
         if full and plain.is_floating_point():
             plain = torch.zeros_like(plain.float()) if silent else plain.float()
         if weight:

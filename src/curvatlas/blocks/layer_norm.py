@@ -190,7 +190,7 @@ def verify_layernorm_hessian(
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=dtype)
+        return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu")
 
     layer = LayerNormHessian(d_model, eps, norm=norm).to(dtype)
     with torch.no_grad():

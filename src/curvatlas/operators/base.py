@@ -339,7 +339,7 @@ def is_index(selector: Any) -> bool:
 def places_of(selector: Any, size: int) -> Tensor:
     """Positions (k,) int64 among ``size`` that an index picks; negative ones count from the end."""
     if isinstance(selector, slice):
-        return _some(torch.arange(size)[_forward(selector)], selector)
+        return _some(torch.arange(size, device="cpu")[_forward(selector)], selector)
     if isinstance(selector, range):
         selector = list(selector)
     try:

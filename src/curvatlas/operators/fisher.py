@@ -153,7 +153,7 @@ def drawn_uniform(seed: int, batch: Batch, draw: int) -> Callable[[torch.Size], 
         axis = 0 if batch.layout is None else batch.layout.outputs[0] or 0  # of the samples
         rows = batch.offset + shape[axis]
         others = (*shape[:axis], *shape[axis + 1 :])
-        numbers = torch.rand(rows, *others, generator=generator, dtype=torch.float64)
+        numbers = torch.rand(rows, *others, generator=generator, dtype=torch.float64, device="cpu")
         numbers = numbers[batch.offset :].movedim(0, axis).contiguous()
         return numbers.clamp(1e-12, 1 - 1e-12)
 

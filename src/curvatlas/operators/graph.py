@@ -86,7 +86,7 @@ def _without_formula(node: Any) -> str:
     """What to say of an operator that drops gradients; torch names it in a warning only."""
     with warnings.catch_warnings(record=True) as said, contextlib.suppress(RuntimeError, TypeError):
         warnings.simplefilter("always")
-        node(torch.zeros(()))
+        node(torch.zeros((), device="cpu"))
     names = [str(warning.message).split(": an autograd kernel")[0] for warning in said]
     return (
         f"the custom operator {names[0] if names else 'of torch.library'} has no derivative, and "

@@ -136,8 +136,8 @@ class Jacobian(LinearOperator):
         with self.problem.evaluating():
             linear = self._linearised(next(self._batches()))
             generator = torch.Generator().manual_seed(0)
-            v = torch.randn(1, self.shape[1], generator=generator, dtype=self.dtype)
-            u = torch.randn(1, self._rows[0], generator=generator, dtype=self.dtype)
+            v = torch.randn(1, self.shape[1], generator=generator, dtype=self.dtype, device="cpu")
+            u = torch.randn(1, self._rows[0], generator=generator, dtype=self.dtype, device="cpu")
             v, u = v.to(self.device), u.to(self.device)
             layout = self.problem.layout
             moved = linear.forward(dict(zip(layout.names, layout.split(v.T), strict=True)))

@@ -198,7 +198,9 @@ class RecordedPass:
         refused. One backward pass in a random direction.
         """
         generator = torch.Generator().manual_seed(0)
-        seed = torch.randn(self.outputs.shape, generator=generator, dtype=torch.float64)
+        seed = torch.randn(
+            self.outputs.shape, generator=generator, dtype=torch.float64, device="cpu"
+        )
         seeds = seed.to(self.outputs).unsqueeze(0)
         pulled = self.pulled(seeds)
         truth = _gradients(self.outputs, list(self.leaves.values()), seeds)

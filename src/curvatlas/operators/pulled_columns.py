@@ -273,11 +273,15 @@ def _splits_along(recorded: RecordedPass, axis: int) -> list[Split] | None:
     outputs = recorded.outputs.detach()
     size = outputs.shape[axis]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        outputs
+    )
     plain = recorded.pulled(noise.unsqueeze(0))
     fitting = [list(_candidates(use.grid, axis, size)) for use in recorded.uses]
     for _ in range(2):  # places beyond the number of powers share them: drawn anew
-        powers = torch.randperm(max(size, _POWERS), generator=generator)[:size] % _POWERS
+        powers = (
+            torch.randperm(max(size, _POWERS), generator=generator, device="cpu")[:size] % _POWERS
+        )
         factors = torch.pow(2.0, powers - _POWERS // 2).to(outputs)
         shape = [size if a == axis else 1 for a in range(outputs.ndim)]
         scaled = recorded.pulled((noise * factors.view(shape)).unsqueeze(0))
@@ -370,7 +374,9 @@ def _root_columns(
         roots = None
     # The factor is used target by target: it must be all of Λ.
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+    probe = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+        outputs
+    )
     last = tuple(range(-target_axes, 0))
     applied = torch.zeros_like(outputs)
     for place, unit in enumerate(units):

@@ -192,7 +192,9 @@ class SampleFactors:
         pair = batch.part(0, min(2, batch.samples), self.problem.loss.count)
         random = torch.Generator().manual_seed(0)
         shape = (1, pair.samples, *factors.shape[1:])
-        seeds = torch.randn(shape, generator=random, dtype=torch.float64).to(factors.columns)
+        seeds = torch.randn(shape, generator=random, dtype=torch.float64, device="cpu").to(
+            factors.columns
+        )
         apart = self._gradients(pair, seeds)
         leaves = self.problem.leaves(self.names)
         outputs = self.problem.outputs(pair, leaves).movedim(sample_axis_of_outputs(pair), 0)

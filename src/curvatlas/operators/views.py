@@ -42,7 +42,7 @@ class Entries:
 
 def entries(places: Tensor, layout: Layout) -> tuple[Entries, ...]:
     """Positions in the flat vector (k,), cut wherever the parameter changes."""
-    ends = torch.tensor(layout.starts[1:], dtype=torch.int64)
+    ends = torch.tensor(layout.starts[1:], dtype=torch.int64, device="cpu")
     owner = torch.bucketize(places.contiguous(), ends, right=True)
     cuts = (torch.nonzero(owner[1:] != owner[:-1]).squeeze(1) + 1).tolist()
     pieces = torch.tensor_split(places, cuts)

@@ -155,11 +155,11 @@ def _as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
         if not isinstance(leaf, np.ndarray):
             return leaf
         if leaf.dtype.kind == "f":
-            return torch.tensor(leaf, dtype=dtype)
+            return torch.tensor(leaf, dtype=dtype, device="cpu")
         if leaf.dtype.kind == "i":
-            return torch.tensor(leaf, dtype=torch.int64)
+            return torch.tensor(leaf, dtype=torch.int64, device="cpu")
         if leaf.dtype.kind in "bu":
-            return torch.tensor(leaf)
+            return torch.tensor(leaf, device="cpu")
         raise ProblemError(
             f"batch {index} holds a NumPy array of {leaf.dtype}: floating numbers, integers and "
             "booleans become tensors, others do not."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import inspect
 import warnings
 import weakref
@@ -99,12 +98,11 @@ def _sharded_only(placements: Sequence[Any]) -> bool:
 
 def _fully_sharded(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP2 manages, told by name: importing FSDP takes seconds."""
-    return [module for module in model.modules() if _is_fully_sharded(type(module))]
+    return [module for module in model.modules() if _is_fully_sharded(module)]
 
 
-@functools.cache
-def _is_fully_sharded(kind: type) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 @contextlib.contextmanager
@@ -125,7 +123,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             take(module._backward_hooks)
             take(module._backward_pre_hooks)
-            if _is_fully_sharded(type(module)):
+            if _is_fully_sharded(module):
                 take(module._forward_pre_hooks)
                 take(module._forward_hooks)
         yield

@@ -252,9 +252,11 @@ def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(20250729)
     with torch.inference_mode(False):
         if dtype == torch.int64:
-            drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+            drawn = (
+                torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1
+            )
         else:
-            drawn = torch.rand(count, generator=generator, dtype=torch.float64) + 0.5
+            drawn = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu") + 0.5
         return drawn.to(dtype=dtype, device=device)
 
 

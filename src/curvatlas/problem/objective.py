@@ -147,7 +147,7 @@ class Objective:
         else:
             called = _with_decoder_inputs(self.model, inputs, labels)
         if labels is None:
-            return called, torch.zeros(_length(called))  # one target a sample
+            return called, torch.zeros(_length(called), device="cpu")  # one target a sample
         if isinstance(self.loss, SpanCrossEntropy):
             return called, _spans(labels, inputs)
         if self.prompt:

@@ -208,7 +208,9 @@ class _Probe:
             return values
         squares = {n: float(values[n].double().square().sum()) for n in problem.parameter_names}
         typical = math.sqrt(sum(squares.values()) / max(problem.size, 1)) or 1.0
-        drawn = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        drawn = torch.randn(
+            _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+        )
         for name, square in squares.items():
             value = values[name]
             size = max(math.sqrt(square / max(value.numel(), 1)), typical)
@@ -400,7 +402,12 @@ class _Probe:
         generator = torch.Generator().manual_seed(1)
         # Smaller by random factors: probabilities stay such, and logarithms of them negative.
         outputs = [
-            z * (1 - 0.3 * torch.rand(z.shape, generator=generator, dtype=z.dtype).to(z.device))
+            z
+            * (
+                1
+                - 0.3
+                * torch.rand(z.shape, generator=generator, dtype=z.dtype, device="cpu").to(z.device)
+            )
             if _varies(z)
             else z
             for z in whole

@@ -70,7 +70,7 @@ class ShardedCheckpoint(Checkpoint):
                     row = part[place : place + 1]
                     total = checksum(row, total)
                     if rows is None:
-                        rows = torch.empty(count, mine.length, dtype=row.dtype)
+                        rows = torch.empty(count, mine.length, dtype=row.dtype, device="cpu")
                     rows[place, low - mine.start : high - mine.start] = row[
                         0, low - start : high - start
                     ]

@@ -86,4 +86,4 @@ def eigenvalue_half_widths(op: LinearOperator, vectors: Tensor) -> tuple[Tensor,
     widths = [
         half_width(shares, samples[:, i : i + 1], exact=True) for i in range(samples.shape[1])
     ]
-    return torch.tensor(widths, dtype=torch.float64), vectors.shape[1]
+    return torch.tensor(widths, dtype=torch.float64, device="cpu"), vectors.shape[1]

@@ -171,7 +171,9 @@ class DeflatedSampler:
             self.between_steps()  # or the state kept last would still hold them
         count = max(min(count, (left - 2 * self._held) // each), 1)
         with undone(self.random):
-            fresh = torch.randn(self.size, count, generator=self.random, dtype=torch.float64)
+            fresh = torch.randn(
+                self.size, count, generator=self.random, dtype=torch.float64, device="cpu"
+            )
             fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
             images = self.op @ fresh
         if not bool(torch.isfinite(images).all()):
@@ -227,7 +229,7 @@ class DeflatedSampler:
             return self._latest
         j, m = self.basis.multiplied, self._held
         centre, bands = self._centred(j)
-        sums = torch.zeros(3, m, m, dtype=torch.float64)
+        sums = torch.zeros(3, m, m, dtype=torch.float64, device="cpu")
         for u, centred in bands:
             products = [u.T @ u, u.T @ centred, centred.T @ centred]
             sums += torch.stack(products).double().cpu()

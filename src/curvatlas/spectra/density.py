@@ -180,7 +180,7 @@ class _Run:
         group = max(1, min(missing, room, 16))
         outside = basis.rows[: basis.multiplied].to(self.op.device)
         with undone(self.random):
-            starts = torch.randn(n, group, generator=self.random, dtype=torch.float64)
+            starts = torch.randn(n, group, generator=self.random, dtype=torch.float64, device="cpu")
             starts = starts.to(device=self.op.device, dtype=self.op.dtype)
             alphas, betas, products = recurrences(
                 self.op, starts, self.steps, outside, scale=basis.scale, what="spectral_density"

@@ -178,7 +178,9 @@ class _Run:
         n, basis = self.op.shape[0], self.basis
         v = basis.rows[: basis.multiplied]
         with undone(self.random):
-            signs = torch.randint(0, 2, (n, count), generator=self.random, dtype=torch.int8)
+            signs = torch.randint(
+                0, 2, (n, count), generator=self.random, dtype=torch.int8, device="cpu"
+            )
             probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
             directions = probes - v.T @ (v @ probes)
             images = self.op @ directions
@@ -199,7 +201,9 @@ class _Run:
         j, r = basis.multiplied, basis.count
         exact = torch.zeros_like(self.total)
         if j:
-            action = torch.as_tensor(basis.coefficients[:r, :j], dtype=basis.rows.dtype)
+            action = torch.as_tensor(
+                basis.coefficients[:r, :j], dtype=basis.rows.dtype, device="cpu"
+            )
             image = action.T.to(basis.rows.device) @ basis.rows[:r]  # rows (A v_i)ᵀ
             exact = (image * basis.rows[:j]).sum(0).double()
         mean = self.total / m

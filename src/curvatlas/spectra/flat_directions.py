@@ -51,12 +51,12 @@ def flat_directions(
     random = generator(seed)
     candidates: list[tuple[Any, str, int, Tensor]] = []
     for piece in problem.anatomy:
-        draw = torch.randn(piece.size, generator=random, dtype=torch.float64)
+        draw = torch.randn(piece.size, generator=random, dtype=torch.float64, device="cpu")
         candidates.append((piece, "whole", piece.size, draw))
         outputs = piece.shape[-1] if piece.transposed else piece.shape[0]
         inputs = piece.size // outputs
         if outputs > 1:
-            row = torch.randn(inputs, generator=random, dtype=torch.float64)
+            row = torch.randn(inputs, generator=random, dtype=torch.float64, device="cpu")
             same = row.expand(outputs, inputs)
             same = same.T if piece.transposed else same
             candidates.append((piece, "output shift", inputs, same.reshape(-1)))
@@ -66,7 +66,7 @@ def flat_directions(
         columns = torch.zeros(op.shape[1], len(group), dtype=op.dtype, device=op.device)
         for i, (piece, _, _, direction) in enumerate(group):
             unit = direction / direction.norm()
-            columns[torch.as_tensor(piece.indices), i] = unit.to(op.device, op.dtype)
+            columns[torch.as_tensor(piece.indices, device="cpu"), i] = unit.to(op.device, op.dtype)
         sizes = torch.linalg.vector_norm(op @ columns, dim=0)
         for (piece, kind, dimension, _), size in zip(group, sizes.tolist(), strict=True):
             if size <= limit and piece.name not in found:

@@ -55,7 +55,9 @@ class FrobeniusSampler:
 
     def probe(self, count: int) -> None:
         with undone(self.random):
-            fresh = torch.randn(self.op.shape[1], count, generator=self.random, dtype=torch.float64)
+            fresh = torch.randn(
+                self.op.shape[1], count, generator=self.random, dtype=torch.float64, device="cpu"
+            )
             fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
             images = self.op @ fresh
         if not bool(torch.isfinite(images).all()):
@@ -78,7 +80,9 @@ class FrobeniusSampler:
         """Take the steps that are due: after an interruption some of them are missing."""
         while len(self.vectors) < self.goal and not self.exhausted:
             if self.next is None:
-                start = torch.randn(self.op.shape[1], generator=self.random, dtype=torch.float64)
+                start = torch.randn(
+                    self.op.shape[1], generator=self.random, dtype=torch.float64, device="cpu"
+                )
                 self.next = start.to(device=self.op.device, dtype=self.op.dtype)
             vector = self.next - self.vectors.T @ (self.vectors @ self.next)
             vector = vector - self.vectors.T @ (self.vectors @ vector)

@@ -126,7 +126,7 @@ def trace_function(
             count = min(count, max((budget - products) // steps, 0))
             if count == 0:
                 break
-            starts = torch.randn(n, count, generator=random, dtype=torch.float64)
+            starts = torch.randn(n, count, generator=random, dtype=torch.float64, device="cpu")
             starts = starts.to(device=op.device, dtype=op.dtype)
             alphas, betas, spent = recurrences(
                 op, starts, steps, vectors, scale=scale, what=quantity

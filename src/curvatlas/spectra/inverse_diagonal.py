@@ -83,7 +83,7 @@ def inverse_diagonal(
         count = min(_GROUP, left // 2)
         if count == 0 or (samples.shape[1] == 0 and count < 2):
             break
-        signs = torch.randint(0, 2, (n, count), generator=random, dtype=torch.int8)
+        signs = torch.randint(0, 2, (n, count), generator=random, dtype=torch.int8, device="cpu")
         probes = (2 * signs - 1).to(device=op.device, dtype=op.dtype)
         outside = probes - vectors.T @ (vectors @ probes)
         # A solve that takes as many products as are missing from the matrix is not gone on with.

@@ -201,7 +201,7 @@ class BlockwiseOperator(LinearOperator):
 
     def _sum_over_eigenvalues(self, function: Callable[[Tensor], Tensor]) -> float:
         others = self.shape[0] - sum(block.values.numel() for block in self.blocks)
-        alone = torch.tensor(self.elsewhere, dtype=torch.float64)
+        alone = torch.tensor(self.elsewhere, dtype=torch.float64, device="cpu")
         inside = sum(float(function(block.values.double()).sum()) for block in self.blocks)
         return inside + (others * float(function(alone)) if others else 0.0)
 

@@ -129,7 +129,7 @@ class KrylovBasis:
             image.sub_(self.store.row(earlier[0]), alpha=float(known[0]))
         elif len(earlier):
             weights = torch.as_tensor(known, dtype=image.dtype, device=image.device)
-            self.store.subtract(image, weights, torch.as_tensor(earlier))
+            self.store.subtract(image, weights, torch.as_tensor(earlier, device="cpu"))
         local = self.store.norm(image)
         found = self.store.project_out(image, self.count)
         after = self.store.norm(image)

@@ -32,7 +32,7 @@ class LeanDensity:
         self.done: list[list[list[float]]] = []  # α and β of the finished probes
         self.alphas: list[float] = []
         self.betas: list[float] = []
-        self.here = self.before = torch.zeros(0)
+        self.here = self.before = torch.zeros(0, device="cpu")
 
     def result(self) -> SpectralDensity:
         stored = self.file.load()
@@ -63,7 +63,7 @@ class LeanDensity:
     def _begin(self) -> None:
         """A random direction that depends on the seed and the probe's number alone."""
         random = generator(1009 * self.seed + len(self.done))
-        start = torch.randn(self.op.shape[0], generator=random, dtype=torch.float32)
+        start = torch.randn(self.op.shape[0], generator=random, dtype=torch.float32, device="cpu")
         start = start.to(device=self.op.device, dtype=self.op.dtype)
         self.here = start.div_(torch.linalg.vector_norm(start))
         self.before = torch.zeros(0, dtype=self.op.dtype, device=self.op.device)

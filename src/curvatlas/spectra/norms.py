@@ -130,7 +130,9 @@ def frobenius_norm(
     if not parts:
         return found
     random = generator(seed + 1)
-    probes = torch.randn(op.shape[1], _DATA_PROBES, generator=random, dtype=torch.float64)
+    probes = torch.randn(
+        op.shape[1], _DATA_PROBES, generator=random, dtype=torch.float64, device="cpu"
+    )
     probes = probes.to(device=op.device, dtype=op.dtype)
     whole = op @ probes
     # d‖A‖_F = ⟨A, dA⟩ / ‖A‖_F: linear around A, so every batch has its own number.

@@ -48,7 +48,7 @@ def participation(
     masses: dict[str, Tensor] = {}
     for piece in anatomy:
         key = piece.name if by == "slice" else str(getattr(piece, by))
-        part = squares[torch.as_tensor(piece.indices)].sum(0)
+        part = squares[torch.as_tensor(piece.indices, device="cpu")].sum(0)
         masses[key] = masses[key] + part if key in masses else part
     mass = torch.stack(list(masses.values()), 1)
     return Participation(

@@ -59,7 +59,7 @@ def nystrom_preconditioner(
 ) -> LowRankInverse:
     """From ``rank`` products with random columns (default min(n, 20)) of a psd operator."""
     n, k = _sizes(op, rank, damping)
-    random = torch.randn(n, k, generator=generator(seed), dtype=torch.float64)
+    random = torch.randn(n, k, generator=generator(seed), dtype=torch.float64, device="cpu")
     columns = torch.linalg.qr(random)[0].to(device=op.device, dtype=op.dtype)
     image: Tensor = op @ columns
     _check_finite(image)
@@ -174,7 +174,7 @@ def as_preconditioner(
 
 def _refuse_asymmetric(precondition: Precondition, op: LinearOperator) -> None:
     """uᵀ(Pv) against vᵀ(Pu) for two random vectors: conjugate gradients need them alike."""
-    random = torch.randn(op.shape[0], 2, generator=generator(0), dtype=torch.float64)
+    random = torch.randn(op.shape[0], 2, generator=generator(0), dtype=torch.float64, device="cpu")
     vectors = random.to(device=op.device, dtype=op.dtype)
     images = precondition(vectors)
     gap = abs(float(vectors[:, 0] @ images[:, 1]) - float(vectors[:, 1] @ images[:, 0]))

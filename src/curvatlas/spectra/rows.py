@@ -61,10 +61,10 @@ class Rows:
         One number of ``random`` chooses the vector, and every _DRAWN entries of it have a stream
         of their own: a process draws those that its part lies in, never all n.
         """
-        key = int(torch.randint(2**62, (), generator=random))
+        key = int(torch.randint(2**62, (), generator=random, device="cpu"))
         first = 0 if self.shards is None else self.shards.start
         end = first + self.length
-        row = torch.empty(self.length, dtype=torch.float64)
+        row = torch.empty(self.length, dtype=torch.float64, device="cpu")
         for begin in range(first // _DRAWN * _DRAWN, end, _DRAWN):
             stream = np.random.Generator(np.random.Philox(key=[key, begin // _DRAWN]))
             drawn = stream.standard_normal(min(_DRAWN, end - begin))
@@ -132,7 +132,7 @@ class Rows:
         count = weights.shape[0]
         if not self.packed:
             return self.tensor[:count].T @ weights
-        result = torch.empty(self.length, weights.shape[1], dtype=self.dtype)
+        result = torch.empty(self.length, weights.shape[1], dtype=self.dtype, device="cpu")
         for band in self._bands(count):
             result[band] = self.tensor[:count, band].to(self.dtype).T @ weights
         return result

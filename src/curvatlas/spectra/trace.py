@@ -74,7 +74,9 @@ def _with_data_error(op: LinearOperator, found: Estimate, seed: int) -> Estimate
     if not parts:
         return found
     random = generator(seed + 1)
-    probes = torch.randn(op.shape[0], _DATA_PROBES, generator=random, dtype=torch.float64)
+    probes = torch.randn(
+        op.shape[0], _DATA_PROBES, generator=random, dtype=torch.float64, device="cpu"
+    )
     probes = probes.to(device=op.device, dtype=op.dtype)
     shares, samples = linear_samples(parts, probes, lambda images: (probes * images).sum(0))
     half = half_width(shares, samples, whole=found.value)

@@ -49,7 +49,7 @@ def _row(problem: Problem, piece: Batch, seed: int) -> tuple[Tensor, float]:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(shape: torch.Size) -> Tensor:
-        drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
         return drawn.clamp(1e-12, 1 - 1e-12)
 
     residual = problem.loss.sample_residual(outputs, piece.targets, uniform)

@@ -137,7 +137,9 @@ class Measuring:
     ) -> tuple[float, tuple[float, float], dict[str, float]]:
         """tr H and tr H[role, role] from the same ±1 probes: zᵀHz, whole and role by role."""
         generator = torch.Generator().manual_seed(self._seed * 7919 + step)
-        signs = torch.randint(0, 2, (self.problem.size, self._probes), generator=generator)
+        signs = torch.randint(
+            0, 2, (self.problem.size, self._probes), generator=generator, device="cpu"
+        )
         probes = (2.0 * signs - 1.0).to(dtype=operator.dtype, device=operator.device)
         products = operator @ probes
         samples = (probes * products).sum(0).double()
@@ -174,7 +176,7 @@ class Measuring:
     def _vanishes(self, view: LinearOperator) -> bool:
         """Whether H[role, role] is rounding alone: a key's bias moves no attention weight."""
         generator = torch.Generator().manual_seed(self._seed)
-        probe = torch.randn(view.shape[0], generator=generator, dtype=torch.float64)
+        probe = torch.randn(view.shape[0], generator=generator, dtype=torch.float64, device="cpu")
         probe = (probe / probe.norm()).to(dtype=view.dtype, device=view.device)
         size = float((view @ probe).norm())
         return size <= 100 * torch.finfo(view.dtype).eps * self._scale

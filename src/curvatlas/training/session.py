@@ -163,7 +163,7 @@ class Session:
         epoch, place = divmod(self.step, each)
         if self._epoch is None or self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch = epoch, torch.randperm(len(inputs), generator=generator)
+            self._epoch = epoch, torch.randperm(len(inputs), generator=generator, device="cpu")
         chosen = self._epoch[1][place * self.batch_size : (place + 1) * self.batch_size]
         return inputs[chosen], targets[chosen]
 
