@@ -265,6 +265,26 @@ def test_comparison_names_options_and_numbers_that_differ(tmp_path: Path) -> Non
     assert "seed" in str(comparison)
 
 
+def test_long_tensors_are_compared_by_their_norm(tmp_path: Path) -> None:
+    def write(name: str, values: torch.Tensor) -> Path:
+        result = SampleEstimate(
+            value=1.0, interval=(0.0, 2.0), values=values, notes={"huge": [1e200] * 100}
+        )
+        with runs.Run.create(tmp_path / name, options={}) as run:
+            run.step("a", lambda: result)
+        return tmp_path / name
+
+    values = torch.arange(600.0, dtype=torch.float64).reshape(200, 3)
+    more = values.clone()
+    more[0, 0], more[1, 1] = 700.0, float("nan")
+    (change,) = runs.compare(write("one", values), write("two", more)).changes
+    assert change.name == "a:‖values‖"
+    assert change.left == pytest.approx(float(values.norm()), rel=1e-14)
+    assert change.right == pytest.approx(float(more.nan_to_num(0.0).norm()), rel=1e-14)
+    rows = runs.compare(write("wide", values.T.contiguous()), write("wider", more.T.contiguous()))
+    assert [c.name for c in rows.changes] == ["a:‖values[0]‖", "a:‖values[1]‖"]
+
+
 def test_a_run_compared_with_itself_shows_no_change(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a")
     comparison = runs.compare(path, runs.load(path))

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from curvatlas.results import Result
 from curvatlas.runs.loading import LoadedRun, load
 
@@ -66,7 +69,7 @@ def compare(
     changes, equal = [], 0
     for name in a.results:
         if name in b.results and a[name].kind == b[name].kind:
-            for change in _changes(name, a[name].to_dict(), b[name].to_dict()):
+            for change in _changes(name, a[name], b[name]):
                 if change is None:
                     equal += 1
                 else:
@@ -86,7 +89,7 @@ def compare(
     )
 
 
-def _changes(name: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[Change | None]:
+def _changes(name: str, left: Result, right: Result) -> Iterator[Change | None]:
     ours, theirs = dict(_numbers(left, "")), dict(_numbers(right, ""))
     for key, a in ours.items():
         if key not in theirs:
@@ -117,17 +120,33 @@ def _separated(key: str, left: dict[str, float], right: dict[str, float]) -> boo
 
 
 def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
+    """Every finite number with its place; of long lists and tensors the norm."""
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, (int, float)):
-        yield where, float(value)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _numbers(item, f"{where}.{key}" if where else key)
-    elif isinstance(value, list):
+        if math.isfinite(value):
+            yield where, float(value)
+    elif isinstance(value, Tensor):
+        # A tensor of millions of numbers never becomes a list of them.
+        if value.numel() > _LONGEST and (value.ndim == 1 or len(value) > _LONGEST):
+            if value.dtype != torch.bool:
+                yield f"‖{where}‖", _norm(value)
+        else:
+            yield from _numbers(list(value) if value.ndim > 1 else value.tolist(), where)
+    elif isinstance(value, (Result, dict)):
+        for key in value.keys():  # noqa: SIM118
+            yield from _numbers(value[key], f"{where}.{key}" if where else key)
+    elif isinstance(value, (list, tuple)):
         inner = [pair for i, item in enumerate(value) for pair in _numbers(item, f"{where}[{i}]")]
         if len(inner) > _LONGEST:
             # not a sum of squares, which overflows
             yield f"‖{where}‖", math.hypot(*(number for _, number in inner))
         else:
             yield from inner
+
+
+def _norm(tensor: Tensor) -> float:
+    numbers = tensor.double()
+    numbers = numbers[numbers.isfinite()]
+    scale = float(numbers.abs().max()) if numbers.numel() else 0.0
+    return scale * float((numbers / scale).norm()) if scale else 0.0
