@@ -316,6 +316,18 @@ def test_a_forward_decorated_by_compile_is_said() -> None:
         assert_same_hessian(Decorated(), Network(), vectors())
 
 
+def test_a_compiled_forward_of_one_module_and_a_compiled_loss_run_uncompiled() -> None:
+    model = Network()
+    compiled = torch.compile(model.forward)
+    model.forward = compiled  # type: ignore[method-assign]
+    loss = torch.compile(F.cross_entropy)
+    with pytest.warns(UserWarning, match=r"torch.compile was called on Network"):
+        problem = ca.Problem(model, loss, vectors())
+    found = ca.Hessian(problem).dense()
+    assert oracles.relative_error(found, hessian_by_hand(Network(), vectors())) < 1000 * EPS
+    assert model.forward is compiled
+
+
 @pytest.mark.filterwarnings("ignore:torch.compile was called")
 def test_compiled_modules_run_uncompiled_by_a_torch_without_stances(
     monkeypatch: pytest.MonkeyPatch,
@@ -324,9 +336,10 @@ def test_compiled_modules_run_uncompiled_by_a_torch_without_stances(
     model = Network()
     model.body = torch.compile(model.body)  # type: ignore[assignment]
     model.head.compile()
-    kept = model.body.forward, model.head._compiled_call_impl
+    model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+    kept = model.forward, model.body.forward, model.head._compiled_call_impl
     assert_same_hessian(model, Network(), vectors())
-    assert (model.body.forward, model.head._compiled_call_impl) == kept
+    assert (model.forward, model.body.forward, model.head._compiled_call_impl) == kept
 
 
 def test_a_scripted_model_is_refused_with_the_way_out() -> None:

@@ -275,6 +275,7 @@ def _original_calls(model: nn.Module) -> Iterator[None]:
                 changed.append((fields, "_compiled_call_impl", fields["_compiled_call_impl"]))
                 fields["_compiled_call_impl"] = None
             original = module._modules.get("_orig_mod")
+            original = original or getattr(fields.get("forward"), _ORIGINAL, None)
             if original is not None:
                 changed.append((fields, "forward", fields["forward"]))
                 fields["forward"] = original
@@ -295,11 +296,14 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+_ORIGINAL = "_torchdynamo_orig_callable"  # where compiled functions keep what was compiled
+
+
 def _compiled_forward(module: nn.Module) -> bool:
-    """Whether the class's ``forward`` is decorated by ``torch.compile``."""
-    kinds = (vars(kind) for kind in type(module).__mro__)
-    forward = next((members["forward"] for members in kinds if "forward" in members), None)
-    return hasattr(forward, "_torchdynamo_orig_callable")
+    """Whether ``torch.compile`` made the module's ``forward``, or that of its class."""
+    holders = (vars(holder) for holder in (module, *type(module).__mro__))
+    forward = next((members["forward"] for members in holders if "forward" in members), None)
+    return hasattr(forward, _ORIGINAL)
 
 
 def warn_of_compiled(model: nn.Module) -> None:
