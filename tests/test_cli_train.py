@@ -95,7 +95,7 @@ def test_an_interrupted_run_resumes_and_ends_with_the_same_weights(tmp_path: Pat
         assert torch.equal(tensor, right["training"].tensors[name]), name
     assert left["training"].history.losses == right["training"].history.losses
     for a, b in zip(left["dynamics"].snapshots, right["dynamics"].snapshots, strict=True):
-        assert (a.step, a.sharpness, a.trace, a.drift) == (b.step, b.sharpness, b.trace, b.drift)
+        assert dataclasses.replace(a, seconds=0.0) == dataclasses.replace(b, seconds=0.0)
     page = Path(answers[1]["report"]).read_text()
     for words in ("Training dynamics", "Sharpness", "Role trace", "Training loss"):
         assert words in page

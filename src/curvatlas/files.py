@@ -115,7 +115,12 @@ def read_bytes(path: Path, *, limit: int, follow_links: bool = True) -> bytearra
             raise ValueError(f"{path} is not a regular file.")
         if status.st_size > limit:
             raise ValueError(f"{path} has {status.st_size:,} bytes, more than the {limit:,} read.")
-        content = bytearray(status.st_size)
+        try:
+            content = bytearray(status.st_size)
+        except MemoryError:  # a limit of the process below what the machine has
+            raise ValueError(
+                f"{path} has {status.st_size:,} bytes, which this process cannot hold."
+            ) from None
         count = file.readinto(content)
         if count != status.st_size or file.read(1):
             raise ValueError(f"{path} changed while it was read: try again.")

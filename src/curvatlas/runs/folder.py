@@ -92,7 +92,8 @@ class Run:
             run = cls(folder, manifest, lock)
             run._write_manifest(status="running", error=None)
             for file, _ in checking.left_overs(folder, manifest):
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # litter is no reason to stop
+                    file.unlink(missing_ok=True)
         except BaseException:
             lock.release()
             raise
