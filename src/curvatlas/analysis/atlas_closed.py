@@ -45,6 +45,8 @@ class ClosedForm:
 
 def closed_form(problem: Problem) -> ClosedForm:
     """The problem's closed form; UnmappedModuleError says why where there is none."""
+    if problem.spread:
+        raise UnmappedModuleError("the closed form reads all data in one process.")
     mapped = map_module(problem.model)
     if mapped.module_size != problem.size or problem.loss.name not in ("mse", "cross_entropy"):
         raise UnmappedModuleError(

@@ -121,6 +121,7 @@ def analyze_attention_curvature(
     """
     chosen = _guessed_loss(data) if loss is None else loss
     everything = Problem(model, chosen, data)
+    everything.require_one_process("the attention curvature of every batch")
     slices = everything.anatomy.slices
     names = list(dict.fromkeys(s.parameter for s in slices if s.sublayer == "attention"))
     if not names:

@@ -74,6 +74,7 @@ def sample_losses(problem: Problem, *, limit: int) -> Tensor:
 
 def pieces(problem: Problem, size: int) -> Iterator[Batch]:
     """The data in batches of at most ``size`` samples; whole batches where they cannot be cut."""
+    problem.require_one_process("a quantity by sample")
     for batch in problem.batches():
         for start in range(0, batch.samples, size):
             piece = batch.part(start, min(start + size, batch.samples), problem.loss.count)
@@ -83,6 +84,7 @@ def pieces(problem: Problem, size: int) -> Iterator[Batch]:
 
 def count_samples(problem: Problem) -> int:
     """Samples of the data (batches, where a loss is not a sum over samples)."""
+    problem.require_one_process("a quantity by sample")
     return sum(batch.samples for batch in problem.batches())
 
 
@@ -224,6 +226,7 @@ class _Sampler:
 
 def subset(problem: Problem, indices: Tensor) -> Problem:
     """The same problem on some samples, numbered in the order of the data."""
+    problem.require_one_process("a choice of samples")
     chosen, first = [], 0
     for batch in problem.batches():
         size = batch.samples

@@ -184,6 +184,7 @@ class _Trajectory:
     ) -> None:  # fmt: skip
         self.problem, self.steps, self.rate, self.momentum = problem, steps, rate, momentum
         self.products, self.seed = products, seed
+        problem.require_one_process("a trajectory of gradient descent")
         self.total = sum(problem.units(b) for b in problem.batches())
         self.batch = min(batch or self.total, self.total)
         self.at = sorted({round(place) for place in np.linspace(0, steps, looks)})

@@ -82,7 +82,8 @@ def module_wise_curvature(
     Every module with parameters of its own is one block of the Hessian; every module that puts out
     a real tensor has the Hessian of the loss with respect to it.
     """
-    problem = Problem(model, loss, (x, y))
+    # One batch is looked into, which lies in this process.
+    problem = Problem(model, loss, (x, y), distributed=False)
     blocks = _module_blocks(problem)
     operator = CurvatureParts(problem, budget=budget)
     sketch = Sketch(operator, blocks, seed=seed)

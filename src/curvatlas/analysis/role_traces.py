@@ -111,6 +111,7 @@ def outer_role_traces(
 
     layers: every layer's roles apart ("blocks.3.key"); ``RoleTraces.pooled`` puts them together
     """
+    problem.require_one_process("a trace by backward passes over the samples")
     roles = pooled_roles(problem, layers=layers)
     samples = torch.zeros(probes, len(roles), dtype=torch.float64)
     pieces = _samples_of(problem)

@@ -37,6 +37,7 @@ class Descent:
 
     def __init__(self, problem: Problem) -> None:
         problem.check()
+        problem.require_one_process("a trajectory of gradient descent")
         self.problem = problem
         self.start = problem.parameters
 
@@ -185,7 +186,13 @@ def in_double(problem: Problem) -> Problem:
         (tree_map(widened, batch.inputs), tree_map(widened, batch.targets))
         for batch in problem.batches()
     ]
-    return Problem(model, problem.loss, data, parameters=list(problem.parameter_names))
+    return Problem(
+        model,
+        problem.loss,
+        data,
+        parameters=list(problem.parameter_names),
+        distributed=problem.distributed,
+    )
 
 
 def _radius(step: float, momentum: float) -> float:

@@ -23,9 +23,10 @@ _NUMBERS = 2**23  # of gradient rows held at once: 32 MB in float32
 def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
     """(P,) float64 diag H_o and the number of single samples' gradients it took.
 
-    None where a sample has more outputs than there are weights, or the loss no closed form of Λ.
+    None where a sample has more outputs than there are weights, the loss no closed form of Λ, or
+    the data are spread over processes.
     """
-    if not problem.separable or not _fewer_outputs_than_weights(problem):
+    if problem.spread or not problem.separable or not _fewer_outputs_than_weights(problem):
         return None
     problem.check()
     total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)

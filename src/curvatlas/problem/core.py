@@ -223,7 +223,7 @@ class Problem:
 
         version: the weights' version where the caller has just asked for it.
         """
-        if not self.distributed or parallel.world_size() == 1:
+        if not self.spread:
             return None
         version = version or self.weights_version()
         if self._state is None or self._state[0] != version:
@@ -295,7 +295,7 @@ class Problem:
             digest = fingerprint.content(agreement.facts_of(self))
             return [bits, seen, *parallel.halves(digest)]
 
-        together = self.distributed and parallel.world_size() > 1
+        together = self.spread
         ranks = parallel.shared(read, 4) if together else [read()]
         if any(row[2:] != ranks[0][2:] for row in ranks):
             self.refuse_differing_ranks()
@@ -413,6 +413,20 @@ class Problem:
             raise ProblemError(
                 f"{purpose} compares samples with their mean and {self.loss.name} is a sum: use "
                 "the same loss with reduction='mean'."
+            )
+
+    @property
+    def spread(self) -> bool:
+        """Whether the data lie on several processes, each of which knows its own."""
+        return self.distributed and parallel.world_size() > 1
+
+    def require_one_process(self, purpose: str) -> None:
+        """Refuse data on several processes where one has to know all of them."""
+        if self.spread:
+            raise ProblemError(
+                f"{purpose} needs all data in one process, and these are spread over "
+                f"{parallel.world_size()}: make the Problem with distributed=False, or call it "
+                "outside the process group."
             )
 
     @property

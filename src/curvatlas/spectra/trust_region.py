@@ -19,6 +19,7 @@ from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.requirements import (
+    alike_on_every_rank,
     check_budget,
     check_rtol,
     check_vector,
@@ -48,6 +49,7 @@ class NewtonStep(Result):
         )
 
 
+@alike_on_every_rank
 def newton_step(
     op: LinearOperator,
     gradient: Tensor,

@@ -23,6 +23,7 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
             "loss='cross_entropy' or 'mse', or method='obd'."
         )
     problem.require_mean("a sketch of sampled gradients")
+    problem.require_one_process("a sketch of sampled gradients")
     if not problem.separable:
         raise ProblemError(
             "sampled gradients are those of single samples, and the samples of a batch influence "
