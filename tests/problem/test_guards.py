@@ -322,3 +322,46 @@ def test_a_quiet_problem_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use(network(), "cross_entropy", data())
+
+
+class _WithEmptyParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.none = nn.Parameter(torch.empty(0))
+        self.inner, self.narrow = nn.Linear(3, 2), nn.Linear(3, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.none.sum() + self.narrow(x).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian, ca.Fisher])
+def test_parameters_without_entries_have_no_rows(kind: Any) -> None:
+    model, batch = _WithEmptyParameters(), data()
+    problem = ca.Problem(model, "cross_entropy", batch)
+    assert problem.parameter_names == ("inner.weight", "inner.bias")
+    want = kind(ca.Problem(model.inner, "cross_entropy", batch)).dense()
+    assert torch.allclose(kind(problem).dense(), want, atol=1e-6)
+    assert (kind(problem) @ torch.ones(8, 3)).shape == (8, 3)
+    assert problem.gradient().shape == (8,)
+    whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(problem.parameters, whole)
+
+
+def test_parameters_without_any_entry_are_refused() -> None:
+    with pytest.raises(ProblemError, match=r"none have no entries.*nothing to differentiate"):
+        ca.Problem(_WithEmptyParameters(), "cross_entropy", data(), parameters="none")
+
+
+@pytest.mark.parametrize("kind", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian, ca.Fisher])
+def test_products_are_the_same_in_inference_mode(kind: Any) -> None:
+    batch, vector = data(), torch.randn(26)
+    want = kind(ca.Problem(network(), "cross_entropy", batch)) @ vector
+    outside = kind(ca.Problem(network(), "cross_entropy", batch))
+    with torch.inference_mode():
+        inside = kind(ca.Problem(network(), "cross_entropy", batch))
+        assert torch.equal(inside @ vector.clone(), want)
+        assert torch.equal(outside @ vector.clone(), want)
+        assert inside.dense().shape == (26, 26)
+    assert torch.equal(outside @ vector, want)
+    assert torch.equal(inside @ vector, want)

@@ -19,7 +19,22 @@ Parameters = _One | Sequence[_One]
 def choose_parameters(
     model: nn.Module, everything: Mapping[str, Tensor], wanted: Parameters | None
 ) -> tuple[str, ...]:
-    """Names in the order of ``everything``, the model's parameters by name."""
+    """Names in the order of ``everything``, the model's parameters by name.
+
+    Parameters without entries, such as those of ``nn.Linear(4, 0)``, have no place in the vector.
+    """
+    names = _chosen(model, everything, wanted)
+    filled = tuple(name for name in names if everything[name].numel())
+    if not filled:
+        raise ProblemError(
+            f"{listed(list(names))} have no entries: there is nothing to differentiate by."
+        )
+    return filled
+
+
+def _chosen(
+    model: nn.Module, everything: Mapping[str, Tensor], wanted: Parameters | None
+) -> tuple[str, ...]:
     if wanted is None:
         trainable = tuple(name for name, p in everything.items() if p.requires_grad)
         if not trainable:
