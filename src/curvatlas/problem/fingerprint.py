@@ -2,8 +2,9 @@ r"""A fingerprint of the values a result rests on: has any weight, buffer or los
 
 Version counters and addresses do not tell: fused optimizers, ``p.data`` and foreign code write
 without moving them, and a replaced tensor has counters of its own. So the values are read, from the
-live objects, whenever a kept graph is about to be used. Tensors are copied side by side into the
-rows of a small buffer, and two numbers are kept of each row:
+live objects, whenever a kept graph is about to be used. Of small tensors a CRC-32 is taken: it
+notices every change within 32 neighbouring bits, and misses one in 2³² others. Large ones are read
+in rows, and two numbers are kept of each:
 
     D = Σ_j w_j b_j  mod 2⁶⁴   over its 64-bit words b, with fixed random odd w,
     M = Σ_j a_j x_j            over its numbers x, with fixed random a.
@@ -19,6 +20,7 @@ import functools
 import hashlib
 import re
 import types
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,8 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ROW_BYTES = 2**15
-_ROWS = 16  # of a buffer: half a megabyte, which stays in the cache between the passes
+_ROW_BYTES = 2**12
+_LARGE = 2**17  # bytes: below, the calls of a reduction take longer than reading byte by byte
+_ROWS = 128  # of a group: half a megabyte, which stays in the cache between the passes
 
 
 class LiveTensors:
@@ -51,12 +54,16 @@ class LiveTensors:
 
     def fingerprint(self) -> bytes:
         """Changes whenever the value of a tensor changes, in whatever way."""
-        self.follow()
-        if not self._tensors:
+        if not self._watched:
             return b""
+        self.follow()
         if [t.data_ptr() for t in self._tensors] != self._addresses:
             self._arrange()  # ``p.data = other``: the same object with other memory
+        checksum = 0
+        for memory in self._small:
+            checksum = zlib.crc32(memory, checksum)
         digest = hashlib.blake2b(self._shapes, digest_size=16)
+        digest.update(checksum.to_bytes(4, "little"))
         for group in self._groups:
             group.update(digest)
         for tensor in self._irregular:
@@ -86,9 +93,15 @@ class LiveTensors:
     # --- looking through --------------------------------------------------------------------------
 
     def _identities(self) -> tuple[int, ...]:
-        held = chain.from_iterable(map(dict.values, self._dicts))
-        attributes = (holder.get(name) for holder, name, _ in self._attributes)
-        return tuple(map(id, chain(held, attributes, map(_contents, self._cells))))
+        lengths = map(len, self._dicts)
+        held = chain.from_iterable(map(dict.values, self._filled))
+        attributes = [holder.get(name) for holder, name, _ in self._attributes]
+        return (
+            *lengths,
+            *map(id, held),
+            *map(id, attributes),
+            *map(id, map(_contents, self._cells)),
+        )
 
     def _look_through(self) -> None:
         self._dicts: list[dict[str, Any]] = []  # of modules: parameters, buffers, children
@@ -101,6 +114,8 @@ class LiveTensors:
         self._visit(self._root, tensors)
         for known in self._beside._tensors if self._beside is not None else ():
             tensors.pop(id(known), None)
+        self._filled = [held for held in self._dicts if held]
+        self._watched = bool(self._dicts or self._attributes or self._cells or tensors)
         self._seen = self._identities()
         # An object that is gone may leave its identity to another one: keep them all.
         self._kept = list(chain.from_iterable(map(dict.values, self._dicts)))
@@ -165,14 +180,18 @@ class LiveTensors:
     # --- arranging --------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Put the tensors into groups that share a buffer, by dtype and device."""
+        """Sort the tensors by how they are read."""
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._irregular: list[Tensor] = []
+        self._small: list[memoryview] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
             flat = _flat(tensor)
             if flat is None:
                 self._irregular.append(tensor)
+            elif flat.device.type == "cpu" and flat.numel() * flat.element_size() < _LARGE:
+                if flat.numel():
+                    self._small.append(flat.view(torch.uint8).numpy().data)
             elif flat.numel():
                 kinds.setdefault((flat.dtype, flat.device), []).append(flat)
         self._groups = [group for flats in kinds.values() for group in _groups(flats)]
@@ -194,7 +213,8 @@ def _flat(tensor: Tensor) -> Tensor | None:
             value = torch.view_as_real(value)
         strides = value.stride()
         order = sorted(range(value.ndim), key=lambda axis: -strides[axis])
-        return value.permute(order).view(-1)
+        dense = value.permute(order)
+        return dense.view(-1) if dense.is_contiguous() else None
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -212,10 +232,10 @@ def _irregular_value(tensor: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class _Group:
-    """Vectors, the buffer they are copied to side by side, and its rows as words and numbers."""
+    """Vectors and their rows, as words and as numbers."""
 
-    vectors: list[Tensor]
-    place: Tensor  # in the buffer
+    vectors: list[Tensor]  # to be copied side by side; none where the rows are their own memory
+    place: Tensor | None  # where to, in the buffer
     rest: Tensor | None  # of the last row, to be zero
     words: Tensor  # (rows, 64-bit words)
     numbers: Tensor | None  # (rows, numbers), None for integers
@@ -224,7 +244,8 @@ class _Group:
     def update(self, digest: Any) -> None:
         """Add D and M of every row to the digest."""
         with torch.no_grad():
-            torch.cat(self.vectors, out=self.place)
+            if self.place is not None:
+                torch.cat(self.vectors, out=self.place)
             if self.rest is not None:
                 self.rest.zero_()
             digest.update(_times(self.words))
@@ -261,34 +282,50 @@ def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _groups(vectors: Sequence[Tensor]) -> list[_Group]:
-    """Groups of vectors of one dtype and device; all use the same buffer."""
+    """Groups of vectors of one dtype and device: large ones in place, small ones in a buffer."""
     in_row = _ROW_BYTES // vectors[0].element_size()
-    most = _ROWS * in_row
+    groups: list[_Group] = []
     packed: list[list[Tensor]] = []
     room = 0
-    for piece in chain.from_iterable(torch.split(vector, most) for vector in vectors):
-        if piece.numel() > room:
-            packed.append([])
-            room = most
-        packed[-1].append(piece)
-        room -= piece.numel()
+    for vector in vectors:
+        rows = vector.numel() // in_row
+        in_place = (
+            rows * in_row if rows * _ROW_BYTES >= _LARGE // 2 and vector.data_ptr() % 8 == 0 else 0
+        )
+        if in_place and vector.storage_offset() * vector.element_size() % 8 == 0:
+            pieces = torch.split(vector[:in_place], _ROWS * in_row)
+            groups += [_group([], len(piece), piece, in_row) for piece in pieces]
+            vector = vector[in_place:]
+        for piece in torch.split(vector, _ROWS * in_row):
+            if not piece.numel():
+                continue
+            if piece.numel() > room:
+                packed.append([])
+                room = _ROWS * in_row
+            packed[-1].append(piece)
+            room -= piece.numel()
     lengths = [sum(piece.numel() for piece in pieces) for pieces in packed]
     with torch.inference_mode(False):
-        buffer = vectors[0].new_zeros(-(-max(lengths) // in_row) * in_row)
-        return [_group(p, n, buffer, in_row) for p, n in zip(packed, lengths, strict=True)]
+        buffer = vectors[0].new_zeros(-(-max(lengths, default=0) // in_row) * in_row)
+    groups += [
+        _group(pieces, length, buffer, in_row)
+        for pieces, length in zip(packed, lengths, strict=True)
+    ]
+    return groups
 
 
-def _group(pieces: list[Tensor], length: int, buffer: Tensor, in_row: int) -> _Group:
+def _group(pieces: list[Tensor], length: int, memory: Tensor, in_row: int) -> _Group:
+    """The group of what is copied to ``memory`` (pieces) or lies there."""
     rows = -(-length // in_row)
-    used = buffer[: rows * in_row]
-    floating = buffer.is_floating_point()
+    used = memory[: rows * in_row]
+    floating = memory.is_floating_point()
     return _Group(
         vectors=pieces,
-        place=buffer[:length],
+        place=memory[:length] if pieces else None,
         rest=used[length:] if length < len(used) else None,
         words=used.view(torch.int64).view(rows, -1),
         numbers=used.view(rows, in_row) if floating else None,
-        finite=not floating or all(bool(torch.isfinite(piece).all()) for piece in pieces),
+        finite=not floating or all(bool(torch.isfinite(t).all()) for t in pieces or [memory]),
     )
 
 
