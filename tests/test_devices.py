@@ -14,5 +14,5 @@ def test_the_budget_on_cuda_is_the_devices_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 10**9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10**9)
     assert budget.available_bytes(torch.device("cuda", 0)) == 6 * 10**9
-    assert budget.default_budget(torch.device("cuda", 0)) == 27 * 10**8
+    assert budget.default_budget(torch.device("cuda", 0)) == 3 * 2**30  # of 16 GB, free or not
     assert budget.available_bytes(torch.device("cpu")) != 6 * 10**9

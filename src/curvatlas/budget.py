@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -27,29 +30,132 @@ def parse_bytes(budget: int | float | str) -> int:
 
 
 def available_bytes(device: torch.device | None = None) -> int:
-    """Memory this machine can still give without swapping (4 GB where it cannot be told).
+    """Memory this process can still be given without swapping (4 GB where it cannot be told).
 
-    device: a CUDA device has memory of its own, what it has free and what PyTorch holds unused of
-    it; others (CPU, Apple's MPS) share the machine's.
+    The machine's, and no more than its control group (a container) and its own limits (``ulimit
+    -v``) leave. device: a CUDA device has memory of its own, what it has free and what PyTorch
+    holds unused of it; others (CPU, Apple's MPS) share the machine's.
     """
     if device is not None and device.type == "cuda":
         import torch
 
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
+    left = [limit - used for limit, used in _group_limits()]
+    return max(min([_machine("MemAvailable:"), *left, *_left_to_process(_mapped())]), 0)
+
+
+def limit_bytes(device: torch.device | None = None) -> int:
+    """Memory this process may use in all, whatever of it is taken now: what defaults are made of.
+
+    A plan made of what is free would give other numbers on a busy day.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[1])
+    limits = [limit for limit, _ in _group_limits()]
+    # Code and libraries fill gigabytes of address space before anything is computed.
+    limits += _left_to_process(_mapped_at_first())
+    return min([_machine("MemTotal:"), *limits])
+
+
+def default_budget(device: torch.device | None = None) -> int:
+    """About a quarter of what the process may use: three operators and an estimate find room.
+
+    Rounded down to 1 or 1.5 times a power of two, so that machines that differ by a little plan the
+    same.
+    """
+    quarter = max(limit_bytes(device) // 4, 2**20)
+    step = 1 << (quarter.bit_length() - 1)
+    return step * 3 // 2 if quarter >= step * 3 // 2 else step
+
+
+def _machine(entry: str) -> int:
+    """A line of Linux's /proc/meminfo in bytes; half of the memory where there is none."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        for line in (_PROC / "meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith(entry):
+                return int(line.split()[1]) * 1024
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (OSError, ValueError, AttributeError):
         return 4 * 10**9
 
 
-def default_budget(device: torch.device | None = None) -> int:
-    """A bit less than half of the device's available memory: a second operator finds room."""
-    return max(available_bytes(device) * 9 // 20, 2**28)
+def _group_limits() -> list[tuple[int, int]]:
+    """(limit, used) of this process's control group and those around it, of either version."""
+    try:
+        lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    limits: list[tuple[int, int]] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _GROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _GROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        # In a container the path is often that of the host: its own group is then the root.
+        groups = [inner, *inner.parents] if inner.is_dir() else [root]
+        for group in groups[: groups.index(root) + 1] if root in groups else [root]:
+            limits += _group_limit(group, *names)
+    return limits
+
+
+def _group_limit(group: Path, limit: str, usage: str, cached: str) -> list[tuple[int, int]]:
+    try:
+        most, used = (int((group / name).read_text(encoding="ascii")) for name in (limit, usage))
+    except (OSError, ValueError):  # no such file, or "max"
+        return []
+    if most >= 2**60:
+        return []
+    try:
+        entries = (group / "memory.stat").read_text(encoding="ascii").split()
+        used -= int(entries[entries.index(cached) + 1])  # files that the kernel lets go first
+    except (OSError, ValueError):
+        pass
+    return [(most, max(used, 0))]
+
+
+def _left_to_process(used: tuple[int, int]) -> list[int]:
+    """What ``ulimit`` leaves of address space and data beside what is used of them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return []
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    pairs = zip(limits, used, strict=True)
+    return [max(most - taken, 0) for most, taken in pairs if 0 <= most < 2**60]
+
+
+def _mapped() -> tuple[int, int]:
+    """Bytes of address space and of data."""
+    try:
+        pages = (_PROC / "self/statm").read_text(encoding="ascii").split()
+        page = os.sysconf("SC_PAGE_SIZE")
+        return int(pages[0]) * page, int(pages[5]) * page
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0, 0
+
+
+@functools.cache
+def _mapped_at_first() -> tuple[int, int]:
+    """The same when it was first asked for: a plan must not depend on what came in between."""
+    return _mapped()
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("can't allocate memory", "not enough memory", "out of memory")
+    )
 
 
 def readable(size: float) -> str:

@@ -156,6 +156,44 @@ def test_a_small_memory_restarts_and_still_converges() -> None:
     assert torch.allclose(found.values, wanted(values, 4, "both"), atol=1e-3)
 
 
+def test_memory_that_holds_too_few_vectors_is_refused_with_what_would_do() -> None:
+    values = spectra()["heavy_tailed"]
+    row = len(values) * 8
+    with pytest.raises(ValueError, match="need at least 25, give memory='101 kB'") as refused:
+        ca.eigenpairs(SpectrumOperator(values), k=4, which="both", memory=20 * row)
+    enough = str(refused.value).split("'")[1]
+    found = ca.eigenpairs(SpectrumOperator(values), k=4, which="both", memory=enough)
+    assert torch.allclose(found.values, wanted(values, 4, "both"), atol=0.1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_smallest_basis_that_is_accepted_converges(seed: int) -> None:
+    # A restart with two pending rows, in the step that turns them, kept where they were before.
+    values = spectra()["heavy_tailed"]
+    found = ca.eigenpairs(
+        SpectrumOperator(values), k=4, which="both", memory=25 * 8 * len(values), seed=seed
+    )
+    assert found.converged
+    low, high = found.interval
+    inside = (low[:, None] <= values) & (values <= high[:, None])
+    assert bool(inside.any(1).all())
+    assert torch.allclose(found.values, wanted(values, 4, "both"), atol=0.05)
+
+
+@pytest.mark.parametrize("device_bytes", [2**31, 2**36])
+def test_the_basis_does_not_depend_on_what_is_free(
+    device_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = spectra()["heavy_tailed"]
+    before = ca.eigenpairs(SpectrumOperator(values), k=4, tol=1e-8)
+    monkeypatch.setattr("curvatlas.budget._machine", lambda entry: {
+        "MemTotal:": device_bytes, "MemAvailable:": 50_000,
+    }[entry])  # fmt: skip
+    after = ca.eigenpairs(SpectrumOperator(values), k=4, tol=1e-8)
+    assert after.products == before.products
+    assert torch.equal(after.values, before.values)
+
+
 def test_float32_lanczos_of_300_steps_keeps_orthogonality_and_makes_no_ghosts() -> None:
     values = spectra()["hessian_like"].float()
     basis = KrylovBasis(SpectrumOperator(values), 302)

@@ -129,10 +129,11 @@ def conditioning_of(
     layers: bool,
     seed: int,
     max_products: int | None = None,
+    memory: int | None = None,
 ) -> EffectiveConditioning:
     """The same from both ends and a density that are already known; only layers cost products.
 
-    max_products: for each layer's sharpness.
+    max_products, memory: for each layer's sharpness.
     """
     gradient = problem.gradient()
     top, bottom = float(ends.values[0]), float(ends.values[-1])
@@ -144,7 +145,7 @@ def conditioning_of(
     found: tuple[LayerSharpness, ...] = ()
     products = 1  # along the gradient
     if layers:
-        found, spent = layer_curvatures(problem, operator, gradient, seed, max_products)
+        found, spent = layer_curvatures(problem, operator, gradient, seed, max_products, memory)
         products += spent
     ratio, ratio_interval = _heterogeneity(found)
     return EffectiveConditioning(
@@ -181,6 +182,7 @@ def layer_curvatures(
     gradient: torch.Tensor,
     seed: int,
     max_products: int | None = None,
+    memory: int | None = None,
 ) -> tuple[tuple[LayerSharpness, ...], int]:
     """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer.
 
@@ -194,7 +196,13 @@ def layer_curvatures(
     for (layer, name), slices in groups.items():
         view = operator[slices]
         found = eigenpairs(
-            view, k=1, which="largest", tol=1e-2, seed=seed, max_products=max_products
+            view,
+            k=1,
+            which="largest",
+            tol=1e-2,
+            seed=seed,
+            max_products=max_products,
+            memory=memory,
         )
         products += found.products
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)

@@ -87,8 +87,8 @@ def analyze(
         chosen_slices(inputs.problem.anatomy, roles)  # a wrong name is told at once
     left_out = sorted(part.value for part in skip or ())
     run = inputs.open_run(
-        "analyze", output, roles=roles, eigenvalues=eigenvalues, skip=left_out, memory=memory,
-        products=products,
+        "analyze", output, roles=roles, eigenvalues=eigenvalues, skip=left_out,
+        effort={"memory": budget.memory, "products": budget.most_products, "time": time},
     )  # fmt: skip
 
     def work() -> None:

@@ -64,7 +64,7 @@ def atlas(
     from curvatlas.runs.subject import subject_of
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    budget_of(memory=memory, products=products)
+    budget = budget_of(memory=memory)
     if not rtol > 0:
         raise typer.BadParameter(f"--rtol must be positive, got {rtol}.")
     inputs = prepare(
@@ -72,8 +72,8 @@ def atlas(
         context=context, tokenizer=tokenizer, seed=seed, dtype=dtype, device=device,
     )  # fmt: skip
     run = inputs.open_run(
-        "atlas", output, heads=heads, biases=biases, rtol=rtol, exact=exact, memory=memory,
-        products=products,
+        "atlas", output, heads=heads, biases=biases, rtol=rtol, exact=exact,
+        effort={"memory": budget.memory, "products": products},
     )  # fmt: skip
     problem = inputs.problem
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
+
+from curvatlas.budget import available_bytes, limit_bytes, parse_bytes, readable
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -26,14 +29,24 @@ def parse_time(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+MOST_PRODUCTS = 300  # of one estimate, unless --products says otherwise
+_MEMORY = 2 * 10**9  # of a survey, unless --memory says otherwise
+_VECTORS = 60  # that a survey needs room for, however large the model
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one run may use; None means no limit beyond each estimate's own."""
+    """What one run may use; ``memory`` in bytes; None for the default."""
 
     seconds: float | None = None
-    memory: str | None = None
+    memory: int | None = None
     products: int | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def most_products(self) -> int:
+        """For one estimate."""
+        return self.products or MOST_PRODUCTS
 
     def check(self) -> None:
         """Raise ``TimeUp`` when the time is used up; of several processes by the first's clock."""
@@ -61,13 +74,52 @@ class Budget:
         return operator
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """How a survey divides its memory: one operator and one estimate are at work at a time.
+
+    Made of what was asked for or of fixed numbers, never of what is free: bases and pieces of
+    batches, and with them the last digits of the results, are the same on a busy machine.
+    """
+
+    total: int
+
+    @property
+    def graphs(self) -> int:
+        """For what an operator keeps and what its products allocate."""
+        return self.total * 40 // 100
+
+    @property
+    def vectors(self) -> int:
+        """For the vectors of an estimate; the rest is left to the allocator's gaps."""
+        return self.total * 42 // 100
+
+
+def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:
+    """The plan for what was asked; by default 2 GB, more for models that need more.
+
+    The default stays below three quarters of what the process may use; less memory than that is
+    free is said at once, not when it runs out.
+    """
+    total = asked
+    if total is None:
+        total = min(max(_MEMORY, _VECTORS * parameter_bytes), limit_bytes() * 3 // 4)
+    if total > available_bytes():
+        warnings.warn(
+            f"{readable(total)} are planned and {readable(available_bytes())} are free: if memory "
+            "runs out, start again with a smaller --memory.",
+            stacklevel=2,
+        )
+    return MemoryPlan(total=total)
+
+
 def budget_of(
     *, time: str | None = None, memory: str | None = None, products: int | None = None
 ) -> Budget:
     """The budget that the options describe; ValueError when one cannot be read."""
-    if memory is not None:
-        from curvatlas.budget import parse_bytes
-
-        parse_bytes(memory)
     seconds = None if time is None else parse_time(time)
-    return Budget(seconds=seconds, memory=memory, products=products)
+    return Budget(
+        seconds=seconds,
+        memory=None if memory is None else parse_bytes(memory),
+        products=products,
+    )

@@ -18,6 +18,7 @@ from curvatlas.commands.budgets import Interrupted, TimeUp
 from curvatlas.commands.console import Console
 from curvatlas.results import brief
 from curvatlas.runs import LoadedRun, Run
+from curvatlas.runs.folder import EFFORT
 from curvatlas.runs.shared import SharedRun
 
 OUT_OF_TIME = 3  # exit code: stopped by the time budget, resumable
@@ -34,7 +35,8 @@ def open_run(
 ) -> Run:
     """The folder the user named, or one named after what is computed: the same command resumes."""
     if output is None:
-        told = json.dumps([dict(options), model_fingerprint, data_fingerprint], sort_keys=True)
+        decisive = {key: value for key, value in options.items() if key != EFFORT}
+        told = json.dumps([decisive, model_fingerprint, data_fingerprint], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
         output = Path("curvatlas-runs") / f"{command}-{digest[:8]}"
     return SharedRun.create(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import torch
+
 import curvatlas as ca
 from curvatlas.analysis.advice import Advice, recommend
 from curvatlas.analysis.atlas import atlas
@@ -14,7 +16,7 @@ from curvatlas.analysis.atlas_blocks import blocks_of
 from curvatlas.analysis.diagnostics_conditioning import conditioning_of
 from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
-from curvatlas.commands.budgets import Budget
+from curvatlas.commands.budgets import Budget, memory_plan
 from curvatlas.commands.console import Console
 from curvatlas.results import Result
 from curvatlas.runs import Run
@@ -57,12 +59,20 @@ class Survey:
     ) -> None:
         self.run, self.problem, self.stage = run, problem, stage
         self.effort, self.budget, self.console = effort, budget, console
-        self.limit = {} if budget.products is None else {"max_products": budget.products}
-        whole = {
-            "total": ca.Hessian(problem),
-            "outer": ca.GaussNewton(problem),
-            "functional": ca.FunctionalHessian(problem),
+        itemsize = problem.dtype.itemsize
+        asked = budget.memory if budget.memory is not None else run.effort.get("memory")
+        self.memory = memory_plan(asked, problem.size * itemsize)
+        run.plan(memory=self.memory.total)
+        self.whole = {
+            "total": ca.Hessian(problem, budget=self.memory.graphs),
+            "outer": ca.GaussNewton(problem, budget=self.memory.graphs),
+            "functional": ca.FunctionalHessian(problem, budget=self.memory.graphs),
         }
+        whole: dict[str, Any] = dict(self.whole)
+        # Half of the bytes where the vectors would not fit: their rounding is in the residuals.
+        rows = self.memory.vectors // (problem.size * itemsize)
+        ends = 2 * self.effort.eigenvalues
+        self.storage = torch.bfloat16 if rows < 2 * ends + max(6, ends // 4) + 3 else None
         if roles:
             chosen = chosen_slices(problem.anatomy, roles)
             whole = {part: operator[chosen, chosen] for part, operator in whole.items()}
@@ -101,6 +111,9 @@ class Survey:
         name = f"{self.stage}.{what}"
         known = name in self.run.manifest.steps
         self.console.detail(f"{name}{': read from the folder' if known else ' …'}")
+        if not known:
+            for operator in self.whole.values():
+                operator.release()  # one operator at a time has the memory to itself
         return self.run.step(name, function)
 
     def say(self, part: str, found: Result) -> None:
@@ -118,9 +131,10 @@ class Survey:
                 which="largest" if part == "outer" else "both",
                 tol=self.effort.tol,
                 seed=self.effort.seed,
-                memory=self.budget.memory,
+                max_products=self.budget.most_products,
+                memory=self.memory.vectors,
+                storage=self.storage,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.eigenpairs"),
-                **self.limit,
             ),
         )
         return found
@@ -140,8 +154,9 @@ class Survey:
                 self.operators[part],
                 rtol=self.effort.trace_rtol,
                 seed=seed,
+                max_products=self.budget.most_products,
+                memory=self.memory.vectors,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.trace"),
-                **self.limit,
             ),
         )
         return found
@@ -151,7 +166,8 @@ class Survey:
             f"{part}.density",
             lambda: ca.spectral_density(
                 self.operators[part],
-                max_products=min(self.effort.density_products, self.budget.products or 10**9),
+                max_products=min(self.effort.density_products, self.budget.most_products),
+                memory=self.memory.vectors,
                 seed=self.effort.seed,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.density"),
             ),
@@ -164,7 +180,8 @@ class Survey:
         def read() -> Advice:
             found = conditioning_of(
                 self.problem, self.operators["total"], ends, density, learning_rate=None,
-                layers=True, seed=self.effort.seed, max_products=self.budget.products,
+                layers=True, seed=self.effort.seed, max_products=self.budget.most_products,
+                memory=self.memory.vectors,
             )  # fmt: skip
             model = self.problem.model
             return Advice(conditioning=found, recommendations=recommend([found], model=model))
@@ -188,9 +205,9 @@ class Survey:
                 biases=False,
                 rtol=self.effort.map_rtol,
                 method="sketch" if self.problem.size > _DENSE_UP_TO else "dense",
-                products=products,
+                products=products or max(self.budget.most_products, 5 * blocks),
                 seed=self.effort.seed,
-                budget=self.budget.memory,
+                budget=self.memory.graphs,
             ),
         )
         self.console.say(f"  {found}")
@@ -204,7 +221,7 @@ class Survey:
             batch = next(self.problem.all_batches())
             small = batch.part(0, _FLOW_SAMPLES, self.problem.loss.count)
             analyzer = CurvaturePropagationAnalyzer(
-                self.problem.model, self.problem.loss, budget=self.budget.memory,
+                self.problem.model, self.problem.loss, budget=self.memory.graphs,
                 seed=self.effort.seed,
             )  # fmt: skip
             return _without_matrices(analyzer.analyze_curvature_flow(small.inputs, small.targets))

@@ -29,6 +29,8 @@ from curvatlas.runs.manifest import Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
 
+EFFORT = "effort"  # the entry of the options that a resumed run may change
+
 
 class RunWriteError(OSError):
     """A result could not be written; ``result`` still holds it, earlier ones are safe on disk."""
@@ -67,6 +69,11 @@ class Run:
         What a killed process left behind (half-written files, checkpoints of finished steps) is
         removed. A folder that holds a run with other options, model or data, or anything that is
         not a run, is refused and left as it is.
+
+        ``options["effort"]`` is what may be spent (memory, products, time). It is kept with the
+        options but does not decide whether a run is the same: what failed goes on with another. A
+        None in it keeps what the folder says. Steps that are stored stay, half-done ones begin
+        again unless only the time has changed.
         """
         options = _json_options(options)
         fingerprints = {"model": model_fingerprint, "data": data_fingerprint}
@@ -126,6 +133,17 @@ class Run:
         """Keep a warning in the manifest, once; the report shows it."""
         if message not in self.manifest.warnings:
             self._write_manifest(warnings=(*self.manifest.warnings, message))
+
+    @property
+    def effort(self) -> dict[str, Any]:
+        """What may be spent, as far as it was said or planned."""
+        return dict(self.manifest.options.get(EFFORT, {}))
+
+    def plan(self, **effort: Any) -> None:
+        """Keep what a run plans to spend where nothing was asked: a resumed run spends the same."""
+        changed = {**self.effort, **effort}
+        if changed != self.effort:
+            self._write_manifest(options={**self.manifest.options, EFFORT: changed})
 
     def checkpoint_path(self, name: str) -> Path:
         """Where a long step may keep its own intermediate state; removed when the step is done."""
@@ -243,8 +261,10 @@ def _resumable(
         raise ValueError(f"{folder} already holds a run: name another folder.")
     loading.refuse_foreign_files(folder)
     manifest = loading.read_manifest(folder)
+    stored_effort, effort = manifest.options.get(EFFORT, {}), options.pop(EFFORT, {})
+    stored_options = {key: value for key, value in manifest.options.items() if key != EFFORT}
     for what, here, there in (
-        ("options", options, manifest.options),
+        ("options", options, stored_options),
         ("fingerprints", fingerprints, manifest.fingerprints),
     ):
         if here != there:
@@ -253,7 +273,27 @@ def _resumable(
                 f"{folder} holds a run with other {what} ({', '.join(keys)} differ): "
                 "name another folder, or repeat the run with what its manifest says."
             )
+    manifest = _with_effort(folder, manifest, stored_effort, effort)
     if manifest.version != curvatlas.__version__:
         note = f"begun with curvatlas {manifest.version}, resumed with {curvatlas.__version__}"
         manifest = manifest.changed(warnings=(*manifest.warnings, note))
     return manifest
+
+
+def _with_effort(
+    folder: Path, manifest: Manifest, stored: dict[str, Any], asked: dict[str, Any]
+) -> Manifest:
+    """The manifest with the effort of this command, which goes on with what is left to do."""
+    effort = {**stored, **{key: value for key, value in asked.items() if value is not None}}
+    changed = sorted(key for key in effort if effort[key] != stored.get(key) and key != "time")
+    if not effort or effort == stored:
+        return manifest
+    manifest = manifest.changed(options={**manifest.options, EFFORT: effort})
+    if not changed:
+        return manifest
+    # Their vectors were laid out for another memory, their steps for other products.
+    for file in (folder / checking.CHECKPOINTS).glob("*"):
+        file.unlink(missing_ok=True)
+    told = ", ".join(f"{key} {effort[key]} for {stored.get(key)}" for key in changed)
+    note = f"resumed with {told}: {len(manifest.steps)} results were computed before"
+    return manifest.changed(warnings=(*manifest.warnings, note))

@@ -197,6 +197,10 @@ class Checkpoint:
                 if generation == rewrites():
                     self.save(*marked, everywhere=True)  # any process may be the only one left
             raise
+        finally:
+            # The owner of the state holds this file: in a ring, a basis would outlive its use.
+            for name in ("_state", "_rewrites", "_marked"):
+                vars(self).pop(name, None)
 
 
 def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -29,7 +29,10 @@ def batches_of(op: LinearOperator) -> Batches:
     """(share, operator) of every batch; empty when the operator has fewer than two."""
     offered = getattr(op, "per_batch", None)
     parts: Batches = list(offered()) if callable(offered) else []
-    return parts if len(parts) > 1 else []
+    if len(parts) < 2:
+        return []
+    let_go_of_graphs(op)  # or those of all batches would lie beside those of each
+    return parts
 
 
 def linear_samples(
@@ -37,8 +40,18 @@ def linear_samples(
 ) -> tuple[Array, Array]:
     """Shares (B,) and samples (B, q): ``read`` turns A_b @ probes into one number a probe."""
     shares = np.array([share for share, _ in parts])
-    rows = [read(part @ probes).double().cpu().numpy() for _, part in parts]
+    rows = []
+    for _, part in parts:
+        rows.append(read(part @ probes).double().cpu().numpy())
+        let_go_of_graphs(part)  # every part has the budget of the operator to itself
     return shares / shares.sum(), np.stack(rows)
+
+
+def let_go_of_graphs(op: LinearOperator) -> None:
+    """Free the graphs that an operator, or the one it is a view of, keeps between products."""
+    release = getattr(getattr(op, "parent", op), "release", None)
+    if callable(release):
+        release()
 
 
 def half_width(

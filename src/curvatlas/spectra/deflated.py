@@ -32,7 +32,7 @@ from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.requirements import refuse_asymmetric_images
 
 FEWEST_PROBES = 6
-FEWEST_VECTORS = 16  # in memory: less leaves no room for a basis and two probes
+FEWEST_VECTORS = 12  # in memory: less leaves no room for a basis and two probes
 _AT_WORK = 3  # vectors that one step makes and lets go
 _BAND = 2**23  # entries of the probes that are worked on together
 _GRAMS = ("values", "squares", "lengths", "cross", "gram")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvatlas.budget import parse_bytes, readable
 from curvatlas.operators.base import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
@@ -37,11 +38,14 @@ from curvatlas.spectra.requirements import (
     check_budget,
     refuse_asymmetric,
     require_symmetric,
+    vectors_within,
 )
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
 _FEWEST_PROBES = 3  # so that their scatter can be seen
-_GROUP_BYTES = 2**30  # for the vectors of the probes that go through the operator together
+_BESIDE = 10  # vectors of one run's working beside those it keeps
+_FEWEST_VECTORS = 32  # in memory; with less, three vectors at a time have to do
+_LEAN_VECTORS = 6
 _EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 
 
@@ -54,6 +58,7 @@ def spectral_density(
     probes: int | None = None,
     steps: int | None = None,
     reorthogonalise: bool = True,
+    memory: int | float | str | None = None,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> SpectralDensity:
@@ -64,6 +69,8 @@ def spectral_density(
     they are the effort themselves.
     reorthogonalise: False keeps three vectors instead of a basis and deflates nothing; for models
     that leave no room for more (``spectra/lean_density.py`` says what changes).
+    memory: bytes (or "2GB") for the vectors beside the operator's own, a quarter of the machine's
+    by default; with less, fewer outliers are taken out and runs are shorter.
     """
     n = require_symmetric(op, "spectral_density")
     if max_products is None:
@@ -73,15 +80,26 @@ def spectral_density(
         matrix, products = symmetric_matrix(op, "spectral_density")
         values = torch.linalg.eigvalsh(matrix).cpu()
         return exact_density(values, products, psd=op.tags.psd)
-    if not reorthogonalise:
+    room = vectors_within(op, memory, "spectral_density", fewest=_LEAN_VECTORS)
+    if not reorthogonalise or (room < _FEWEST_VECTORS and not deflate):
         if deflate:
             raise ValueError("deflation needs a basis: leave deflate out, or reorthogonalise.")
         _, m, s = split(max_products, 0, probes, steps)
         mark = fingerprint(op, estimate="lean density", probes=m, steps=s, seed=seed)
         return LeanDensity(op, m, s, seed, Checkpoint(checkpoint, mark)).result()
     j, m, s = split(max_products, deflate, probes, steps)
-    mark = fingerprint(op, estimate="density", deflate=j, probes=m, steps=s, seed=seed)
-    return _Run(op, j, m, s, seed, Checkpoint(checkpoint, mark)).result()
+    if deflate is None and j > room // 3:
+        j, m, s = split(max_products, room // 3, probes, steps)
+    if steps is None and s > room - j - _BESIDE:
+        j, m, s = split(max_products, j, probes, max(room - j - _BESIDE, 1))
+    if j + s + _BESIDE > room and memory is not None:
+        raise ValueError(
+            f"memory={readable(parse_bytes(memory))} holds {room} vectors, a basis of {j} and a "
+            f"run of {s} steps need {j + s + _BESIDE}: give more, or fewer steps."
+        )
+    group = max(1, min((room - j) // (s + _BESIDE), 16))
+    mark = fingerprint(op, estimate="density", deflate=j, probes=m, steps=s, group=group, seed=seed)
+    return _Run(op, j, m, s, seed, Checkpoint(checkpoint, mark), group=group).result()
 
 
 def asked(deflate: int | None, probes: int | None, steps: int | None) -> int:
@@ -123,8 +141,10 @@ class _Run:
     """Deflation, then groups of probes; the checkpoint holds everything between two products."""
 
     def __init__(
-        self, op: LinearOperator, deflate: int, probes: int, steps: int, seed: int, file: Checkpoint
-    ) -> None:
+        self, op: LinearOperator, deflate: int, probes: int, steps: int, seed: int,
+        file: Checkpoint, *, group: int,
+    ) -> None:  # fmt: skip
+        self.group = group  # probes that go through the operator together
         self.op, self.deflate, self.probes, self.steps = op, deflate, probes, steps
         self.file = file
         self.random = generator(seed)
@@ -175,9 +195,7 @@ class _Run:
         if missing <= 0:
             return False
         n = self.op.shape[0]
-        # A fixed room, not the free memory: the same run must be cut the same way when resumed.
-        room = _GROUP_BYTES // ((self.steps + 4) * n * self.op.dtype.itemsize)
-        group = max(1, min(missing, room, 16))
+        group = min(missing, self.group)
         outside = basis.rows[: basis.multiplied].to(self.op.device)
         with undone(self.random):
             starts = torch.randn(n, group, generator=self.random, dtype=torch.float64, device="cpu")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvatlas import parallel
-from curvatlas.budget import available_bytes, default_budget, parse_bytes
+from curvatlas.budget import default_budget, parse_bytes, readable
 from curvatlas.operators.base import LinearOperator
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint
 from curvatlas.spectra.checkpoint_shards import ShardedCheckpoint
@@ -55,9 +55,10 @@ def eigenpairs(
     """The k largest, smallest (most negative), both (k at each end) or largest-|λ| eigenpairs.
 
     tol: residual relative to ‖A‖;  start: (n,) or (n, j) earlier eigenvectors to warm-start from;
-    max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis, beyond it
-    the run restarts thickly;  data_error: where the operator knows its batches, measure their
-    scatter too (one more product for each pair);  checkpoint: a file to resume from.
+    max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis and what is
+    made of it, half of the machine's by default; beyond it the run restarts thickly;
+    data_error: where the operator knows its batches, measure their scatter too (one more product
+    for each pair);  checkpoint: a file to resume from.
     thorough: search for overlooked copies until they are improbable in crowded spectra too.
     bounded: go on until ``spectrum_within`` reaches at most ``bounded``·‖A‖ beyond the values.
     storage: precision of the stored basis, torch.bfloat16 for half of float32's memory: sums stay
@@ -81,14 +82,19 @@ def eigenpairs(
         thorough=thorough, bounded=bounded,
     )  # fmt: skip
     shards = parallel.Shards.of(n) if shard else None
-    file: Checkpoint = Checkpoint(checkpoint, mark)
-    if shards is not None:
-        file = ShardedCheckpoint(checkpoint, mark, shards)
     capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
-    basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
-    found = LanczosRun(basis, k, which, wanted, tol, max_products, file, thorough, bounded).result(
-        seed, start
-    )
+
+    def run() -> Eigenpairs:
+        # The basis goes before the scatter is measured, which takes memory of its own.
+        file: Checkpoint = Checkpoint(checkpoint, mark)
+        if shards is not None:
+            file = ShardedCheckpoint(checkpoint, mark, shards)
+        basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
+        return LanczosRun(
+            basis, k, which, wanted, tol, max_products, file, thorough, bounded
+        ).result(seed, start)
+
+    found = run()
     return _with_data_error(op, found) if data_error and shards is None else found
 
 
@@ -121,18 +127,34 @@ def _capacity(
     storage: torch.dtype | None,
     shards: parallel.Shards | None,
 ) -> tuple[int, torch.device]:
-    """How many rows fit, and where: beside the operator, or in main memory when it is short."""
+    """How many rows fit, and where: beside the operator, or in main memory when it is short.
+
+    Without ``memory`` they are planned by what the machine has, not by what is free: a basis that
+    restarts elsewhere ends in other digits.
+    """
     most = min(max_products + 4 + wanted, op.shape[1] + 2)
     least = min(2 * wanted + 12 if memory is None else wanted + max(6, wanted // 4), most)
     length = op.shape[1] if shards is None else shards.length
     row = length * (storage or op.dtype).itemsize
     device = op.device
-    if memory is not None:
-        budget = parse_bytes(memory)
-    elif device.type == "cuda":
-        budget = available_bytes(device) // 2
-    else:
-        budget = max(default_budget(), available_bytes() // 2)
-    if memory is None and device.type == "cuda" and budget < most * row:
-        device, budget = torch.device("cpu"), max(default_budget(), available_bytes() // 2)
-    return max(least, min(most, budget // row)), device
+    if memory is None:
+        budget = 2 * default_budget(device)
+        if device.type == "cuda" and budget < most * row:
+            device, budget = torch.device("cpu"), 2 * default_budget()
+        rows = budget // row
+        if parallel.sums_over_processes(op):
+            rows = parallel.smallest_over_processes(rows)
+        return max(least, min(most, rows)), device
+    # Beside the basis: the vectors made of it (a packed one is turned into them), and the image
+    # that a step works on.
+    beside = 0 if storage not in (None, op.dtype) else wanted + 3
+    rows = parse_bytes(memory) // row - beside
+    if rows < least:
+        needed = 1.01 * (least + beside) * row  # more than three digits may round away
+        raise ValueError(
+            f"memory={readable(parse_bytes(memory))} holds {rows + beside} vectors of "
+            f"{readable(row)}: {wanted} eigenpairs need at least {least + beside}, give "
+            f"memory={readable(needed)!r}, ask for fewer"
+            + (" or store them as torch.bfloat16." if beside else ".")
+        )
+    return min(most, rows), device

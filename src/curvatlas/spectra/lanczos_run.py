@@ -119,6 +119,7 @@ class LanczosRun:
         if basis.pending > 1:
             open_ = chosen[ritz.residuals[chosen] > accepted]
             basis.turn_pending(ritz.pending[:, open_])
+            ritz = basis.ritz()  # the residuals' coordinates have turned with the rows
         if basis.count >= basis.capacity - 1:
             self._restart(ritz)
         return False

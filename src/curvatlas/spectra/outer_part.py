@@ -70,5 +70,6 @@ def outer_part(op: LinearOperator, most: int) -> OuterPart | None:
 def _rest(parent: CurvatureOperator, view: BlockView | None) -> LinearOperator | None:
     if parent.outer == "whole":
         return None
+    parent.release()  # the rest has the same budget: both would be twice as much
     rest = FunctionalHessian(parent.problem, budget=parent.budget, checks=parent.checks)
     return rest if view is None else BlockView(rest, view.row_slices, view.column_slices)

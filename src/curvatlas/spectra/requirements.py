@@ -78,7 +78,7 @@ def vectors_within(
         return fewest
     raise ValueError(
         f"memory={readable(parse_bytes(memory))} holds {room} vectors of {readable(row)}: {what} "
-        f"needs at least {fewest}, give {readable(fewest * row)}."
+        f"needs at least {fewest}, give memory={readable(1.01 * fewest * row)!r}."
     )
 
 

@@ -1,0 +1,110 @@
+"""How much memory a process may use: the machine's, its control group's, its own limits."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from curvatlas import budget
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of 64 GB, 50 of them free, without control groups."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 62500000 kB\nMemAvailable: 48828125 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/statm").write_text("0 0 0 0 0 0 0\n")
+    monkeypatch.setattr(budget, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(budget, "_GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def write_group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+
+
+def test_a_machine_without_limits_gives_what_it_has(machine: Path) -> None:
+    assert budget.available_bytes() == 50 * GB
+    assert budget.limit_bytes() == 64 * GB
+
+
+def test_the_default_is_the_same_whatever_is_free(machine: Path) -> None:
+    before = budget.default_budget()
+    (machine / "proc/meminfo").write_text("MemTotal: 62500000 kB\nMemAvailable: 900000 kB\n")
+    assert budget.available_bytes() < GB
+    assert budget.default_budget() == before
+    assert 8 * GB <= before <= 16 * GB
+
+
+def test_a_control_group_of_version_2_bounds_both(machine: Path) -> None:
+    (machine / "proc/self/cgroup").write_text("0::/pod/job\n")
+    write_group(
+        machine / "groups/pod/job", memory__max="max", memory__current="700000000",
+        memory__stat="anon 1\ninactive_file 2\n",
+    )  # fmt: skip
+    write_group(
+        machine / "groups/pod", memory__max="2000000000", memory__current="900000000",
+        memory__stat="anon 1\ninactive_file 400000000\n",
+    )  # fmt: skip
+    assert budget.available_bytes() == 2 * GB - 500_000_000
+    assert budget.limit_bytes() == 2 * GB
+    assert GB // 4 < budget.default_budget() <= GB // 2
+
+
+def test_a_control_group_of_version_1_bounds_both(machine: Path) -> None:
+    (machine / "proc/self/cgroup").write_text("3:cpuset:/\n4:memory:/of/the/host\n0::/\n")
+    write_group(
+        machine / "groups/memory", memory__limit_in_bytes="3000000000",
+        memory__usage_in_bytes="1000000000", memory__stat="cache 5\ntotal_inactive_file 0\n",
+    )  # fmt: skip
+    assert budget.available_bytes() == 2 * GB
+    assert budget.limit_bytes() == 3 * GB
+
+
+def test_a_control_group_without_a_limit_bounds_nothing(machine: Path) -> None:
+    (machine / "proc/self/cgroup").write_text("4:memory:/\n")
+    write_group(
+        machine / "groups/memory", memory__limit_in_bytes="9223372036854771712",
+        memory__usage_in_bytes="1000",
+    )  # fmt: skip
+    assert budget.limit_bytes() == 64 * GB
+
+
+def test_a_limit_on_address_space_bounds_both() -> None:
+    code = """
+import resource, torch
+from curvatlas import budget
+size = budget._mapped()[0]
+resource.setrlimit(resource.RLIMIT_AS, (size + 10**9, size + 10**9))
+assert 0 < budget.available_bytes() <= 10**9, budget.available_bytes()
+assert 0 < budget.limit_bytes() <= 10**9, budget.limit_bytes()
+before = budget.default_budget()
+held = torch.ones(10**8)
+assert budget.available_bytes() <= 7 * 10**8
+assert budget.default_budget() == before
+try:
+    torch.ones(10**9)
+except RuntimeError as error:
+    assert budget.ran_out(error), error
+else:
+    raise SystemExit("the limit did not hold")
+"""
+    if budget._mapped() == (0, 0) or resource.getrlimit(resource.RLIMIT_AS)[0] != -1:
+        pytest.skip("address space is neither counted nor free to be limited here")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    assert budget.ran_out(MemoryError())
+    assert not budget.ran_out(RuntimeError("shape mismatch"))
