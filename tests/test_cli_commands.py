@@ -202,3 +202,69 @@ def test_analyze_recommends_only_with_evidence(curvatlas: Call, tmp_path: Path) 
     assert ('id="recommendations"' in page) == bool(advice["recommendations"])
     code, out, _ = curvatlas(*command, "--output", "short", "--skip", "advice")
     assert "model.advice" not in json.loads(out)["results"]
+
+
+def _quick(data: Path, *more: str) -> tuple[str, ...]:
+    """``analyze`` without its dearer parts."""
+    skip = [word for part in ("map", "propagation", "density") for word in ("--skip", part)]
+    return ("analyze", "cli_models:make_model", str(data), *skip, *more)
+
+
+def _digits(tmp_path: Path) -> Path:
+    inputs, targets = _samples(8)
+    np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
+    return tmp_path / "data.npz"
+
+
+def test_a_run_out_of_memory_names_the_option_and_goes_on_with_it(
+    curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4473538025472 bytes. Error code 12"
+        )
+
+    data = _digits(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("curvatlas.trace", full)
+        code, _, err = curvatlas(*_quick(data, "--output", "run"))
+    assert code == 1
+    assert "out of memory (asked for 4.47 TB at once)" in _one_line(err)
+    assert "smaller --memory" in err
+    before = runs.load("run").manifest
+    assert before.status == "failed"
+    assert before.options["effort"]["memory"] == 2 * 10**9
+
+    code, _, err = curvatlas(
+        *_quick(data, "--output", "run", "--memory", "300MB", "--products", "40")
+    )
+    assert code == 0, err
+    after = runs.load("run")
+    effort = after.manifest.options["effort"]
+    assert (effort["memory"], effort["products"]) == (300 * 10**6, 40)
+    assert any("resumed with memory 300000000 for 2000000000" in line for line in after.warnings)
+    assert after.results["model.total.trace"].products <= 46  # and six for the data's scatter
+
+
+def test_what_may_be_spent_does_not_decide_which_folder_is_meant(
+    curvatlas: Call, tmp_path: Path
+) -> None:
+    data = _digits(tmp_path)
+    code, _, err = curvatlas(*_quick(data, "--skip", "trace", "--products", "60"))
+    assert code == 0, err
+    code, _, err = curvatlas(*_quick(data, "--skip", "trace", "--memory", "1GB", "--time", "5m"))
+    assert code == 0, err
+    assert len(list((tmp_path / "curvatlas-runs").iterdir())) == 1
+
+
+def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
+    curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = _digits(tmp_path)
+    curvatlas(*_quick(data, "--output", "run", "--skip", "trace"))
+    planned = runs.load("run").manifest.options["effort"]["memory"]
+    monkeypatch.setattr("curvatlas.commands.budgets.limit_bytes", lambda: 10**9)
+    code, _, _ = curvatlas(*_quick(data, "--output", "run", "--skip", "trace"))
+    assert code == 0
+    assert runs.load("run").manifest.options["effort"]["memory"] == planned

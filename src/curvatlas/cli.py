@@ -8,6 +8,7 @@ Nothing heavy is imported before a command runs: ``curvatlas --help`` does not l
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from curvatlas.budget import ran_out, readable
 from curvatlas.commands import COMMANDS, processes
 from curvatlas.commands.budgets import Interrupted
 from curvatlas.errors import PeerError, is_wrong_input
@@ -112,6 +114,13 @@ def _failure(error: Exception) -> int:
         message = str(error.args[0]) if error.args else message
     elif isinstance(error, OSError) and error.strerror:
         message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif ran_out(error):
+        asked = re.search(r"allocate (\d+) bytes", message)
+        wanted = f" (asked for {readable(int(asked[1]))} at once)" if asked else ""
+        message = (
+            f"out of memory{wanted}: start again with a smaller --memory, fewer --samples or a "
+            "smaller --batch-size; what was computed is kept."
+        )
     elif not ours and not isinstance(error, PeerError):
         message = f"{type(error).__name__}: {message} (--debug shows where)"
     _complain(message)

@@ -101,9 +101,12 @@ def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:
     The default stays below three quarters of what the process may use; less memory than that is
     free is said at once, not when it runs out.
     """
+    from curvatlas import parallel
+
     total = asked
     if total is None:
         total = min(max(_MEMORY, _VECTORS * parameter_bytes), limit_bytes() * 3 // 4)
+        total = parallel.smallest_over_processes(total)
     if total > available_bytes():
         warnings.warn(
             f"{readable(total)} are planned and {readable(available_bytes())} are free: if memory "
