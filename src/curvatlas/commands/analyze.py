@@ -22,7 +22,6 @@ from curvatlas.commands.options import (
     Output,
     Products,
     Quiet,
-    Samples,
     Seed,
     Time,
     Tokenizer,
@@ -51,7 +50,12 @@ def analyze(
         typer.Option("--roles", help="Only these parameters: names, roles or globs; repeatable."),
     ] = None,
     weights: Weights = None,
-    samples: Samples = 512,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most samples to use (default: 512, fewer where a product takes long)."
+        ),
+    ] = None,
     batch_size: BatchSize = 128,
     context: Context = 64,
     tokenizer: Tokenizer = None,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import curvatlas as ca
 from curvatlas import parallel
 from curvatlas.commands.data import NamedData, find_data
@@ -14,6 +16,10 @@ from curvatlas.commands.execution import open_run
 from curvatlas.commands.models import NamedModel, find_model, parse_dtype
 from curvatlas.commands.processes import join
 from curvatlas.runs import Run, fingerprints
+
+MOST_SAMPLES = 512
+_FEWEST_SAMPLES = 8
+_FORWARD = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ def prepare(
     *,
     loss: str,
     weights: Path | None,
-    samples: int,
+    samples: int | None,
     batch_size: int,
     context: int,
     tokenizer: str | None,
@@ -55,27 +61,35 @@ def prepare(
     dtype: str | None,
     device: str,
 ) -> Inputs:
-    """Find the model and the data and put them together; processes of torchrun share them."""
+    """Find the model and the data and put them together; processes of torchrun share them.
+
+    samples: None takes 512, or as many as keep two thousand products a matter of minutes.
+    """
     device = join(device)
+    count, size = samples or MOST_SAMPLES, batch_size
 
     def find() -> tuple[NamedModel, NamedData]:
+        nonlocal count, size
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of libraries that load models
             named = find_model(
                 model, dtype=parse_dtype(dtype), device=device, seed=seed, weights=weights
             )
-            found = find_data(
-                data, named, samples=samples, batch_size=batch_size, context=context,
-                tokenizer=tokenizer, loss=loss, seed=seed,
-            )  # fmt: skip
+            how: Any = {"context": context, "tokenizer": tokenizer, "loss": loss, "seed": seed}
+            found = find_data(data, named, samples=count, batch_size=size, **how)
+            if samples is None:
+                count = affordable_samples(named.model, found, most=count)
+            if count < MOST_SAMPLES and samples is None:
+                size = min(batch_size, max(count // 4, 1))  # batches show how much data scatter
+                found = find_data(data, named, samples=count, batch_size=size, **how)
         return named, found
 
     named, found = parallel.together(find)
     problem = ca.Problem(named.model, found.loss, found.batches, shard=True)
     options = {
         "model": model, "data": data, "loss": found.loss,
-        "weights": None if weights is None else str(weights), "samples": samples,
-        "batch_size": batch_size, "context": context, "tokenizer": tokenizer, "seed": seed,
+        "weights": None if weights is None else str(weights), "samples": count,
+        "batch_size": size, "context": context, "tokenizer": tokenizer, "seed": seed,
         "dtype": str(problem.dtype).removeprefix("torch."), "device": device,
     }  # fmt: skip
     return Inputs(
@@ -85,3 +99,21 @@ def prepare(
         options=options,
         notes=named.notes,
     )
+
+
+def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
+    """How many samples take 2³¹ operations in a forward pass, a fixed number on every machine.
+
+    A product with the Hessian is six of them: a survey of 2500 products then takes 3·10¹³
+    operations, minutes on two cores.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = ca.Problem(model, data.loss, data.batches)
+    if not problem.loss.additive:
+        return most
+    sample = next(problem.batches()).part(0, 1, problem.loss.count)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        problem.with_batches([sample]).value()
+    operations = max(int(counter.get_total_flops()), 1)
+    return max(min(_FORWARD // operations, most), _FEWEST_SAMPLES)
