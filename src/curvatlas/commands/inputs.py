@@ -76,12 +76,13 @@ def prepare(
                 model, dtype=parse_dtype(dtype), device=device, seed=seed, weights=weights
             )
             how: Any = {"context": context, "tokenizer": tokenizer, "loss": loss, "seed": seed}
-            found = find_data(data, named, samples=count, batch_size=size, **how)
             if samples is None:
-                count = affordable_samples(named.model, found, most=count)
-            if count < MOST_SAMPLES and samples is None:
+                # On one sample: a large batch would take the memory that a small budget saves.
+                one = find_data(data, named, samples=1, batch_size=1, **how)
+                count = affordable_samples(named.model, one, most=MOST_SAMPLES)
+            if samples is None and count < MOST_SAMPLES:
                 size = min(batch_size, max(count // 4, 1))  # batches show how much data scatter
-                found = find_data(data, named, samples=count, batch_size=size, **how)
+            found = find_data(data, named, samples=count, batch_size=size, **how)
         return named, found
 
     named, found = parallel.together(find)
