@@ -78,6 +78,7 @@ def chosen_spectra() -> dict[str, Tensor]:
         "rank-deficient": deficient,
         "heavy-tailed": heavy,
         "power law": torch.arange(1, 501, dtype=torch.float64) ** -0.8,
+        "ramp": torch.linspace(-1, 1, 360, dtype=torch.float64),
         "trained ViT": _trained(),
     }
 

@@ -112,3 +112,24 @@ def test_data_intervals_hold_the_value_of_all_data(estimate: Callable[..., Any])
         assert interval is not None
         held += interval[0] <= truth <= interval[1]
     assert held >= FEWEST, held
+
+
+@pytest.mark.parametrize(
+    ("estimate", "truth", "trials"),
+    [
+        (lambda op, seed: ca.frobenius_norm(op, rtol=0.05, seed=seed), Tensor.norm, 1000),
+        (lambda op, seed: ca.trace(op, rtol=0.05, seed=seed, max_products=40), Tensor.sum, 300),
+        (lambda op, seed: ca.spectral_norm(op, rtol=0.02, seed=seed), Tensor.max, 60),
+    ],
+    ids=["frobenius_norm", "trace", "spectral_norm"],
+)
+def test_intervals_on_a_ramp_through_zero_miss_at_most_seven_percent(
+    estimate: Callable[..., Any], truth: Callable[[Tensor], Tensor], trials: int
+) -> None:
+    values = torch.linspace(-1, 1, 120, dtype=torch.float64) + 1e-3
+    wanted = float(truth(values))
+    missed = 0
+    for seed in range(trials):
+        low, high = estimate(SpectrumOperator(values), seed).interval
+        missed += not low <= wanted <= high
+    assert missed <= 0.07 * trials, missed

@@ -316,7 +316,8 @@ def _is_saturated(logits: Tensor) -> bool:
     Some 64 of the targets are looked at first, which is enough to say no.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    if rows.shape[1] < 2 or not len(rows):
+    # Mapped over samples (vmap), values cannot be looked at.
+    if rows.shape[1] < 2 or not len(rows) or _is_mapped(rows):
         return False
     limit = torch.finfo(rows.dtype).eps ** (1 / 3)
     for some in (rows[:: max(1, len(rows) // 64)], rows):
@@ -324,6 +325,11 @@ def _is_saturated(logits: Tensor) -> bool:
         if not bool(rest.mean() < limit):
             return False
     return True
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` is at work on the tensor."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class NegativeLogLikelihood(CrossEntropy):
