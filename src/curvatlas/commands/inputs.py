@@ -110,7 +110,7 @@ def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    problem = ca.Problem(model, data.loss, data.batches)
+    problem = ca.Problem(model, data.loss, data.batches, distributed=False)
     if not problem.loss.additive:
         return most
     sample = next(problem.batches()).part(0, 1, problem.loss.count)

@@ -42,7 +42,7 @@ def recurrences(
         products += count
         image = _off(image, outside)
         if step == 0 and bool(torch.isfinite(image).all()):
-            refuse_asymmetric_images(op, here.T, image.T, what)
+            refuse_asymmetric_images(op, here.T, image.T, what, scale=scale)
         whole = torch.linalg.vector_norm(image, dim=1)
         largest = torch.maximum(largest, whole.max())
         alphas[step] = (here * image).sum(1)

@@ -129,8 +129,8 @@ def largest_asymmetry(dtype: torch.dtype, size: int = 1) -> float:
     return float(max(min(2e-3, 1e3 * eps**0.5), 10 * eps * size**0.5))
 
 
-def asymmetry(directions: Tensor, images: Tensor) -> float:
-    """‖A − Aᵀ‖_F / ‖A‖_F by random directions (n, k) and their images under A: no products.
+def asymmetry(directions: Tensor, images: Tensor) -> tuple[float, float]:
+    """‖A − Aᵀ‖_F and ‖A‖_F by random directions (n, k) and their images under A: no products.
 
     (uᵀ A v − vᵀ A u)² has the mean ‖A − Aᵀ‖_F² for independent normal u and v, ‖A u‖² that of
     ‖A‖_F².
@@ -138,20 +138,28 @@ def asymmetry(directions: Tensor, images: Tensor) -> float:
     n, count = directions.shape
     norms = torch.linalg.vector_norm(directions, dim=0)
     if count < 2 or not bool((norms > 0).all()):
-        return 0.0
+        return 0.0, 0.0
     forms = (directions / norms).T @ (images / norms)
     apart = float((forms - forms.T).double().pow(2).sum()) / (count * (count - 1))
     size = float((images / norms).double().pow(2).sum()) / count
-    return float(np.sqrt(n * apart / size)) if size > 0 else 0.0
+    return float(np.sqrt(n * n * apart)), float(np.sqrt(n * size))
 
 
 def refuse_asymmetric_images(
-    op: LinearOperator, directions: Tensor, images: Tensor, what: str
+    op: LinearOperator, directions: Tensor, images: Tensor, what: str, *, scale: float = 0.0
 ) -> None:
-    """Raise when images (n, k) of random directions show that a symmetric operator is not one."""
-    measured = asymmetry(directions, images) if op.tags.symmetric else 0.0
-    if measured > largest_asymmetry(op.dtype, op.shape[0]):
-        raise ValueError(not_symmetric(measured, what))
+    """Raise when images (n, k) of random directions show that a symmetric operator is not one.
+
+    scale: a lower bound of ‖A‖ where the directions avoid what A multiplies most: their images may
+    be nothing but rounding of it.
+    """
+    if not op.tags.symmetric:
+        return
+    n = op.shape[0]
+    apart, size = asymmetry(directions, images)
+    rounding = 100 * torch.finfo(op.dtype).eps * n * scale
+    if apart > largest_asymmetry(op.dtype, n) * size and apart > rounding:
+        raise ValueError(not_symmetric(apart / size, what))
 
 
 def refuse_asymmetric(basis: KrylovBasis, what: str) -> None:
