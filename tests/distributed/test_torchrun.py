@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_torchrun_itself_starts_it(tmp_path: Path) -> None:
             *(f"--skip={part}" for part in ("map", "propagation", "density", "advice", "trace")),
         ],
         capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report:") == 1
