@@ -2,8 +2,9 @@
 
 Every process adds its part of a product, and the sum is a product only if all of them multiply the
 same vector at the same weights. So each reduction carries one small row of every process beside the
-numbers: whether it failed, a digest of what its part rests on, a sketch of the vector. A process
-that fails or differs stops all of them with a message, instead of a wrong number or a wait.
+numbers: whether it failed, a digest of what its part rests on, a sketch of the vector, how many
+numbers it brings. A process that fails or differs stops all of them with a message, instead of a
+wrong number or a wait.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from curvatlas.errors import PeerError, ProblemError, is_wrong_input
 
 T = TypeVar("T")
 
-_FIELDS = 5  # of a process's row: failure, two halves of the digest, sketch and norm of the vector
+# Of a process's row: failure, two halves of the digest, sketch and norm of the vector, and how many
+# numbers are summed, in units of 2**24 and the rest.
+_FIELDS = 7
+_ALIGNED = 16  # numbers: what follows the rows starts where a vector unit likes to read
 _HALF = 2**24  # float32 counts whole numbers up to here
 # Sketches of one vector differ by rounding, those of two vectors by about their norm.
 _SAME_VECTOR = 1e-4
@@ -216,19 +220,25 @@ def _sketch_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
     return drawn.to(dtype=dtype, device=device)
 
 
-def _row(mark: Mark | None, like: Tensor) -> Tensor:
+def _row(mark: Mark | None, size: int, like: Tensor) -> Tensor:
     """The fields of a process that has not failed."""
     row = like.new_zeros(_FIELDS)
+    row[5], row[6] = size // _HALF, size % _HALF
     if mark is not None:
         number = int.from_bytes(mark.content[:6], "little")
         row[1], row[2] = number % _HALF, number // _HALF
         if mark.sketch is not None:
-            row[3:] = mark.sketch
+            row[3:5] = mark.sketch
     return row
 
 
-def _check_rows(rows: Tensor, failure: Exception | None, differ: Callable[[], None] | None) -> None:
-    """Stop where a process failed, rests on something else, or multiplies another vector."""
+def _check_rows(
+    rows: Tensor, column: int, failure: Exception | None, differ: Callable[[], None] | None
+) -> None:
+    """Stop where a process failed, rests on something else, or multiplies other vectors.
+
+    column: how many numbers of the sum belong to one column.
+    """
     table = rows.tolist()
     if failure is not None:
         raise failure
@@ -237,6 +247,13 @@ def _check_rows(rows: Tensor, failure: Exception | None, differ: Callable[[], No
         if differ is not None:
             differ()
         raise ProblemError("the processes have other weights or data: make them the same.")
+    columns = [int(row[5] * _HALF + row[6]) // max(column, 1) for row in table]
+    others = others_than_first(columns)
+    if others:
+        raise ProblemError(
+            f"{named(others, 'multiplies', 'multiply')} {columns[others[0]]} columns and rank 0 "
+            f"{columns[0]}: every rank has to multiply the same vectors."
+        )
     room = _SAME_VECTOR * max(row[4] for row in table)
     others = [r for r, row in enumerate(table) if abs(row[3] - table[0][3]) > room]
     if others:
@@ -267,7 +284,9 @@ def summed(
     differ: called on every rank where the marks differ, to say what it is.
 
     One reduction carries the numbers and every rank's row, so that an error on one rank is raised
-    on all of them instead of leaving the others waiting.
+    on all of them instead of leaving the others waiting. Of several columns it carries the first,
+    and another one the rest: a reduction of another length on each rank aborts inside the group,
+    the first is as long on all of them, and its rows say how much each rank has left.
     """
     make = torch.zeros if zeroed else torch.empty
     if not distributed or world_size() == 1:
@@ -276,19 +295,26 @@ def summed(
         return total
     if _scattering is not None:
         return _scattered(fill, shape, make, dtype, device, _scattering, differ)
-    size = math.prod(shape)
-    buffer = make(size + world_size() * _FIELDS, dtype=dtype, device=device)
-    rows = buffer[size:].zero_().view(world_size(), _FIELDS)
-    total = buffer[:size].view(*shape)
+    size, column = math.prod(shape), math.prod(shape[:-2]) * shape[-1]
+    head = -(-world_size() * _FIELDS // _ALIGNED) * _ALIGNED
+    # at least one column, which a rank without any brings as zeros
+    buffer = make(head + max(size, column), dtype=dtype, device=device)
+    buffer[:head] = 0
+    rows = buffer[: world_size() * _FIELDS].view(world_size(), _FIELDS)
+    total = buffer[head : head + size].view(*shape)
     failure: Exception | None = None
     try:
-        rows[rank()] = _row(fill(total), rows)
+        if not size:
+            buffer.zero_()
+        rows[rank()] = _row(fill(total), size, rows)
     except Exception as error:
         failure = error
         buffer.zero_()
         rows[rank(), 0] = _kind(failure)
-    add_over_processes(buffer)
-    _check_rows(rows, failure, differ)
+    add_over_processes(buffer[: head + column])
+    _check_rows(rows, column, failure, differ)
+    if size > column:
+        add_over_processes(buffer[head + column :])
     return total
 
 
@@ -361,11 +387,11 @@ def _scattered(
     rows = buffer.new_zeros(world_size(), _FIELDS)
     failure: Exception | None = None
     try:
-        rows[rank()] = _row(fill(buffer[: shards.size].view(*shape)), rows)
+        rows[rank()] = _row(fill(buffer[: shards.size].view(*shape)), shards.size, rows)
     except Exception as error:
         failure = error
         rows[rank(), 0] = _kind(failure)
-    _check_rows(add_over_processes(rows), failure, differ)
+    _check_rows(add_over_processes(rows), shards.size, failure, differ)
     sent = buffer.to(carrier(device))
     part = sent.new_empty(shards.largest)
     _reduce_scatter(part, sent)

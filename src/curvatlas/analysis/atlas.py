@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from curvatlas import parallel
 from curvatlas.analysis.atlas_blocks import VIEWS, Block, blocks_of, groups_of
 from curvatlas.analysis.atlas_closed import closed_form, closed_maps
 from curvatlas.analysis.atlas_dense import dense_maps
@@ -70,6 +71,8 @@ def atlas(
         raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
     blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
     room = default_budget(problem.device) if budget is None else parse_bytes(budget)
+    if problem.spread:
+        room = parallel.smallest_over_processes(room)  # all take the same way
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
     operator = CurvatureParts(problem, budget=budget)
     if method == "dense" or (method == "auto" and fits):

@@ -130,21 +130,26 @@ def _capacity(
     """How many rows fit, and where: beside the operator, or in main memory when it is short.
 
     Without ``memory`` they are planned by what the machine has, not by what is free: a basis that
-    restarts elsewhere ends in other digits.
+    restarts elsewhere ends in other digits. Ranks that work together take the fewest that any of
+    them has room for: where one restarts, the others have to.
     """
     most = min(max_products + 4 + wanted, op.shape[1] + 2)
     least = min(2 * wanted + 12 if memory is None else wanted + max(6, wanted // 4), most)
-    length = op.shape[1] if shards is None else shards.length
+    # The longest shard, whichever this process has: all of them restart at the same step.
+    length = op.shape[1] if shards is None else shards.largest
     row = length * (storage or op.dtype).itemsize
     device = op.device
     if memory is None:
-        budget = 2 * default_budget(device)
-        if device.type == "cuda" and budget < most * row:
-            device, budget = torch.device("cpu"), 2 * default_budget()
-        rows = budget // row
-        if parallel.sums_over_processes(op):
-            rows = parallel.smallest_over_processes(rows)
-        return max(least, min(most, rows)), device
+        in_main_memory = 2 * default_budget() // row
+        beside_operator = in_main_memory
+        if device.type != "cpu":
+            beside_operator = 2 * default_budget(device) // row
+        if shards is not None or parallel.sums_over_processes(op):
+            ranks = parallel.shared(lambda: [beside_operator, in_main_memory], 2)
+            beside_operator, in_main_memory = map(min, zip(*ranks, strict=True))
+        if device.type == "cuda" and beside_operator < most:
+            return max(least, min(most, in_main_memory)), torch.device("cpu")
+        return max(least, min(most, beside_operator)), device
     # Beside the basis: the vectors made of it (a packed one is turned into them), and the image
     # that a step works on.
     beside = 0 if storage not in (None, op.dtype) else wanted + 3
