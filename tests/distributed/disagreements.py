@@ -13,8 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
+from curvatlas.analysis.convergence_samples import count_samples, pieces, subset
+from curvatlas.analysis.role_traces import outer_role_traces
+from curvatlas.analysis.taylor_trajectory import Descent
+from curvatlas.operators.outer_diagonal import exact_outer_diagonal
+from curvatlas.operators.parts import CurvatureParts
 from curvatlas.problem import batch_stream
-from distributed.workers import join_group
+from curvatlas.spectra import eigenpairs as eigenpairs_module
+from curvatlas.training.gradients import sampled_gradients
+from distributed.workers import join_group, model_and_data
 
 SAMPLES, INPUTS, OUTPUTS = 6, 3, 4
 
@@ -82,6 +89,8 @@ def every_case(rank: int, world: int, port: int, folder: str) -> None:
     of_streams(rank, case)
     of_products(rank, case)
     of_estimators(rank, case, Path(folder))
+    of_memory(rank, case)
+    of_analyses(rank, case)
     Path(folder, f"rank{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
@@ -184,6 +193,24 @@ def of_products(rank: int, case: Case) -> None:
     case("another vector", lambda: operator @ torch.randn(
         problem.size, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64
     ))  # fmt: skip
+    ones = torch.ones(problem.size, 4, dtype=torch.float64)
+    case("a column more", lambda: operator @ ones[:, : 1 + rank])
+    case("a column less", lambda: operator @ ones[:, : 3 - rank])
+    case("no columns", lambda: operator @ ones[:, : 1 - rank])
+    case("a column more of a view", lambda: operator["head.*"] @ ones[:16, : 2 + rank])
+    case(
+        "a column more of two parts",
+        lambda: CurvatureParts(problem).flat_parts(ones[:, : 1 + rank]),
+    )
+
+    def of_many() -> None:
+        columns = torch.randn(
+            problem.size, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )
+        alone = torch.stack([operator @ column for column in columns.T], 1)
+        assert torch.allclose(operator @ columns, alone, rtol=1e-12, atol=1e-12)
+
+    case("as many columns", of_many)
     unit = torch.zeros(problem.size, dtype=torch.float64)
     unit[rank] = 1.0
     case("another unit vector", lambda: operator @ unit)
@@ -211,3 +238,81 @@ def of_estimators(rank: int, case: Case, folder: Path) -> None:
     ))  # fmt: skip
     case("estimator", lambda: ca.diagonal(op) if rank else ca.trace(op))
     case("operator", lambda: ca.trace(outer if rank else op))
+    case("a step's gradient", lambda: ca.newton_step(op, vector, radius=0.1))
+
+
+def of_memory(rank: int, case: Case) -> None:
+    """Ranks with room for another number of vectors restart together."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    pairs = (data()[0], data()[0].square().sum(1, keepdim=True))
+    problem = ca.Problem(model, "mse", pairs, shard=True)
+    assert problem.size == 81  # odd: uneven shards
+    op, plain = ca.Hessian(problem), eigenpairs_module.default_budget
+    row = problem.size * 8
+    eigenpairs_module.default_budget = lambda device=None: (10 + 3 * rank) * row  # type: ignore[assignment]
+    options: dict[str, Any] = {"k": 2, "tol": 1e-6, "data_error": False}
+    results: list[Any] = []
+    case("room of another size", lambda: results.append(ca.eigenpairs(op, **options)))
+    case(
+        "room of another size, sharded",
+        lambda: results.append(ca.eigenpairs(op, shard=True, **options)),
+    )
+    eigenpairs_module.default_budget = plain
+    half = (problem.size + 1) // 2 * 8
+    case(
+        "memory for a row of the shorter shard only",
+        lambda: ca.eigenpairs(op, shard=True, memory=13 * half - 8, **options),
+    )
+    case(
+        "memory for uneven shards",
+        lambda: results.append(ca.eigenpairs(op, shard=True, memory=20 * half - 8, **options)),
+    )
+
+    def equal() -> None:
+        alone = ca.Hessian(ca.Problem(model, "mse", pairs, distributed=False))
+        want = torch.linalg.eigvalsh(alone.dense()).flip(0)[:2]
+        assert len(results) == 3
+        for found in results:
+            assert found.converged
+            assert torch.allclose(found.values, want, rtol=1e-5)
+
+    case("eigenvalues of uneven rooms", equal)
+
+
+def of_analyses(rank: int, case: Case) -> None:
+    """What one process cannot know is refused; alone, each of them runs."""
+    model, (tokens, targets) = model_and_data()
+    own = (tokens[rank::2], targets[rank::2])
+    problem = ca.Problem(model, "cross_entropy", own)
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    refused: dict[str, Callable[[], object]] = {
+        "layer-wise curvature": lambda: analyzer.analyze_layer_wise_curvature(*own),
+        "full Hessian": lambda: analyzer.analyze_full_hessian([own]),
+        "attention curvature": lambda: ca.analyze_attention_curvature(model, own),
+        "trajectory": lambda: ca.ConvergenceDiagnostics(model).analyze_convergence_trajectory(
+            own, n_steps=2
+        ),
+        "descent": lambda: Descent(problem),
+        "role traces": lambda: outer_role_traces(problem, probes=1),
+        "number of samples": lambda: count_samples(problem),
+        "pieces": lambda: list(pieces(problem, 1)),
+        "subset": lambda: subset(problem, torch.arange(2)),
+        "landscape": lambda: ca.landscape_convergence(problem),
+        "sampled gradients": lambda: sampled_gradients(problem, samples=2),
+        "closed form": lambda: ca.atlas(problem, method="closed form"),
+    }
+    for name, action in refused.items():
+        case(name, action)
+
+    def no_outer_diagonal() -> None:
+        assert exact_outer_diagonal(problem) is None
+
+    case("outer diagonal", no_outer_diagonal)
+    case(
+        "layer-wise curvature of this process's data",
+        lambda: ca.TransformerHessianAnalyzer(
+            model, distributed=False
+        ).analyze_layer_wise_curvature(*own, rtol=0.5),
+    )
+    case("module-wise curvature", lambda: ca.module_wise_curvature(model, *own, probes=2))

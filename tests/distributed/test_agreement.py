@@ -59,6 +59,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         ("a gradient at other weights", "rank 1 has other weights than rank 0 (head.weight): load"),
         ("another vector", "rank 1 multiplies another vector than rank 0: every rank"),
         ("another unit vector", "rank 1 multiplies another vector than rank 0: every rank"),
+        ("a column more", "rank 1 multiplies 2 columns and rank 0 1: every rank"),
+        ("a column less", "rank 1 multiplies 2 columns and rank 0 3: every rank"),
+        ("no columns", "rank 1 multiplies 0 columns and rank 0 1: every rank"),
+        ("a column more of a view", "rank 1 multiplies 3 columns and rank 0 2: every rank"),
+        ("a column more of two parts", "rank 1 multiplies 2 columns and rank 0 1: every rank"),
+        ("a step's gradient", "rank 1 has gradient = Tensor"),
+        ("memory for a row of the shorter shard only", "holds 12 vectors of 328 B: 2 eigenpairs"),
         ("k", "rank 1 has k = 3 in eigenpairs and rank 0 has 2: pass the same on every rank."),
         ("k below one", "rank 1 has k = 0 in eigenpairs and rank 0 has 2"),
         ("seed", "rank 1 has seed = 1 in trace and rank 0 has 0"),
@@ -104,7 +111,47 @@ def test_a_failing_rank_says_why_and_the_other_stops_with_it(
         "weights changed alike",
         "weights changed back",
         "paths of one checkpoint",
+        "as many columns",
+        "room of another size",
+        "room of another size, sharded",
+        "memory for uneven shards",
+        "eigenvalues of uneven rooms",
+        "outer diagonal",
+        "layer-wise curvature of this process's data",
+        "module-wise curvature",
     ],
 )
 def test_what_may_differ_is_accepted(told: Told, case: str) -> None:
     assert told[case] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("case", "purpose", "maker"),
+    [
+        ("layer-wise curvature", "the curvature of every module", "TransformerHessianAnalyzer"),
+        ("full Hessian", "the eigenvalues of every batch", "TransformerHessianAnalyzer"),
+        ("attention curvature", "the attention curvature of every batch", "Problem"),
+        ("trajectory", "a trajectory of gradient descent", "Problem"),
+        ("descent", "a trajectory of gradient descent", "Problem"),
+        ("role traces", "a trace by backward passes over the samples", "Problem"),
+        ("number of samples", "a quantity by sample", "Problem"),
+        ("pieces", "a quantity by sample", "Problem"),
+        ("subset", "a choice of samples", "Problem"),
+        ("landscape", "a choice of samples", "Problem"),
+        ("sampled gradients", "a sketch of sampled gradients", "Problem"),
+    ],
+)
+def test_what_needs_all_data_in_one_process_says_so_on_every_rank(
+    told: Told, case: str, purpose: str, maker: str
+) -> None:
+    for message in told[case]:
+        assert message.startswith(purpose)
+        assert "needs all data in one process, and these are spread over 2" in message
+        assert f"make the {maker} with distributed=False, or call it outside" in message
+        assert "\n" not in message
+
+
+def test_the_closed_form_of_spread_data_is_refused(told: Told) -> None:
+    for message in told["closed form"]:
+        assert "no closed form of this problem" in message
+        assert "reads all data in one process" in message

@@ -119,6 +119,8 @@ class TransformerHessianAnalyzer:
 
     loss: as in ``Problem``. folder: where long estimates keep checkpoints, so that the same
     sequence of calls resumes after a kill. ``history`` holds every result in order.
+    distributed: as in ``Problem``; under a process group every rank passes its own share of the
+    data, or with False this process's data are all there are.
     """
 
     def __init__(
@@ -128,8 +130,10 @@ class TransformerHessianAnalyzer:
         loss: Loss = "cross_entropy",
         seed: int = 0,
         folder: str | os.PathLike[str] | None = None,
+        distributed: bool | None = None,
     ) -> None:
         self.model = model
+        self.distributed = distributed
         self.loss = loss
         self.seed = seed
         self.folder = None if folder is None else Path(folder)
@@ -154,6 +158,9 @@ class TransformerHessianAnalyzer:
     def analyze_full_hessian(self, data: Any, *, k: int = 5) -> FullHessianAnalysis:
         """Both ends of the whole data's spectrum, and the top of every batch's."""
         op = self._hessian(data)
+        op.problem.require_one_process(
+            "the eigenvalues of every batch", maker="TransformerHessianAnalyzer"
+        )
         whole = eigenpairs(op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op))
         total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
         products = whole.products + total.products
@@ -196,6 +203,10 @@ class TransformerHessianAnalyzer:
         trace of the Hessian with respect to every module's output (``module_wise_curvature`` has
         both module by module)."""
         op = self._hessian((x, y))
+        # A module's output exists for the samples of this process only.
+        op.problem.require_one_process(
+            "the curvature of every module's output", maker="TransformerHessianAnalyzer"
+        )
         groups: dict[tuple[int | None, str], list[Any]] = {}
         for piece in op.problem.anatomy:
             groups.setdefault((piece.layer, piece.sublayer), []).append(piece)
@@ -228,7 +239,7 @@ class TransformerHessianAnalyzer:
         return result
 
     def _hessian(self, data: Any) -> Hessian:
-        return Hessian(Problem(self.model, self.loss, data))
+        return Hessian(Problem(self.model, self.loss, data, distributed=self.distributed))
 
     def _file(self, what: str, op: Hessian) -> Path | None:
         """A checkpoint of its own for every call, weights and data: both name it."""

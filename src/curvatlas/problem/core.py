@@ -420,12 +420,15 @@ class Problem:
         """Whether the data lie on several processes, each of which knows its own."""
         return self.distributed and parallel.world_size() > 1
 
-    def require_one_process(self, purpose: str) -> None:
-        """Refuse data on several processes where one has to know all of them."""
+    def require_one_process(self, purpose: str, *, maker: str = "Problem") -> None:
+        """Refuse data on several processes where one has to know all of them.
+
+        maker: what the caller made, which takes ``distributed``.
+        """
         if self.spread:
             raise ProblemError(
                 f"{purpose} needs all data in one process, and these are spread over "
-                f"{parallel.world_size()}: make the Problem with distributed=False, or call it "
+                f"{parallel.world_size()}: make the {maker} with distributed=False, or call it "
                 "outside the process group."
             )
 
