@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 import curvatlas as ca
+from curvatlas.spectra.frobenius import FrobeniusSampler
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
 
 
@@ -116,3 +119,79 @@ def test_nan_is_an_error() -> None:
     for estimate in (ca.frobenius_norm, ca.spectral_norm, ca.diagonal):
         with pytest.raises(FloatingPointError):
             estimate(SpectrumOperator(values))
+
+
+@pytest.mark.parametrize("vectors", [16, 24, 60])
+def test_the_frobenius_interval_covers_the_truth_where_memory_holds_few_vectors(
+    vectors: int,
+) -> None:
+    values = spectra()["hessian_like"]
+    truth, bytes_of = float(values.norm()), 8 * len(values)
+    covered = 0
+    for seed in range(60):
+        found = ca.frobenius_norm(
+            SpectrumOperator(values), rtol=0.02, seed=seed, max_products=120,
+            memory=vectors * bytes_of,
+        )  # fmt: skip
+        assert found.products <= 120
+        assert found.value == pytest.approx(truth, rel=0.5)
+        covered += found.interval[0] <= truth <= found.interval[1]
+    assert covered >= 54, covered
+
+
+def test_letting_probes_of_the_frobenius_norm_go_changes_no_mean_and_only_loses_pairs() -> None:
+    op = DenseOperator(rotated(spectra()["heavy_tailed"]))
+    held, let_go = (
+        FrobeniusSampler(op, 60, torch.Generator().manual_seed(3), room=room) for room in (400, 46)
+    )
+    for sampler in (held, let_go):
+        sampler.deflate(8)
+        for _ in range(8):
+            assert sampler.probe(4) == 4
+    assert len(let_go.let_go) > 1
+    assert not held.let_go
+    assert let_go.estimate()[0] == pytest.approx(held.estimate()[0], rel=1e-12)
+    groups, (pairs,) = let_go._rest(8)[1], held._rest(8)[1]
+    start = 0
+    for group in groups:
+        stop = start + len(group)
+        assert group == pytest.approx(pairs[start:stop, start:stop], rel=1e-9, abs=1e-9)
+        start = stop
+
+
+def test_the_frobenius_norm_holds_no_more_vectors_than_its_memory_does() -> None:
+    values = 0.02 + torch.linspace(0, 1, 20_000, dtype=torch.float64)
+    most, row = 40, 8 * len(values)
+    largest = 0
+
+    class Counted(SpectrumOperator):
+        def _columns(self, columns: torch.Tensor) -> torch.Tensor:
+            nonlocal largest
+            alive = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in gc.get_objects()
+                if type(t) is torch.Tensor
+            }
+            largest = max(largest, sum(alive.values()) - before)
+            return super()._columns(columns)
+
+    operator = Counted(values)
+    gc.collect()
+    before = sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) is torch.Tensor
+        }.values()
+    )
+    found = ca.frobenius_norm(operator, rtol=1e-4, max_products=100, memory=most * row)
+    assert found.products == 100
+    assert found.interval[0] <= float(values.norm()) <= found.interval[1]
+    assert 0 < largest <= most * row
+
+
+def test_too_little_memory_for_a_frobenius_norm_is_refused_with_what_would_do() -> None:
+    wide = DenseOperator(torch.ones(100, 800, dtype=torch.float64), symmetric=False)
+    with pytest.raises(ValueError, match=r"holds 8 vectors of 6\.4 kB: frobenius_norm needs .* 16"):
+        ca.frobenius_norm(wide, memory=8 * 6400)
+    assert ca.frobenius_norm(wide, memory=17 * 6400).value == pytest.approx(80_000**0.5)

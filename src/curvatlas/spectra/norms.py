@@ -16,13 +16,14 @@ from curvatlas.spectra.data_error import around, batches_of, half_width, linear_
 from curvatlas.spectra.dense import Completion, reads_the_rest
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate
-from curvatlas.spectra.frobenius import FEWEST_PROBES, FrobeniusSampler
+from curvatlas.spectra.frobenius import FEWEST_PROBES, FEWEST_VECTORS, FrobeniusSampler
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     check_rtol,
     products_allowed,
     refuse_asymmetric_images,
     require_precision,
+    vectors_within,
 )
 
 _DATA_PROBES = 6
@@ -112,6 +113,7 @@ def frobenius_norm(
     rtol: float = 0.02,
     seed: int = 0,
     max_products: int | None = None,
+    memory: int | float | str | None = None,
     data_error: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Estimate:
@@ -119,13 +121,18 @@ def frobenius_norm(
 
     max_products: 300 by default, or the columns of an operator up to 512; they are read, and the
     norm is exact, when the estimate would take as many.
+    memory: bytes (or "2GB") for the vectors beside the operator's own, a quarter of the machine's
+    by default; with less, fewer outliers are captured.
     ``data_error``: where the operator knows its batches, measure their scatter too.
     """
     check_rtol(rtol)
     require_precision(op, "frobenius_norm")
     if min(op.shape) == 0:
         raise ValueError("frobenius_norm: the operator is empty.")
-    found = _closed_form(op) or _estimate(op, rtol, seed, max_products, checkpoint)
+    found = _closed_form(op)
+    if found is None:
+        room = vectors_within(op, memory, "frobenius_norm", fewest=FEWEST_VECTORS)
+        found = _estimate(op, rtol, seed, max_products, room, checkpoint)
     parts = batches_of(op) if data_error and found.value > 0 else []
     if not parts:
         return found
@@ -151,19 +158,24 @@ def _estimate(
     rtol: float,
     seed: int,
     max_products: int | None,
+    room: int,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Estimate:
+    """room: vectors that fit into memory."""
     # ‖A‖_F = ‖Aᵀ‖_F: sample on the side with fewer columns.
     side = op.T if op.shape[1] > op.shape[0] else op
     n = side.shape[1]
     budget = products_allowed(max_products, n)
     if max_products is None and not side.tags.symmetric:
         budget += n // 8  # a vector of the other side is multiplied for each one deflated
+    room = min(room, 6 * budget + 64)  # all there could ever be
     if n <= 64 and budget >= n:
         return _read_columns(side)
-    mark = fingerprint(op, estimate="frobenius", rtol=rtol, seed=seed, max_products=max_products)
+    mark = fingerprint(
+        op, estimate="frobenius", rtol=rtol, seed=seed, max_products=max_products, room=room
+    )
     file = Checkpoint(checkpoint, mark)
-    sampler = FrobeniusSampler(side, min(budget, n), generator(seed))
+    sampler = FrobeniusSampler(side, min(budget, n), generator(seed), room=room)
     stored = file.load()
     if stored is not None:
         sampler.restore(*stored)
@@ -178,7 +190,7 @@ def _estimate(
             if not sampler.begun(budget):
                 continue
             value, low, high = sampler.estimate()
-            converged = sampler.probes.shape[1] >= FEWEST_PROBES and close_enough(
+            converged = sampler.probe_count >= FEWEST_PROBES and close_enough(
                 value, (high - low) / 2, rtol
             )
             left = budget - sampler.products

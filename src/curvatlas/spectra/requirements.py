@@ -63,12 +63,12 @@ def require_symmetric(op: LinearOperator, what: str) -> int:
 def vectors_within(
     op: LinearOperator, memory: int | float | str | None, what: str, *, fewest: int
 ) -> int:
-    """How many vectors of the operator's size fit into ``memory``, the default budget if None.
+    """How many vectors of the operator's longer side fit into ``memory``.
 
-    The default is a share of what the machine has, not of what is free now: the same call gives the
-    same numbers.
+    None: the default budget. It is a share of what the machine has, not of what is free now: the
+    same call gives the same numbers.
     """
-    row = max(op.shape[0], 1) * op.dtype.itemsize
+    row = max(*op.shape, 1) * op.dtype.itemsize
     room = (default_budget(op.device) if memory is None else parse_bytes(memory)) // row
     if parallel.sums_over_processes(op):
         room = parallel.smallest_over_processes(room)  # all take the same steps
