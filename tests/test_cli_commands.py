@@ -258,6 +258,37 @@ def test_what_may_be_spent_does_not_decide_which_folder_is_meant(
     assert len(list((tmp_path / "curvatlas-runs").iterdir())) == 1
 
 
+def test_a_finished_run_with_other_products_computes_anew_what_depends_on_them(
+    curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = _digits(tmp_path)
+    assert curvatlas(*_quick(data, "--output", "run"))[0] == 0
+    before = runs.load("run")
+    few = ("--products", "9")
+    assert curvatlas(*_quick(data, "--output", "run", *few))[0] == 0
+    assert curvatlas(*_quick(data, "--output", "fresh", *few))[0] == 0
+    again, fresh = runs.load("run"), runs.load("fresh")
+    assert list(again.results) == list(fresh.results)
+    for name, result in fresh.results.items():
+        assert again.results[name].to_dict() == result.to_dict(), name
+    assert before.results["model.total.trace"].to_dict() != again["model.total.trace"].to_dict()
+    # Only what depends on products: the subject is the stored one.
+    entries = (run.manifest.steps["model.subject"] for run in (before, again))
+    assert len({repr(entry) for entry in entries}) == 1
+    told = "resumed with products 9 for 300 by default: 1 results were computed before, 6 are"
+    assert [line for line in again.warnings if told in line]
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("curvatlas.trace", refused)
+    monkeypatch.setattr("curvatlas.eigenpairs", refused)
+    assert curvatlas(*_quick(data, "--output", "run", *few, "--memory", "1GB"))[0] == 0
+    code = curvatlas(*_quick(data, "--output", "run"))[0]
+    assert code != 0, "the default is another effort than 9"
+    assert runs.check("run").whole  # the old results went with their entries
+
+
 def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
     curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

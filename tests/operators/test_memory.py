@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(
 # glibc keeps what is freed in the hope of using it again, and how much of it differs between runs
 # by megabytes: one in ten runs was beyond a budget of 30 MB that its tensors kept well within. With
 # these settings every tensor of 64 kB or more is mapped for itself and goes back when it is freed:
-# what is resident are the tensors. (What gaps cost in practice: benchmarks/memory.py.)
+# what is resident are the tensors, to a few hundred kB (26 runs: at most 0.84 of a budget, within
+# 0.03 of their mean). Huge pages would round each of them up to 2 MB where the system gives them
+# unasked. (What gaps cost in practice: benchmarks/memory.py.)
 EXACT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "131072",
@@ -35,6 +37,8 @@ PROLOGUE = """
     import curvatlas as ca
     from curvatlas.zoo.gpt import GPT, GPTConfig
     torch.set_num_threads(1)
+    PR_SET_THP_DISABLE = 41
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
     def resident(field="VmRSS"):
         text = open("/proc/self/status").read()

@@ -92,7 +92,7 @@ def analyze(
     left_out = sorted(part.value for part in skip or ())
     run = inputs.open_run(
         "analyze", output, roles=roles, eigenvalues=eigenvalues, skip=left_out,
-        effort={"memory": budget.memory, "products": budget.most_products, "time": time},
+        effort={"memory": budget.memory, "products": budget.told_products, "time": time},
     )  # fmt: skip
 
     def work() -> None:

@@ -73,7 +73,7 @@ def atlas(
     )  # fmt: skip
     run = inputs.open_run(
         "atlas", output, heads=heads, biases=biases, rtol=rtol, exact=exact,
-        effort={"memory": budget.memory, "products": products},
+        effort={"memory": budget.memory, "products": products or "default"},
     )  # fmt: skip
     problem = inputs.problem
 
@@ -88,6 +88,7 @@ def atlas(
                     problem, heads=heads, biases=biases, rtol=rtol, products=products, seed=seed,
                     method="dense" if exact else "auto", budget=memory,
                 ),
+                spends=("products",),
             )
         )  # fmt: skip
 

@@ -48,6 +48,11 @@ class Budget:
         """For one estimate."""
         return self.products or MOST_PRODUCTS
 
+    @property
+    def told_products(self) -> int | str:
+        """For the manifest. The map takes more than other estimates unless a number is asked."""
+        return self.products or f"{MOST_PRODUCTS} by default"
+
     def check(self) -> None:
         """Raise ``TimeUp`` when the time is used up; of several processes by the first's clock."""
         if self.seconds is None:

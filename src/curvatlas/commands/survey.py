@@ -27,6 +27,7 @@ R = TypeVar("R", bound=Result)
 
 _FLOW_SAMPLES = 4
 _DENSE_UP_TO = 512  # parameters; beyond that the map is estimated, with intervals
+_PRODUCTS = ("products",)  # what a step spends whose result depends on how many there may be
 SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
 
 
@@ -105,7 +106,7 @@ class Survey:
             if "advice" not in self.effort.skip and not self.restricted:
                 self.advice(self.ends("total"), densities["total"])
 
-    def step(self, what: str, function: Callable[[], R]) -> R:
+    def step(self, what: str, function: Callable[[], R], *, spends: tuple[str, ...] = ()) -> R:
         """One step of this stage; stops before it when the time is used up."""
         self.budget.check()
         name = f"{self.stage}.{what}"
@@ -114,7 +115,7 @@ class Survey:
         if not known:
             for operator in self.whole.values():
                 operator.release()  # one operator at a time has the memory to itself
-        return self.run.step(name, function)
+        return self.run.step(name, function, spends=spends)
 
     def say(self, part: str, found: Result) -> None:
         self.console.say(f"  {SYMBOLS[part]}: {found}")
@@ -136,12 +137,15 @@ class Survey:
                 storage=self.storage,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.eigenpairs"),
             ),
+            spends=_PRODUCTS,
         )
         return found
 
     def traces(self) -> None:
         total, outer = self.trace("total"), self.trace("outer")
-        functional = self.step("functional.trace", lambda: _difference(total, outer))
+        functional = self.step(
+            "functional.trace", lambda: _difference(total, outer), spends=_PRODUCTS
+        )
         for part, found in (("total", total), ("outer", outer), ("functional", functional)):
             self.say(part, found)
 
@@ -158,6 +162,7 @@ class Survey:
                 memory=self.memory.vectors,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.trace"),
             ),
+            spends=_PRODUCTS,
         )
         return found
 
@@ -171,6 +176,7 @@ class Survey:
                 seed=self.effort.seed,
                 checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.density"),
             ),
+            spends=_PRODUCTS,
         )
         return found
 
@@ -186,7 +192,7 @@ class Survey:
             model = self.problem.model
             return Advice(conditioning=found, recommendations=recommend([found], model=model))
 
-        for recommendation in self.step("advice", read).recommendations:
+        for recommendation in self.step("advice", read, spends=_PRODUCTS).recommendations:
             self.console.say(f"  → {recommendation}")
 
     def map(self) -> None:
@@ -209,6 +215,7 @@ class Survey:
                 seed=self.effort.seed,
                 budget=self.memory.graphs,
             ),
+            spends=_PRODUCTS,
         )
         self.console.say(f"  {found}")
 

@@ -103,6 +103,17 @@ def left_overs(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
     return found
 
 
+def orphans(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
+    """Results that the manifest does not name: of steps that were cut short, or are done anew."""
+    return [
+        (file, "a result the manifest does not name")
+        for file in _files_in(folder / loading.RESULTS)
+        if file.suffix in (".safetensors", ".json")
+        and manifests.valid_name(file.stem)
+        and file.stem not in manifest.steps
+    ]
+
+
 class _Inspection:
     """One look at a folder: the faults, and the functions that mend those that can be mended."""
 
@@ -121,9 +132,9 @@ class _Inspection:
             return
         for name in self.manifest.steps:
             self._look_at_result(name, self.manifest)
-        for file, what in left_overs(self.folder, self.manifest):
+        litter = [*left_overs(self.folder, self.manifest), *orphans(self.folder, self.manifest)]
+        for file, what in litter:
             self._left_over(file, what)
-        self._look_at_orphans(self.manifest)
         self._look_at_checkpoints(self.manifest)
         if self.busy:
             self.notes.append("another process is writing this run")
@@ -208,12 +219,6 @@ class _Inspection:
                 "writes it anew from the result",
                 lambda: self._write_copy(name, result, text),
             )
-
-    def _look_at_orphans(self, manifest: Manifest) -> None:
-        for file in _files_in(self.folder / loading.RESULTS):
-            ours = file.suffix in (".safetensors", ".json") and manifests.valid_name(file.stem)
-            if ours and file.stem not in manifest.steps:
-                self._left_over(file, "a result the manifest does not name")
 
     def _look_at_checkpoints(self, manifest: Manifest) -> None:
         """Those of unfinished steps: each whole, or with a whole state before it."""

@@ -72,8 +72,9 @@ class Run:
 
         ``options["effort"]`` is what may be spent (memory, products, time). It is kept with the
         options but does not decide whether a run is the same: what failed goes on with another. A
-        None in it keeps what the folder says. Steps that are stored stay, half-done ones begin
-        again unless only the time has changed.
+        None in it keeps what the folder says. Stored steps that said they spend what has changed
+        are computed anew, the others stay; half-done ones begin again unless only the time has
+        changed.
         """
         options = _json_options(options)
         fingerprints = {"model": model_fingerprint, "data": data_fingerprint}
@@ -97,8 +98,10 @@ class Run:
             else:
                 manifest = _new_manifest(options, fingerprints, command)
             run = cls(folder, manifest, lock)
+            # The manifest first: killed in between, the folder has litter, and names nothing lost.
             run._write_manifest(status="running", error=None)
-            for file, _ in checking.left_overs(folder, manifest):
+            litter = [*checking.left_overs(folder, manifest), *checking.orphans(folder, manifest)]
+            for file, _ in litter:
                 with suppress(OSError):  # litter is no reason to stop
                     file.unlink(missing_ok=True)
         except BaseException:
@@ -106,9 +109,11 @@ class Run:
             raise
         return run
 
-    def step(self, name: str, function: Callable[[], R]) -> R:
+    def step(self, name: str, function: Callable[[], R], *, spends: Sequence[str] = ()) -> R:
         """The result called ``name``: read back when the folder has it, else computed and stored.
 
+        spends: the entries of ``options["effort"]`` that decide the result; a run that is resumed
+        with others computes it anew.
         ``function`` gives the same result whenever it is called (its seed is part of the options),
         so that a resumed run and an uninterrupted one agree bit for bit.
         """
@@ -126,7 +131,8 @@ class Run:
             self._keep_warnings(name, caught)
         if not isinstance(result, Result):
             raise TypeError(f"step {name!r} gave a {type(result).__name__}, expected a Result.")
-        self._store(name, result, time.perf_counter() - started)
+        effort = {key: self.effort.get(key) for key in spends}
+        self._store(name, result, time.perf_counter() - started, effort)
         return result
 
     def warn(self, message: str) -> None:
@@ -176,7 +182,7 @@ class Run:
         with suppress(OSError):  # the first error is the one to see, also when the disk is full
             self.close(status, f"{type(error).__name__}: {error}")
 
-    def _store(self, name: str, result: Result, seconds: float) -> None:
+    def _store(self, name: str, result: Result, seconds: float, effort: dict[str, Any]) -> None:
         stem = self.path / loading.RESULTS / name
         try:
             written = result.save(f"{stem}.safetensors")
@@ -187,6 +193,7 @@ class Run:
                 sha256=digest,
                 json_sha256=hashlib.sha256(text).hexdigest(),
                 seconds=round(seconds, 3),
+                effort=effort,
             )
             self._write_manifest(steps={**self.manifest.steps, name: entry})
         except OSError as error:
@@ -283,7 +290,7 @@ def _resumable(
 def _with_effort(
     folder: Path, manifest: Manifest, stored: dict[str, Any], asked: dict[str, Any]
 ) -> Manifest:
-    """The manifest with the effort of this command, which goes on with what is left to do."""
+    """The manifest with the effort of this command, without the steps that spent another one."""
     effort = {**stored, **{key: value for key, value in asked.items() if value is not None}}
     changed = sorted(key for key in effort if effort[key] != stored.get(key) and key != "time")
     if not effort or effort == stored:
@@ -294,6 +301,15 @@ def _with_effort(
     # Their vectors were laid out for another memory, their steps for other products.
     for file in (folder / checking.CHECKPOINTS).glob("*"):
         file.unlink(missing_ok=True)
+    steps = {name: entry for name, entry in manifest.steps.items() if _spent(entry, effort)}
+    anew = manifest.steps.keys() - steps.keys()
     told = ", ".join(f"{key} {effort[key]} for {stored.get(key)}" for key in changed)
-    note = f"resumed with {told}: {len(manifest.steps)} results were computed before"
-    return manifest.changed(warnings=(*manifest.warnings, note))
+    note = f"resumed with {told}: {len(steps)} results were computed before"
+    note += f", {len(anew)} are computed anew" if anew else ""
+    warnings = (line for line in manifest.warnings if line.partition(":")[0] not in anew)
+    return manifest.changed(steps=steps, warnings=(*warnings, note))
+
+
+def _spent(entry: StepEntry, effort: dict[str, Any]) -> bool:
+    """Whether a result was computed with this effort, as far as it depends on it."""
+    return all(effort.get(key) == value for key, value in entry.effort.items())

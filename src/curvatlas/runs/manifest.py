@@ -31,12 +31,16 @@ class NewerSchemaError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEntry:
-    """One stored result: its class, and the checksums of ``results/<name>.safetensors, .json``."""
+    """One stored result: its class, and the checksums of ``results/<name>.safetensors, .json``.
+
+    effort: the entries of the run's effort that the result depends on, as they were for it.
+    """
 
     kind: str
     sha256: str
     json_sha256: str
     seconds: float
+    effort: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +134,7 @@ def _step(entry: Any) -> StepEntry:
             raise ValueError("a checksum is no SHA-256")
     if type(step.seconds) not in (int, float) or not step.seconds >= 0:
         raise ValueError("a duration is no number")
+    _mapping(step.effort, "the effort of a step")
     return StepEntry(**{**asdict(step), "kind": _text(step.kind)})
 
 

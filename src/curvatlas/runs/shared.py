@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -48,11 +48,12 @@ class SharedRun(Run):
         manifest = manifests.parse(heard["manifest"], "the first process's manifest")
         return cls(Path(heard["path"]), manifest, None)
 
-    def step(self, name: str, function: Callable[[], R]) -> R:
+    def step(self, name: str, function: Callable[[], R], *, spends: Sequence[str] = ()) -> R:
         """The result called ``name``, computed by all together, or told by the first process."""
         if name in self.manifest.steps:
             return cast("R", self._told(name))
-        return parallel.together(lambda: super(SharedRun, self).step(name, function))
+        compute = super().step
+        return parallel.together(lambda: compute(name, function, spends=spends))
 
     def _told(self, name: str) -> Result:
         def read() -> tuple[Result, bytes] | None:
@@ -70,9 +71,9 @@ class SharedRun(Run):
         if self._first:
             super().close(status, error)
 
-    def _store(self, name: str, result: Result, seconds: float) -> None:
+    def _store(self, name: str, result: Result, seconds: float, effort: dict[str, Any]) -> None:
         if self._first:
-            super()._store(name, result, seconds)
+            super()._store(name, result, seconds, effort)
             return
         entry = StepEntry(kind=result.kind, sha256="", json_sha256="", seconds=seconds)
         self._write_manifest(steps={**self.manifest.steps, name: entry})
