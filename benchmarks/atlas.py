@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 import curvatlas as ca
-from curvatlas.analysis.atlas import atlas
-from curvatlas.analysis.atlas_sketch import Sketch
-from curvatlas.operators.parts import PARTS, CurvatureParts
+from curvatlas.analysis.atlas.mapping import atlas
+from curvatlas.analysis.atlas.sketch import Sketch
+from curvatlas.operators.curvature import PARTS, CurvatureParts
 from harness.cases import gpt_1m, gpt_100k
 from harness.results import keep, requirement
 
@@ -114,7 +114,7 @@ def errors(problem: ca.Problem, result: Any, columns: int, reference: int) -> di
 
 
 def _blocks(problem: ca.Problem) -> Any:
-    from curvatlas.analysis.atlas_blocks import blocks_of
+    from curvatlas.analysis.atlas.result import blocks_of
 
     return blocks_of(problem.anatomy)
 

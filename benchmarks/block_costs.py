@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvatlas.blocks.block import TransformerBlockHessian
-from curvatlas.blocks.stack import BlockStack
+from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.engines.tangent.stack import BlockStack
 from harness.results import keep
 
 BASE = {"samples": 4, "length": 16, "d": 16, "d_ff": 64}

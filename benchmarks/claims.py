@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from curvatlas.analysis.claims import examine_claims
+from curvatlas.studies.claims import examine_claims
 from harness.results import RESULTS, keep
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "case-studies" / "claims.md"

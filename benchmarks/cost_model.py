@@ -32,9 +32,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import curvatlas as ca
-from curvatlas import cost_model
-from curvatlas.cost_model import LLAMA_1B, LLAMA_8B, LLAMA_70B, Machine, Task, TransformerShape
-from curvatlas.zoo.gpt import GPT, GPTConfig
+from curvatlas.studies import cost_model
+from curvatlas.studies.cost_model import (
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_70B,
+    Machine,
+    Task,
+    TransformerShape,
+)
+from curvatlas.zoo.models import GPT, GPTConfig
 from harness.peak import peak_bytes, settled
 from harness.results import RESULTS, keep, requirement
 from harness.sizes import smollm2_shaped

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 import curvatlas as ca
-from curvatlas.analysis.propagation import ALIVE
-from curvatlas.analysis.propagation_capture import capture
-from curvatlas.analysis.propagation_free import FreeProducts
+from curvatlas.analysis.propagation.analyzer import ALIVE
+from curvatlas.analysis.propagation.capture import capture
+from curvatlas.analysis.propagation.matrix_free import FreeProducts
 from curvatlas.zoo import GPT, GPTConfig
 from harness.peak import peak_bytes
 from harness.results import RESULTS, keep

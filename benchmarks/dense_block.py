@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.block import TransformerBlockHessian
-from curvatlas.blocks.operands import Workspace
-from curvatlas.blocks.stack import BlockStack
+from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.families import Workspace
+from curvatlas.engines.tangent.stack import BlockStack
 
 CASES = {
     "small": [(16, 64, 1), (16, 64, 8)],

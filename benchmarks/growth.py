@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import curvatlas as ca
-from curvatlas.zoo.gpt import GPT, GPTConfig
+from curvatlas.zoo.models import GPT, GPTConfig
 from harness.peak import peak_bytes, settled
 from harness.results import RESULTS, keep, requirement
 from harness.sizes import smollm2_shaped

@@ -94,7 +94,7 @@ def _problem(
     import torch
 
     import curvatlas as ca
-    from curvatlas.zoo.gpt import GPT, GPTConfig
+    from curvatlas.zoo.models import GPT, GPTConfig
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=vocabulary, context=context, d_model=width, n_layers=layers))

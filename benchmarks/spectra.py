@@ -27,8 +27,8 @@ from torch import Tensor
 
 import curvatlas as ca
 from curvatlas.zoo.datasets import digits
+from curvatlas.zoo.models import ViT, ViTConfig
 from curvatlas.zoo.training import train
-from curvatlas.zoo.vit import ViT, ViTConfig
 from harness.cases import CASES, Case
 from harness.eigensolvers import ENDS, TOLERANCE, eigen_contestants, problem_of
 from harness.results import RESULTS, keep, requirement

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvatlas.blocks.stack import BlockStack
-from curvatlas.blocks.structure import BlockSpec
+from curvatlas.engines.tangent.stack import BlockStack
+from curvatlas.engines.tangent.structure import BlockSpec
 from harness.peak import resident
 
 WIDTH, BLOCKS, TOKENS = 128, 4, 512

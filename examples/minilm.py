@@ -35,9 +35,14 @@ import torch
 from torch import Tensor, nn
 
 import curvatlas as ca
-from curvatlas.analysis.role_traces import RoleTraces, outer_role_traces, role_shares, role_traces
+from curvatlas.analysis.atlas.layerwise import (
+    RoleTraces,
+    outer_role_traces,
+    role_shares,
+    role_traces,
+)
 from curvatlas.report import write_report
-from curvatlas.runs import Run, fingerprints, load
+from curvatlas.runs import Run, load, subject
 from curvatlas.runs.subject import subject_of
 
 SCALE = 20.0  # of the cosines, as in the model's training
@@ -80,8 +85,8 @@ def main() -> None:
     with Run.create(
         options.output,
         options=chosen,
-        model_fingerprint=fingerprints.of_model(model),
-        data_fingerprint=fingerprints.of_data([(tokens, targets)]),
+        model_fingerprint=subject.of_model(model),
+        data_fingerprint=subject.of_data([(tokens, targets)]),
     ) as run:
         say(run.step("model.subject", lambda: subject_of(
             problem, name="all-MiniLM-L6-v2", data="pairs of sentences of Moby-Dick", state=""

@@ -28,10 +28,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import curvatlas as ca
-from curvatlas.analysis.attention_sinks import attention_sinks
-from curvatlas.analysis.role_traces import RoleTraces, outer_role_traces, role_shares, role_traces
+from curvatlas.analysis.atlas.attention import attention_sinks
+from curvatlas.analysis.atlas.layerwise import (
+    RoleTraces,
+    outer_role_traces,
+    role_shares,
+    role_traces,
+)
 from curvatlas.report import write_report
-from curvatlas.runs import Run, fingerprints, load
+from curvatlas.runs import Run, load, subject
 from curvatlas.runs.subject import subject_of
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -60,8 +65,8 @@ def main() -> None:
     with Run.create(
         options.output,
         options={"tokens": options.tokens, "length": options.length},
-        model_fingerprint=fingerprints.of_model(model),
-        data_fingerprint=fingerprints.of_data([batch]),
+        model_fingerprint=subject.of_model(model),
+        data_fingerprint=subject.of_data([batch]),
     ) as run:
         scratch.mkdir(exist_ok=True)
         say(run.step("model.subject", lambda: subject_of(

@@ -13,10 +13,10 @@ import argparse
 from pathlib import Path
 
 import curvatlas as ca
-from curvatlas.analysis.atlas_entries import entries
-from curvatlas.analysis.atlas_figures import compare_atlases
-from curvatlas.analysis.claims import examine_claims
-from curvatlas.analysis.comparisons import compare_norm_placement
+from curvatlas.analysis.atlas.exact import entries
+from curvatlas.figures.atlas import compare_atlases
+from curvatlas.studies.claims import examine_claims
+from curvatlas.studies.comparisons import compare_norm_placement
 from curvatlas.zoo import digits, reference_vit, train
 
 

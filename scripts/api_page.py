@@ -21,11 +21,14 @@ _GROUPS = {
     "anatomy": "Anatomy",
     "operators": "Operators",
     "spectra": "Spectra",
-    "blocks": "Closed forms",
+    "closed_form": "Closed forms",
+    "engines": "Closed forms",
     "theory": "Theory",
     "analysis": "Analysis",
     "training": "Training",
-    "report": "Figures",
+    "figures": "Figures",
+    "linear_operator": "Operators",
+    "studies": "Studies",
     "results": "Results",
 }
 # modules that users call by their own name, with what belongs to their interface

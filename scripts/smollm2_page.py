@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from scipy import stats
 
-from curvatlas.analysis.role_traces import RoleTraces
+from curvatlas.analysis.atlas.layerwise import RoleTraces
 from page_table import table
 
 ROOT = Path(__file__).resolve().parent.parent

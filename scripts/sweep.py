@@ -257,7 +257,7 @@ def _applied(
     kind = kinds[part]
     source = torch.Generator().manual_seed(draw.randint(0, 10**6))
     if use == "parts":
-        from curvatlas.operators.parts import CurvatureParts
+        from curvatlas.operators.curvature import CurvatureParts
 
         vector = torch.randn(problem.size, 2, generator=source, dtype=torch.float64)
         operator = CurvatureParts(problem, budget=budget)

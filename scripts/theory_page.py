@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true", help="run every statement first")
     if parser.parse_args().measure:
-        from curvatlas.theory.verification import run_verify
+        from curvatlas.theory.statements import run_verify
 
         found = {entry["name"]: entry["figure"] for entry in run_verify().entries}
         text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvatlas.zoo.gpt import GPT, GPTConfig
-from curvatlas.zoo.vit import ViT, ViTConfig
+from curvatlas.zoo.models import GPT, GPTConfig, ViT, ViTConfig
 
 Case = tuple[nn.Module, Any, str]  # model, batch, loss
 VOCABULARY = 17

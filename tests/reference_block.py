@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
 from oracles import layer_norm, rms_norm
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from curvatlas import runs
-from curvatlas.analysis.atlas_result import Atlas, AtlasMap
-from curvatlas.runs.subject import RoleSize, Subject
-from curvatlas.runs.weights import TrainedWeights
+from curvatlas.analysis.atlas.result import Atlas, AtlasMap
+from curvatlas.runs.subject import RoleSize, Subject, TrainedWeights
 from curvatlas.spectra.density_result import SpectralDensity, exact_density
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.estimate import Estimate
-from curvatlas.theory.verification import Verification
+from curvatlas.theory.statements import Verification
 from curvatlas.zoo.training import TrainingHistory
 
 ROLES = ("query", "key", "value", "output", "up", "down", "gamma", "beta")

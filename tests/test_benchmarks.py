@@ -115,7 +115,7 @@ def test_a_memory_run_reports_a_peak_under_its_budget() -> None:
 
 
 def test_the_bench_command_reports_every_operator_alone_and_by_eight() -> None:
-    from curvatlas.commands.bench import measure
+    from curvatlas.cli.machine import measure
 
     found = measure(layers=1, width=8, rounds=1, seed=0)
     kinds = {(row["operator"], row["columns"]) for row in found["products"]}

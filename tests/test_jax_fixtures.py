@@ -13,7 +13,7 @@ from torch import Tensor
 import jax_fixtures
 import oracles
 from curvatlas import zoo
-from curvatlas.zoo.layers import rotate
+from curvatlas.zoo.models import rotate
 
 TOLERANCE = 1e-12
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from curvatlas import archive, files, results
+from curvatlas import files, results
 from run_samples import SampleEstimate, estimate
 
 
@@ -38,7 +38,7 @@ def _metadata(result: Any, *, schema: int = 2) -> dict[str, str]:
 
 def _forge(path: Path, result: Any, tensors: dict[str, torch.Tensor]) -> None:
     """A file as an attacker would write it, who also knows how the checksum is made."""
-    archive.write(path, tensors, _metadata(result))
+    files.write(path, tensors, _metadata(result))
 
 
 def _sample(**changes: Any) -> dict[str, Any]:
@@ -215,10 +215,10 @@ def test_a_file_whose_checksum_was_removed_or_does_not_belong_is_refused(tmp_pat
     save_file({"x": torch.ones(1)}, path, metadata=_metadata(_sample()))
     with pytest.raises(ValueError, match="carries no checksum"):
         results.load(path)
-    archive.write(path, {"x": torch.ones(1)}, _metadata(_sample(), schema=1))
+    files.write(path, {"x": torch.ones(1)}, _metadata(_sample(), schema=1))
     with pytest.raises(ValueError, match="checksum it should not have"):
         results.load(path)
-    metadata, tensors = archive.parse(archive.read(estimate(1).save(path)), "r")
+    metadata, tensors = files.parse(files.read(estimate(1).save(path)), "r")
     save_file({k: v.clone() for k, v in tensors.items()}, path, metadata=metadata)
     assert results.same(results.load(path), estimate(1))  # other bytes, the same content
     changed = {**tensors, "/values": tensors["/values"] + 1}
@@ -392,7 +392,7 @@ def test_a_result_reads_like_a_mapping_too() -> None:
 
 def test_no_two_results_share_a_name() -> None:
     """A file names its class: with two of one name it would be read as the one imported last."""
-    archive.import_result_modules()
+    files.import_result_modules()
     found: dict[str, set[str]] = {}
     waiting = [results.Result]
     while waiting:
@@ -448,7 +448,7 @@ def test_a_forged_structure_is_refused_or_read_and_nothing_else(seed: int) -> No
     rng = random.Random(seed)
     tensors: dict[str, torch.Tensor] = {}
     packed = results._pack(estimate(3, nested=True), "", tensors)
-    body = b"".join(archive.raw_bytes(tensor) for tensor in tensors.values())
+    body = b"".join(files.raw_bytes(tensor) for tensor in tensors.values())
     table: dict[str, Any] = {
         name: {"dtype": "F64", "shape": [3, 4], "data_offsets": [96 * i, 96 * (i + 1)]}
         for i, name in enumerate(tensors)
@@ -460,8 +460,8 @@ def test_a_forged_structure_is_refused_or_read_and_nothing_else(seed: int) -> No
         parent[key] = copy.deepcopy(rng.choice(_HOSTILE))
         texts = {"curvatlas": json.dumps(parts[0])}
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            read = archive.parse(_file({"__metadata__": texts, **parts[1]}, body), "f")[1]
-            texts[archive.CHECKSUM] = archive.checksum(texts, read)
+            read = files.parse(_file({"__metadata__": texts, **parts[1]}, body), "f")[1]
+            texts[files.CHECKSUM] = files.checksum(texts, read)
         header = {"__metadata__": texts, **(parts[1] if isinstance(parts[1], dict) else {"x": 1})}
         try:
             results.parse(_file(header, body), "f")

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvatlas.zoo.gpt import GPT, GPTConfig
-from curvatlas.zoo.vit import ViT, ViTConfig
+from curvatlas.zoo.models import GPT, GPTConfig, ViT, ViTConfig
 
 
 @dataclass(frozen=True)

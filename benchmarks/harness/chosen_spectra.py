@@ -12,8 +12,8 @@ from torch import Tensor
 
 import curvatlas as ca
 from curvatlas.zoo.datasets import digits
+from curvatlas.zoo.models import ViT, ViTConfig
 from curvatlas.zoo.training import train
-from curvatlas.zoo.vit import ViT, ViTConfig
 
 
 class ChosenSpectrum(ca.LinearOperator):

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from curvatlas import archive
+from curvatlas import files
 from curvatlas.files import parse_json
 
 R = TypeVar("R", bound="Result")
@@ -73,7 +73,7 @@ class Result:
         target = Path(path)
         if target.suffix != ".safetensors":
             target = target.with_name(target.name + ".safetensors")
-        archive.write(target, tensors, {_HEADER: text}, keep_previous=keep_previous)
+        files.write(target, tensors, {_HEADER: text}, keep_previous=keep_previous)
         return target
 
     @classmethod
@@ -87,7 +87,7 @@ class Result:
 
 def load(path: str | os.PathLike[str]) -> Result:
     """Read any saved result; raises ValueError on a file that is damaged or not one of ours."""
-    result, schema = _parse(archive.read(Path(path)), str(path))
+    result, schema = _parse(files.read(Path(path)), str(path))
     if schema < _SCHEMA:
         warnings.warn(
             f"{path} was written by an earlier version and carries no checksum: damage would not "
@@ -104,10 +104,10 @@ def parse(content: bytearray, where: str) -> Result:
 
 def _parse(content: bytearray, where: str) -> tuple[Result, int]:
     """The result and the schema of its file."""
-    metadata, tensors = archive.parse(content, where)
-    signed = archive.CHECKSUM in metadata
+    metadata, tensors = files.parse(content, where)
+    signed = files.CHECKSUM in metadata
     if signed:
-        metadata = archive.verified(metadata, tensors, where)
+        metadata = files.verified(metadata, tensors, where)
     if _HEADER not in metadata:
         raise ValueError(f"{where} is not a curvatlas result: no valid header.")
     result, schema = _read_header(metadata[_HEADER], tensors, where)
@@ -209,7 +209,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 def _class_of(kind: Any) -> type[Result]:
     """The registered class; our own modules are imported first when the name is not yet known."""
     if isinstance(kind, str) and kind not in _registry:
-        archive.import_result_modules()
+        files.import_result_modules()
     if not isinstance(kind, str) or kind not in _registry:
         raise ValueError(f"it holds a {kind!r}, which this version of curvatlas does not know")
     return _registry[kind]
@@ -226,7 +226,7 @@ def _check_fields(cls: type[Result], fields: dict[str, Any]) -> None:
     different = ", ".join(sorted((set(fields) - set(declared)) | absent))
     if different:
         raise ValueError(f"the fields of its {cls.kind} are not ours: {different}")
-    wrong = archive.wrongly_typed(cls, fields)
+    wrong = files.wrongly_typed(cls, fields)
     if wrong is not None:
         raise ValueError(f"field {wrong!r} of its {cls.kind} has the wrong type")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import curvatlas as ca
 from curvatlas.results import same
-from curvatlas.zoo.vit import ViT, ViTConfig
+from curvatlas.zoo.models import ViT, ViTConfig
 from oracles import hessian
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas import zoo
-from curvatlas.analysis.advice import is_post_norm, recommend
-from curvatlas.analysis.diagnostics import ConvergenceDiagnostics
-from curvatlas.analysis.diagnostics_conditioning import EffectiveConditioning, LayerSharpness
-from curvatlas.analysis.scaling_noise import GradientNoise
-from curvatlas.operators.hessian import Hessian
+from curvatlas.analysis.conditioning import EffectiveConditioning, LayerSharpness
+from curvatlas.analysis.diagnostics import ConvergenceDiagnostics, is_post_norm, recommend
+from curvatlas.analysis.scaling.cell import GradientNoise
+from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 
 SAMPLES = zoo.digits().train.to(torch.float64)

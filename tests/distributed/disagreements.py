@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
-from curvatlas.analysis.convergence_samples import count_samples, pieces, subset
-from curvatlas.analysis.role_traces import outer_role_traces
-from curvatlas.analysis.taylor_trajectory import Descent
-from curvatlas.operators.outer_diagonal import exact_outer_diagonal
-from curvatlas.operators.parts import CurvatureParts
-from curvatlas.problem import batch_stream
+from curvatlas.analysis.atlas.layerwise import outer_role_traces
+from curvatlas.analysis.landscape.samples import count_samples, pieces, subset
+from curvatlas.analysis.landscape.taylor import Descent
+from curvatlas.operators.curvature import CurvatureParts
+from curvatlas.operators.per_sample import exact_outer_diagonal
 from curvatlas.spectra import eigenpairs as eigenpairs_module
-from curvatlas.training.gradients import sampled_gradients
+from curvatlas.training.pruning import sampled_gradients
 from distributed.workers import join_group, model_and_data
 
 SAMPLES, INPUTS, OUTPUTS = 6, 3, 4
@@ -161,9 +160,9 @@ def of_streams(rank: int, case: Case) -> None:
     inputs, targets = data()
     case("one batch less", lambda: problem(
         [(inputs[i : i + 1], targets[i : i + 1]) for i in range(SAMPLES - rank)]))  # fmt: skip
-    held, batch_stream.HOLD_BYTES = batch_stream.HOLD_BYTES, 0
+    held, problem.HOLD_BYTES = problem.HOLD_BYTES, 0
     case("a stream shuffled later", lambda: problem(ShuffledLater(rank)).gradient())
-    batch_stream.HOLD_BYTES = held
+    problem.HOLD_BYTES = held
 
 
 def of_products(rank: int, case: Case) -> None:

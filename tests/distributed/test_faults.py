@@ -10,7 +10,7 @@ import torch
 
 import curvatlas as ca
 from curvatlas.parallel import Shards
-from curvatlas.spectra.checkpoint_shards import ShardedCheckpoint
+from curvatlas.spectra.checkpoint import ShardedCheckpoint
 from distributed import workers
 from distributed.test_data_parallel import start
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import curvatlas as ca
-from curvatlas.zoo.gpt import GPT, GPTConfig
+from curvatlas.zoo.models import GPT, GPTConfig
 
 
 def model_and_data() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
@@ -199,7 +199,7 @@ def sharded_states(rank: int, world: int, port: int, folder: str, mode: str) -> 
     import warnings
 
     from curvatlas.parallel import Shards
-    from curvatlas.spectra.checkpoint_shards import ShardedCheckpoint
+    from curvatlas.spectra.checkpoint import ShardedCheckpoint
 
     join_group(rank, world, port)
     mine = Shards.of(ROWS.shape[1])

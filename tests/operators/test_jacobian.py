@@ -133,7 +133,7 @@ def test_a_small_budget_builds_graphs_anew_and_gives_the_same() -> None:
 
 
 def test_batches_that_are_streamed_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("curvatlas.problem.batch_stream.HOLD_BYTES", 0)
+    monkeypatch.setattr("curvatlas.problem.problem.HOLD_BYTES", 0)
     problem = ca.Problem(_mlp(), "mse", _regression())
     assert not problem.held
     jacobian = ca.Jacobian(problem)

@@ -35,7 +35,7 @@ PROLOGUE = """
     import ctypes, gc, json, re, warnings
     import torch
     import curvatlas as ca
-    from curvatlas.zoo.gpt import GPT, GPTConfig
+    from curvatlas.zoo.models import GPT, GPTConfig
     torch.set_num_threads(1)
     PR_SET_THP_DISABLE = 41
     ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)

@@ -8,7 +8,7 @@ import torch
 import curvatlas as ca
 import families
 import oracles
-from curvatlas.operators.parts import PARTS, CurvatureParts, check_parts
+from curvatlas.operators.curvature import PARTS, CurvatureParts, check_parts
 
 NAMES = ["zoo gpt pre-norm", "zoo vit post-norm", "torch multihead", "hf gpt2"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 import oracles
 from curvatlas.errors import NonFiniteError, ProblemError
-from curvatlas.operators.parts import CurvatureParts
+from curvatlas.operators.curvature import CurvatureParts
 
 INPUTS = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.tensor([0, 1, 1, 0, 1, 0])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 import families
 import oracles
-from curvatlas.zoo.gpt import GPT, GPTConfig
+from curvatlas.zoo.models import GPT, GPTConfig
 
 KINDS = [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian, ca.Fisher]
 

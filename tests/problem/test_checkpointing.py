@@ -11,11 +11,11 @@ from torch import nn
 import curvatlas as ca
 import families
 import oracles
+from curvatlas.engines.autograd.linearisation import HessianLinearisation
 from curvatlas.errors import ProblemError
-from curvatlas.operators.linearisation import HessianLinearisation
-from curvatlas.operators.parts import CurvatureParts
+from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem.checkpointing import repeated_blocks
-from curvatlas.zoo.gpt import GPT, GPTConfig
+from curvatlas.zoo.models import GPT, GPTConfig
 
 OPERATORS: dict[str, Any] = {
     "H": ca.Hessian,

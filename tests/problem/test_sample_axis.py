@@ -14,13 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvatlas as ca
 import oracles
-from curvatlas.analysis.convergence_samples import sample_quantities, subset
-from curvatlas.analysis.scaling_noise import sample_gradients
+from curvatlas.analysis.landscape.samples import sample_quantities, subset
+from curvatlas.analysis.scaling.cell import sample_gradients
 from curvatlas.errors import ProblemError
-from curvatlas.operators.outer_diagonal import exact_outer_diagonal
+from curvatlas.operators.per_sample import exact_outer_diagonal
 from curvatlas.problem import Batch
-from curvatlas.problem.batch_stream import BatchStream
-from curvatlas.training.gradients import sampled_gradients
+from curvatlas.problem.problem import BatchStream
+from curvatlas.training.pruning import sampled_gradients
 
 KINDS: dict[str, Callable[..., Any]] = {
     "H": ca.Hessian,
@@ -444,10 +444,10 @@ def test_a_first_batch_of_one_sample_does_not_decide() -> None:
 def test_processes_share_samples_where_they_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, inputs, targets, *_ = LAYOUTS[name]
     problem = ca.Problem(make().double().eval(), "cross_entropy", [(inputs, targets)])
-    monkeypatch.setattr("curvatlas.problem.batch_stream.parallel.world_size", lambda: 3)
+    monkeypatch.setattr("curvatlas.problem.problem.parallel.world_size", lambda: 3)
     shares: list[Batch] = []
     for rank in range(3):
-        monkeypatch.setattr("curvatlas.problem.batch_stream.parallel.rank", lambda r=rank: r)
+        monkeypatch.setattr("curvatlas.problem.problem.parallel.rank", lambda r=rank: r)
         stream = BatchStream(
             problem.data, problem._objective, problem.device, True, problem.sample_axes
         )
@@ -461,10 +461,10 @@ def test_processes_share_samples_where_they_lie(name: str, monkeypatch: pytest.M
 def test_processes_take_whole_batches_whose_samples_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [(rand(4, 4, seed=i), classes(4, seed=i)) for i in range(3)]
     problem = ca.Problem(Centred().double(), "cross_entropy", batches)
-    monkeypatch.setattr("curvatlas.problem.batch_stream.parallel.world_size", lambda: 2)
+    monkeypatch.setattr("curvatlas.problem.problem.parallel.world_size", lambda: 2)
     indices = []
     for rank in range(2):
-        monkeypatch.setattr("curvatlas.problem.batch_stream.parallel.rank", lambda r=rank: r)
+        monkeypatch.setattr("curvatlas.problem.problem.parallel.rank", lambda r=rank: r)
         stream = BatchStream(
             problem.data, problem._objective, problem.device, True, problem.sample_axes
         )

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from curvatlas.report.charts import linear_scale, log_scale, symlog_scale, tick_label
 from curvatlas.report.markup import Markup, join, json_block, number, table, tag
-from curvatlas.report.scales import linear_scale, log_scale, symlog_scale, tick_label
 
 
 class _Collector(HTMLParser):

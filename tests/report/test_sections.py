@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from curvatlas import runs, zoo
-from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
-from curvatlas.analysis.taylor_result import (
+from curvatlas.analysis.landscape.taylor_result import (
     CriticalLearningRate,
     PredictedTrajectory,
     TrustRadius,
 )
+from curvatlas.analysis.propagation.analyzer import CurvaturePropagationAnalyzer
 from curvatlas.report import write_report
 from curvatlas.results import Result
 from report_samples import eigenpairs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator, Tags
+from curvatlas.linear_operator import LinearOperator, Tags
 
 
 class SpectrumOperator(LinearOperator):

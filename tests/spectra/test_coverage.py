@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.operators.base import LinearOperator
+from curvatlas.linear_operator import LinearOperator
 from spectra.spectrum_operators import SpectrumOperator
 
 TRIALS = 40

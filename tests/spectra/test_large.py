@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas import archive
+from curvatlas import files
 from curvatlas.results import same
 from curvatlas.spectra.krylov import KrylovBasis
 from spectra.spectrum_operators import SpectrumOperator, spectra
@@ -106,7 +106,7 @@ def test_our_writer_is_read_by_the_library(tmp_path: Path) -> None:
         "bytes": torch.arange(7, dtype=torch.uint8),
         "number": torch.tensor(3, dtype=torch.int64),
     }
-    archive.write(tmp_path / "file", tensors, {"a": "b"})
+    files.write(tmp_path / "file", tensors, {"a": "b"})
     read = load_file(tmp_path / "file")
     assert {k: v.dtype for k, v in read.items()} == {k: v.dtype for k, v in tensors.items()}
     assert all(torch.equal(read[k], v) for k, v in tensors.items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import curvatlas as ca
-from curvatlas.spectra.frobenius import FrobeniusSampler
+from curvatlas.spectra.norms import FrobeniusSampler
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
 
 

@@ -119,7 +119,7 @@ def test_active_dropout_is_refused_before_any_factor_is_taken() -> None:
 
 
 def test_many_outputs_are_left_to_the_estimate() -> None:
-    from curvatlas.zoo.gpt import GPT, GPTConfig
+    from curvatlas.zoo.models import GPT, GPTConfig
 
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(vocabulary=17, context=8, d_model=8, n_heads=2, n_layers=1, d_ff=16))

@@ -8,9 +8,9 @@ import torch
 
 import curvatlas as ca
 from curvatlas.spectra.checkpoint import generator
+from curvatlas.spectra.eigen_result import select
+from curvatlas.spectra.eigenpairs import refined, wanted_pairs
 from curvatlas.spectra.krylov import KrylovBasis
-from curvatlas.spectra.refined import refined, wanted_pairs
-from curvatlas.spectra.selection import select
 from spectra.spectrum_operators import SpectrumOperator
 
 

@@ -6,7 +6,7 @@ import torch
 
 import curvatlas as ca
 from curvatlas.spectra.quadrature import wasserstein
-from curvatlas.zoo.vit import ViT, ViTConfig
+from curvatlas.zoo.models import ViT, ViTConfig
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
 
 

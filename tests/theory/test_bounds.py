@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.blocks.attention import SelfAttentionHessian
-from curvatlas.blocks.block import TransformerBlockHessian
-from curvatlas.blocks.losses import PooledCrossEntropy, resolve_loss
-from curvatlas.blocks.structure import BlockSpec
+from curvatlas.closed_form.attention import SelfAttentionHessian
+from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.engines.tangent.losses import PooledCrossEntropy, resolve_loss
+from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.results import load
 from curvatlas.theory import reference
-from curvatlas.theory.curvature_bounds import head_hessian
-from curvatlas.theory.efficient import head_as_block
-from curvatlas.theory.kronecker import SingleHead
-from curvatlas.theory.norm_rows import has_norms, rows_by_backward, rows_by_products
-from curvatlas.theory.token_bound import entry_bounds
-from curvatlas.theory.token_entries import entry_columns
-from curvatlas.theory.trials import KINDS, draw_case
+from curvatlas.theory.checks.block import head_hessian
+from curvatlas.theory.reference import KINDS, SingleHead, draw_case, head_as_block
+from curvatlas.theory.token_bound import (
+    entry_bounds,
+    entry_columns,
+    has_norms,
+    rows_by_backward,
+    rows_by_products,
+)
 
 ROUNDING = 1 + 1e-9
 
@@ -198,7 +200,7 @@ def test_a_large_block_takes_lanczos_and_agrees_with_all_eigenvalues(
 ) -> None:
     case = draw_case(generator(21), "post-norm")
     dense = ca.theory.bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
-    monkeypatch.setattr("curvatlas.theory.exact_norm._DENSE_LIMIT", 3)
+    monkeypatch.setattr("curvatlas.theory.token_bound._DENSE_LIMIT", 3)
     lanczos = ca.theory.bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
     assert lanczos.exact == pytest.approx(dense.exact, rel=1e-7)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from curvatlas.blocks.losses import resolve_loss
+from curvatlas.engines.tangent.losses import resolve_loss
 from curvatlas.theory import reference
-from curvatlas.theory.spectral_bounds import data_free_matrix
-from curvatlas.theory.trials import KINDS, draw_case
+from curvatlas.theory.norm_bounds import data_free_matrix
+from curvatlas.theory.reference import KINDS, draw_case
 
 
 @pytest.mark.parametrize("seed", range(9))

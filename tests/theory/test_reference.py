@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import oracles
-from curvatlas.blocks.block import TransformerBlockHessian
+from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.theory import reference
-from curvatlas.theory.trials import KINDS, draw_case
+from curvatlas.theory.reference import KINDS, draw_case
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
 from curvatlas.theory import reference
+from curvatlas.theory.reference import KINDS, draw_case
 from curvatlas.theory.third_order import directional_derivatives
-from curvatlas.theory.trials import KINDS, draw_case
 
 
 def _stack(seed: int) -> tuple[list[tuple[BlockSpec, dict[str, Tensor]]], Tensor, Tensor]:

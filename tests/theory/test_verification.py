@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from curvatlas.theory import statements as registry
-from curvatlas.theory.statements import HOLDS, find
-from curvatlas.theory.verification import describe, run_verify
+from curvatlas.theory.statements import HOLDS, describe, find, run_verify
 
 QUICK = ("softmax-derivative", "theorem-7-segment", "growth-input-outer")
 

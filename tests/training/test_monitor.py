@@ -19,8 +19,7 @@ from curvatlas import results
 from curvatlas.errors import NonFiniteError
 from curvatlas.training import LinesTracker, TensorBoardTracker, Thresholds, WandbTracker
 from curvatlas.training import monitor as monitor_module
-from curvatlas.training.events import events_of
-from curvatlas.training.snapshot import Snapshot
+from curvatlas.training.snapshot import Snapshot, events_of
 
 
 def network() -> nn.Sequential:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas import zoo
-from curvatlas.training.optimizer_control import TENTH, Control
-from curvatlas.training.optimizer_directions import orthogonalised
+from curvatlas.training.directions import orthogonalised
+from curvatlas.training.optimizer import TENTH, Control
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -12,9 +12,13 @@ import curvatlas as ca
 import families
 import oracles
 from curvatlas import zoo
-from curvatlas.training.gradients import sampled_gradients
-from curvatlas.training.quantization import round_to
-from curvatlas.training.surgeon import inverse_blocks, remove_all, remove_first
+from curvatlas.training.pruning import (
+    inverse_blocks,
+    remove_all,
+    remove_first,
+    round_to,
+    sampled_gradients,
+)
 
 
 def quadratic(blocks: int = 3, size: int = 6) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from curvatlas import zoo
-from curvatlas.zoo.formats import read_idx
+from curvatlas.zoo.datasets import read_idx
 
 
 def test_embedded_digits_are_those_of_scikit_learn():

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvatlas.analysis.layerwise import activation_curvature
-from curvatlas.analysis.propagation_result import Measure
-from curvatlas.operators.base import LinearOperator
-from curvatlas.operators.hessian import Hessian
+from curvatlas.analysis.atlas.layerwise import activation_curvature
+from curvatlas.analysis.propagation.result import Measure
+from curvatlas.linear_operator import LinearOperator
+from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.problem.fingerprint import content
 from curvatlas.progress import track
@@ -23,7 +23,7 @@ from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
-from curvatlas.spectra.participation import participation
+from curvatlas.spectra.summary import participation
 from curvatlas.spectra.trace import trace
 
 Loss = str | Callable[[Any, Any], Tensor]

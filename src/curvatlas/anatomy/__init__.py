@@ -1,7 +1,6 @@
 """Who is who: every parameter slice of a model with its layer, sublayer and role."""
 
 from curvatlas.anatomy.reading import anatomy_of
-from curvatlas.anatomy.selection import Anatomy
-from curvatlas.anatomy.slices import Selection, Slice
+from curvatlas.anatomy.slices import Anatomy, Selection, Slice
 
 __all__ = ["Anatomy", "Selection", "Slice", "anatomy_of"]

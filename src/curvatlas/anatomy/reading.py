@@ -12,11 +12,77 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from curvatlas.anatomy import fused, trials
-from curvatlas.anatomy.depth import find_blocks
+from curvatlas.anatomy import trials
 from curvatlas.anatomy.names import Reading, own_role, read
-from curvatlas.anatomy.selection import Anatomy
-from curvatlas.anatomy.slices import Slice
+from curvatlas.anatomy.slices import Anatomy, Slice
+
+# -------------------------------------------------------------------------------------------------
+# Which block each parameter belongs to.
+# -------------------------------------------------------------------------------------------------
+
+
+_INDEXED = re.compile(r"(?:\w*_)?(?:block|layer|stage)_?\d+")  # attributes like block1, layer_2
+_MIXING = {"attention", "mixer"}  # sublayers where tokens meet
+_PARTS = {*_MIXING, "ffn"}
+
+
+def find_blocks(readings: dict[str, Reading | None]) -> dict[str, str]:
+    """Parameter name → path of its block, for those that have one.
+
+    The block is the innermost numbered module that holds an attention (or another mixer of tokens)
+    and a feed-forward part (T5 numbers sublayers inside blocks, Swin numbers stages around them),
+    or the outermost numbered module where none holds both. Attention and feed-forward parts outside
+    all numbered modules (a bare encoder layer) make one block: the smallest module around them.
+    """
+    kinds = {name: reading.sublayer if reading else "other" for name, reading in readings.items()}
+    holds: dict[str, set[str]] = {}
+    numbered = {name: _numbered(name) for name in kinds}
+    for name, kind in kinds.items():
+        if kind in _PARTS and name.endswith((".weight", ".bias")):
+            # The first linear map of a list (to_out.0, mlp.0) is a part of a block, not a block.
+            numbered[name] = [p for p in numbered[name] if p != name.rpartition(".")[0]]
+        for path in numbered[name]:
+            holds.setdefault(path, set()).add(kind)
+    complete = {path for path, parts in holds.items() if "ffn" in parts and parts & _MIXING}
+    stages = {path for path in complete if any(p.startswith(f"{path}.") for p in complete)}
+    blocks: dict[str, str] = {}
+    for name, kind in kinds.items():
+        paths = [path for path in numbered[name] if path not in stages]
+        whole = [path for path in paths if path in complete]
+        if whole:
+            blocks[name] = whole[0]
+        elif paths and (kind not in ("embedding", "head") or holds[paths[0]] & _MIXING):
+            blocks[name] = paths[0]
+    loose = [n for n, kind in kinds.items() if kind in _PARTS and n not in blocks]
+    if loose:
+        path = _shared_path(loose)
+        inside = f"{path}." if path else ""
+        for name, kind in kinds.items():
+            if name.startswith(inside) and name not in blocks and kind not in ("embedding", "head"):
+                blocks[name] = path
+    return blocks
+
+
+def _numbered(name: str) -> list[str]:
+    """Paths of the numbered modules around a parameter, outermost first."""
+    parts = name.split(".")[:-1]
+    return [
+        ".".join(parts[: i + 1])
+        for i, part in enumerate(parts)
+        if part.isdigit() or _INDEXED.fullmatch(part.lower())
+    ]
+
+
+def _shared_path(names: list[str]) -> str:
+    """Path of the smallest module that holds all the parameters."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
 
 _FUSED = ("query_key_value", "key_value", "gate_up")
 _UNITS = 3  # modules around a projection that may be what computes with it
@@ -163,7 +229,7 @@ class _Tree:
             return [whole]
         axis = len(whole.shape) - 1 if whole.transposed else verdict.axis or 0
         out = whole.shape[axis]
-        parts = fused.parts_of(verdict.roles)
+        parts = trials.parts_of(verdict.roles)
         inner = math.prod(whole.shape[axis + 1 :])  # entries of one output feature in a run
         outer = math.prod(whole.shape[:axis])
         # Runs within runs are one regular row of runs only if they go on at the same pace.
@@ -259,7 +325,7 @@ class _Tree:
             width = parameter.shape[0]
         elif isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             width = parameter.shape[1]
-        heads = fused.heads_of(self._chain(weight))
+        heads = trials.heads_of(self._chain(weight))
         completed = 0
         with trials.undisturbed(self.model):
             for path in list(trials.outwards(unit))[:_UNITS]:
@@ -298,7 +364,7 @@ class _Tree:
         owner = self.modules[path]
         if not isinstance(owner, nn.MultiheadAttention) and attribute not in ("weight", "bias"):
             return None
-        heads = fused.heads_of(self._chain(name))
+        heads = trials.heads_of(self._chain(name))
         width = None  # of the query, or of what the output takes
         if isinstance(owner, nn.MultiheadAttention):
             width = owner.embed_dim

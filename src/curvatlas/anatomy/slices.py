@@ -7,9 +7,13 @@ integers describe a piece of any size; positions are written out only when asked
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import SupportsIndex, overload
 
 import torch
@@ -147,3 +151,171 @@ class Selection(tuple[Slice, ...]):
 
     def __repr__(self) -> str:
         return f"Selection({', '.join(self.names)})"
+
+
+# -------------------------------------------------------------------------------------------------
+# The anatomy of a model: all slices, and how to ask for some of them.
+# -------------------------------------------------------------------------------------------------
+
+
+Selector = str | Slice | Iterable["Selector"]
+
+
+class Anatomy:
+    """Who is who in the flat vector: slices that cover every entry exactly once."""
+
+    def __init__(self, slices: Iterable[Slice], *, notes: Iterable[str] = ()) -> None:
+        self.slices: tuple[Slice, ...] = tuple(slices)
+        self.notes = tuple(notes)  # fused projections that stay in one piece, and why
+        self.size = sum(piece.size for piece in self.slices)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The former name of ``notes``; nothing is assumed any more."""
+        warnings.warn("Anatomy.assumptions is now .notes.", DeprecationWarning, stacklevel=2)
+        return self.notes
+
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self.slices)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def __getitem__(self, selector: Selector) -> Selection:
+        return self.select(selector)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(piece.name for piece in self.slices)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Distinct roles, in order of first appearance."""
+        return tuple(dict.fromkeys(piece.role for piece in self.slices))
+
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(piece.sublayer for piece in self.slices))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({piece.layer for piece in self.slices if piece.layer is not None}))
+
+    def sizes(self) -> dict[str, int]:
+        """Entries of each role."""
+        totals = dict.fromkeys(self.roles, 0)
+        for piece in self.slices:
+            totals[piece.role] += piece.size
+        return totals
+
+    def select(
+        self,
+        *selectors: Selector,
+        role: str | Collection[str] | None = None,
+        layer: int | Collection[int] | None = None,
+        sublayer: str | Collection[str] | None = None,
+    ) -> Selection:
+        """Slices that match any of ``selectors`` (none: all) and all of the keywords.
+
+        A selector is a slice, a list of selectors, or a string, read as the first that fits of: a
+        slice's name ("blocks.0.query"), a parameter's name, the beginning of either up to a dot
+        ("blocks.0", "blocks.0.norm1", a module's path), a glob of either ("blocks.*.value").
+        ``role`` and ``sublayer`` take globs too.
+        """
+        chosen = list(self.slices)
+        if selectors:
+            found = [piece for selector in selectors for piece in self._resolve(selector)]
+            chosen = list(dict.fromkeys(found))
+        for attribute, wanted in (("role", role), ("sublayer", sublayer)):
+            if wanted is not None:
+                patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+                known = {str(getattr(piece, attribute)) for piece in self.slices}
+                for pattern in patterns:
+                    if not any(fnmatchcase(value, pattern) for value in known):
+                        raise KeyError(_unknown(f"{attribute}={pattern!r}", pattern, known))
+                chosen = [
+                    piece for piece in chosen
+                    if any(fnmatchcase(getattr(piece, attribute), p) for p in patterns)
+                ]  # fmt: skip
+        if layer is not None:
+            layers = {layer} if isinstance(layer, int) else set(layer)
+            if not layers <= set(self.layers):
+                asked = sorted(layers - set(self.layers))
+                raise KeyError(f"there is no layer {asked}: layers are {list(self.layers)}.")
+            chosen = [piece for piece in chosen if piece.layer in layers]
+        if not chosen:
+            raise KeyError(f"no slice has all of role={role!r}, layer={layer!r}, {sublayer=}.")
+        return Selection(chosen)
+
+    def heads(self, piece: Slice | str) -> Selection:
+        """One slice a head, of a query, key, value or output (bias or weight)."""
+        if isinstance(piece, str):
+            found = self.select(piece)
+            if len(found) != 1:
+                raise ValueError(f"{piece!r} is {len(found)} slices, heads are cut from one.")
+            piece = found[0]
+        kind = piece.role.removeprefix("cross_")
+        # Heads divide the features that come out of query, key, value, and that go into output.
+        along_rows = len(piece.shape) == 1 or (kind == "output") == piece.transposed
+        cut = piece.rows if along_rows else piece.columns
+        width = piece.shape[0] if along_rows else piece.shape[1]
+        step = piece.head_size
+        if step is None or kind not in _HEADED or width % step:
+            raise ValueError(
+                f"{piece.name} does not divide into heads: only query, key, value and output of an "
+                "attention whose head size is known do."
+            )
+        return Selection(
+            cut(h * step, (h + 1) * step, name=f"{piece.name}.head{h}")
+            for h in range(width // step)
+        )
+
+    def _resolve(self, selector: Selector) -> list[Slice]:
+        if isinstance(selector, Slice):
+            return [selector]
+        if not isinstance(selector, str):
+            return [piece for item in selector for piece in self._resolve(item)]
+        layer = re.fullmatch(r"blocks\.(\d+)", selector)
+        tests: tuple[Callable[[Slice], bool], ...] = (
+            lambda piece: piece.name == selector,
+            lambda piece: piece.parameter == selector or selector in piece.tied,
+            lambda piece: layer is not None and piece.layer == int(layer[1]),
+            lambda piece: piece.name.startswith(selector + "."),
+            lambda piece: piece.parameter.startswith(selector + "."),
+            lambda piece: fnmatchcase(piece.name, selector),
+            lambda piece: fnmatchcase(piece.parameter, selector),
+        )
+        for test in tests:
+            found = [piece for piece in self.slices if test(piece)]
+            if found:
+                return found
+        known = {*self.names, *(piece.parameter for piece in self.slices)}
+        raise KeyError(_unknown(f"slice {selector!r}", selector, known))
+
+    def __str__(self) -> str:
+        rows = [("name", "sublayer", "shape", "entries", "parameter")]
+        for piece in self.slices:
+            shape = " × ".join(map(str, piece.shape))
+            tied = f" = {', '.join(piece.tied)}" if piece.tied else ""
+            rows.append(
+                (piece.name, piece.sublayer, shape, f"{piece.size:,}", piece.parameter + tied)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        lines = [
+            f"{n:<{widths[0]}}  {s:<{widths[1]}}  {h:>{widths[2]}}  {e:>{widths[3]}}  {p}"
+            for n, s, h, e, p in rows
+        ]
+        lines.append(f"{len(self.slices)} slices, {self.size:,} entries")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def __repr__(self) -> str:
+        return f"Anatomy({len(self.slices)} slices, {len(self.layers)} layers, {self.size} entries)"
+
+
+_HEADED = {"query", "key", "value", "output", "query_bias", "key_bias", "value_bias"}
+
+
+def _unknown(what: str, text: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(text, sorted(known), n=5, cutoff=0.4)
+    hint = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(sorted(known)[:8])}"
+    return f"there is no {what}; {hint}."

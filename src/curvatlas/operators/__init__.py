@@ -1,8 +1,8 @@
 """Matrix-free operators: H, H_o, H_f and the Fisher, whole or role by role."""
 
-from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
+from curvatlas.linear_operator import LinearOperator, MatrixOperator, Tags
+from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
 from curvatlas.operators.fisher import Fisher
-from curvatlas.operators.hessian import FunctionalHessian, GaussNewton, Hessian
 
 __all__ = [
     "Fisher",

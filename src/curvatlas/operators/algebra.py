@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator, Tags, Transpose
+from curvatlas.linear_operator import LinearOperator, Tags, Transpose
 
 if TYPE_CHECKING:
     from curvatlas.problem import Problem

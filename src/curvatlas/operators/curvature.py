@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,19 +12,27 @@ from torch import Tensor
 
 from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
+from curvatlas.engines.autograd.linearisation import (
+    PLANNED,
+    Columns,
+    FunctionalLinearisation,
+    HessianLinearisation,
+    KeptLinearisations,
+    Linearisation,
+    OuterLinearisation,
+)
 from curvatlas.errors import NonFiniteError
-from curvatlas.operators.base import LinearOperator, Tags
-from curvatlas.operators.compiled import Compile, CompiledLinearisation
-from curvatlas.operators.kept import PLANNED, KeptLinearisations
-from curvatlas.operators.linearisation import Columns, Linearisation
+from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.probes import (
     probe_by_differences,
     probe_loss_by_differences,
     probe_symmetry,
 )
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.guards import listed
-from curvatlas.problem.head import logit_room
+from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
+from curvatlas.problem.evaluation import listed
+from curvatlas.problem.large_heads import logit_room
 
 Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, an index, or slice(None)
 
@@ -245,7 +253,7 @@ class CurvatureOperator(LinearOperator):
 
         Indices are positions in the flat vector: ``op[[0, 2], 5:9]`` is 2 × 4.
         """
-        from curvatlas.operators.views import BlockView, pieces_of
+        from curvatlas.linear_operator import BlockView, pieces_of
 
         rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
         return BlockView(self, pieces_of(self.problem, rows), pieces_of(self.problem, columns))
@@ -315,3 +323,138 @@ def _add_pieces(
         else:
             into.add_(result.reshape(-1, size), alpha=share)
         start += size
+
+
+# -------------------------------------------------------------------------------------------------
+# The Hessian H, its Gauss-Newton part H_o and the functional rest H_f = H − H_o.
+# -------------------------------------------------------------------------------------------------
+
+
+class Hessian(CurvatureOperator):
+    """H = ∂²L/∂θ², by double backward on kept gradient graphs (2.1 gradients a product)."""
+
+    linearisation = HessianLinearisation
+    outer = "part"
+
+
+class FunctionalHessian(CurvatureOperator):
+    """H_f = Σ_z (∂ℓ/∂Z_z) ∂²Z_z/∂θ²: the network's own curvature, weighted by the loss slope."""
+
+    linearisation = FunctionalLinearisation
+
+
+class GaussNewton(CurvatureOperator):
+    """H_o = Jᵀ (∂²ℓ/∂Z²) J, exact for any loss; positive semidefinite where the loss is convex."""
+
+    linearisation = OuterLinearisation
+    outer = "whole"
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        budget: int | str | None = None,
+        checks: bool = True,
+        compile: Compile = False,
+        expected_products: int | None = None,
+    ) -> None:
+        if problem.loss.linear:
+            warnings.warn(
+                f"{problem.loss.name} is linear in the outputs, so that H_o is zero: give the "
+                "model's logits to a cross-entropy for the usual Gauss-Newton matrix.",
+                stacklevel=2,
+            )
+        tags = Tags(symmetric=True, psd=problem.loss.convex)
+        super().__init__(
+            problem, budget=budget, checks=checks, compile=compile,
+            expected_products=expected_products, tags=tags,
+        )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------
+# H, H_o and H_f from one product: 8 units instead of the 16 of three separate operators.
+#
+# The graph of u ↦ Jᵀu, kept at u = δ = ∂ℓ/∂Z, is differentiated once with respect to the
+# parameters
+# and u together: the first gives H_f v, the second J v. One more pass back gives H_o v = Jᵀ Λ J v,
+# and H v is the sum.
+# -------------------------------------------------------------------------------------------------
+
+
+PARTS = ("total", "outer", "functional")
+
+
+class AllPartsLinearisation(Linearisation):
+    """Keeps the graphs of g(θ, u) = J(θ)ᵀu at u = δ and of the outputs."""
+
+    def _build(self) -> None:
+        outputs, rebuild = differentiable_leaves(self.outputs)
+        self._require_path(any(z.requires_grad for z in outputs))
+        slopes = self._fixed_slopes(outputs, rebuild)
+        self._z = outputs
+        # Where the slopes themselves depend on parameters (a chunked head), they stay in the graph.
+        self._u = [s if s.requires_grad else s.detach().requires_grad_(True) for s in slopes]
+        self._transposed = self._gradients(outputs, self._u)
+        self._lambda = output_curvature(self._problem.loss, outputs, rebuild, self.batch.targets)
+
+    def _roots(self) -> list[Tensor | None]:
+        return [*self._transposed.values(), *self._z]
+
+    def parts(
+        self, columns: Columns, rows: Sequence[str]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """(H_o columns, H_f columns) restricted to ``rows``: (K, *shape) each, None for zero."""
+        used = [n for n in columns if self._transposed[n] is not None]
+        roots = [t for n in used if (t := self._transposed[n]) is not None]
+        leaves = [self.leaves[n] for n in rows]
+        both = self._pull(roots, [*leaves, *self._u], [columns[n] for n in used])
+        functional, moved = both[: len(leaves)], both[len(leaves) :]
+        count = next(iter(columns.values())).shape[0]
+        tangents = [
+            z.new_zeros(count, *z.shape) if t is None else t
+            for t, z in zip(moved, self._z, strict=True)
+        ]
+        outer = self._pull(self._z, leaves, self._lambda(tangents))
+        return outer, functional
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        outer, functional = self.parts(columns, rows)
+        return [
+            b if a is None else a if b is None else a + b
+            for a, b in zip(outer, functional, strict=True)
+        ]
+
+
+class CurvatureParts(CurvatureOperator):
+    """The Hessian as an operator whose ``parts`` gives H, H_o and H_f of the same columns."""
+
+    linearisation = AllPartsLinearisation
+    outer = "part"
+
+    def parts(self, columns: Columns, rows: Sequence[str]) -> dict[str, Tensor]:
+        """Part → (K, Σ sizes of rows), of columns given as parameter name → (K, *shape)."""
+        self.products += next(iter(columns.values())).shape[0]
+        outer, functional = self._batch_sums(
+            columns, rows, lambda linear, some: linear.parts(some, rows), parts=2
+        )
+        return {"total": outer + functional, "outer": outer, "functional": functional}
+
+    def flat_parts(self, columns: Tensor) -> dict[str, Tensor]:
+        """Part → (P, K), of flat columns (P, K)."""
+        layout = self.problem.layout
+        given = dict(zip(layout.names, layout.split(columns), strict=True))
+        return {part: rows.T for part, rows in self.parts(given, layout.names).items()}
+
+
+def check_parts(chosen: Sequence[str] | str) -> tuple[str, ...]:
+    """The parts asked for, in the usual order."""
+    wanted = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    unknown = [part for part in wanted if part not in PARTS]
+    if unknown or not wanted:
+        raise ValueError(f"parts are {', '.join(map(repr, PARTS))}, got {wanted!r}.")
+    return tuple(part for part in PARTS if part in wanted)
+
+
+def combined(parts: Mapping[str, Tensor]) -> Tensor:
+    """The parts stacked in the order of ``PARTS``."""
+    return torch.stack([parts[part] for part in PARTS])

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.engines.autograd.linearisation import Columns, OuterLinearisation
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
-from curvatlas.operators.base import LinearOperator
-from curvatlas.operators.linearisation import Columns, OuterLinearisation
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.cross_entropy import differentiable_leaves
 from curvatlas.problem.losses import Rebuild
 from curvatlas.problem.objective import OwnLoss
-from curvatlas.problem.output_curvature import differentiable_leaves
 
 _ADJOINT = {torch.float64: 1e-8, torch.float32: 1e-3}  # uᵀ(Jv) against (Jᵀu)ᵀv, relative
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvatlas.engines.autograd.linearisation import HessianLinearisation, Linearisation, graph_size
 from curvatlas.errors import DifferentiationError
-from curvatlas.operators.graph import graph_size
-from curvatlas.operators.linearisation import HessianLinearisation, Linearisation
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.chunked import HiddenLogits
-from curvatlas.problem.guards import listed
-from curvatlas.problem.output_curvature import differentiable_leaves
+from curvatlas.problem.cross_entropy import differentiable_leaves
+from curvatlas.problem.evaluation import listed
+from curvatlas.problem.large_heads import HiddenLogits
 
 _SYMMETRY = {torch.float64: 1e-5, torch.float32: 5e-3}
 # Differences of gradients in float32 carry some 1e-2 of noise; what they must catch is a term that

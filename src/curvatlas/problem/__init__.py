@@ -1,12 +1,11 @@
 """Problem: what is differentiated (model, loss, data, weights per valid target, guards)."""
 
 from curvatlas.problem.batches import Batch
-from curvatlas.problem.core import Problem
 from curvatlas.problem.cross_entropy import CrossEntropy
-from curvatlas.problem.layout import Layout
 from curvatlas.problem.losses import Loss
-from curvatlas.problem.mean_squared_error import BinaryCrossEntropy, MeanSquaredError
-from curvatlas.problem.named_losses import CallableLoss
+from curvatlas.problem.named_losses import BinaryCrossEntropy, CallableLoss, MeanSquaredError
+from curvatlas.problem.parameters import Layout
+from curvatlas.problem.problem import Problem
 
 __all__ = [
     "Batch",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from curvatlas.archive import raw_bytes
 from curvatlas.errors import NonFiniteError, ProblemError
+from curvatlas.files import raw_bytes
 
 if TYPE_CHECKING:
     from curvatlas.problem.sample_axis import SampleAxes, SampleLayout

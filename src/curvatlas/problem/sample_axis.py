@@ -34,7 +34,7 @@ from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
 
 if TYPE_CHECKING:
-    from curvatlas.problem.core import Problem
+    from curvatlas.problem.problem import Problem
 
 Axes = tuple[int | None, ...]
 

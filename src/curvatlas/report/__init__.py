@@ -1,6 +1,6 @@
 """The report: one self-contained HTML page from any run folder, and figures for papers."""
 
-from curvatlas.report.figures import (
+from curvatlas.figures import (
     plot_scaling_law_predictions,
     visualize_curvature_flow,
     visualize_hessian_spectrum,

@@ -2,13 +2,70 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 
-from curvatlas.report import colours
-from curvatlas.report.charts import figure
+from curvatlas.report.charts import Scale, figure, linear_scale, log_scale
 from curvatlas.report.markup import Markup, json_block, number, table, tag
-from curvatlas.report.scales import Scale, linear_scale, log_scale
+
+# -------------------------------------------------------------------------------------------------
+# Colours that survive colour blindness, dark screens and grey printers, and small pictures.
+# -------------------------------------------------------------------------------------------------
+
+
+# Samples of viridis and of a blue-white-orange scale, evenly spaced; in between linear.
+_SEQUENTIAL = ("440154", "472d7b", "3b528b", "2c728e", "21918c", "28ae80", "5ec962", "addc30",
+               "fde725")  # fmt: skip
+_DIVERGING = ("053061", "2166ac", "4393c3", "92c5de", "f7f7f7", "f4a582", "d6604d", "b2182b",
+              "67001f")  # fmt: skip
+_MISSING = (150, 150, 150)
+
+RGB = tuple[int, int, int]
+
+
+def sequential(place: float) -> RGB:
+    """0 → dark violet, 1 → yellow."""
+    return _between(_SEQUENTIAL, place)
+
+
+def diverging(place: float) -> RGB:
+    """0 → blue, ½ → white, 1 → red."""
+    return _between(_DIVERGING, place)
+
+
+def missing() -> RGB:
+    """Grey, for what was not computed."""
+    return _MISSING
+
+
+def png(pixels: list[list[RGB]]) -> Markup:
+    """A picture of one pixel a cell as a data address (PNG, 8-bit RGB)."""
+    height, width = len(pixels), len(pixels[0]) if pixels else 0
+    raw = b"".join(b"\x00" + bytes(channel for p in row for channel in p) for row in pixels)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    content += chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+    return Markup("data:image/png;base64," + base64.b64encode(content).decode())
+
+
+def _between(samples: tuple[str, ...], place: float) -> RGB:
+    if not math.isfinite(place):
+        return _MISSING
+    position = min(max(place, 0.0), 1.0) * (len(samples) - 1)
+    index = min(int(position), len(samples) - 2)
+    share = position - index
+    one, two = bytes.fromhex(samples[index]), bytes.fromhex(samples[index + 1])
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(one, two, strict=True))
+    return red, green, blue
+
 
 _CELL_LIMITS = (14, 34)  # smallest and largest side of a cell, in the figure's units
 _WIDEST = 620
@@ -43,7 +100,7 @@ def heatmap(
     bottom = 18 + 0.78 * _LABEL_WIDTH * max((len(name) for name in columns), default=0)
     pixels = [[_colour(value, scale, signed) for value in row] for row in values]
     image = tag(
-        "image", href=colours.png(pixels), width=f"{width:.2f}", height=f"{height:.2f}",
+        "image", href=png(pixels), width=f"{width:.2f}", height=f"{height:.2f}",
         preserveAspectRatio="none", class_="cells",
     )  # fmt: skip
     total_width = left + width + _GAP + _BAR_WIDTH + 64
@@ -114,12 +171,12 @@ def _colour_scale(values: Matrix, signed: bool, limits: tuple[float, float] | No
     return Scale(kind="log", low=low, high=high)
 
 
-def _colour(value: float | None, scale: Scale, signed: bool) -> colours.RGB:
+def _colour(value: float | None, scale: Scale, signed: bool) -> RGB:
     if value is None or not math.isfinite(value):
-        return colours.missing()
+        return missing()
     if signed:
-        return colours.diverging(scale.place(value))
-    return colours.sequential(scale.place(value) if value > 0 or scale.kind == "linear" else 0.0)
+        return diverging(scale.place(value))
+    return sequential(scale.place(value) if value > 0 or scale.kind == "linear" else 0.0)
 
 
 def _names(which: str, names: Sequence[str], side: float, height: float) -> Markup:
@@ -141,9 +198,9 @@ def _names(which: str, names: Sequence[str], side: float, height: float) -> Mark
 
 def _colour_bar(scale: Scale, signed: bool, left: float, height: float) -> Markup:
     height = max(height, 90)
-    ramp = colours.diverging if signed else colours.sequential
+    ramp = diverging if signed else sequential
     pixels = [[ramp(1 - row / 63)] for row in range(64)]
-    bar = tag("image", href=colours.png(pixels), width=_BAR_WIDTH, height=f"{height:.1f}",
+    bar = tag("image", href=png(pixels), width=_BAR_WIDTH, height=f"{height:.1f}",
               preserveAspectRatio="none")  # fmt: skip
     ticks = [
         tag("text", label, x=_BAR_WIDTH + 5, y=f"{height * (1 - scale.place(v)):.1f}", dy="0.32em")

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from curvatlas.figures import visualize_hessian_spectrum, visualize_overview
+from curvatlas.figures.drawing import tidy_log_axes
 from curvatlas.report.contents import PARTS, Contents, contents_of, stage_words, subject_name
-from curvatlas.report.figures import visualize_hessian_spectrum, visualize_overview
 from curvatlas.runs.loading import LoadedRun
-from curvatlas.ticks import tidy_log_axes
 
 # results that draw themselves → the first word of the file's name
 _OWN_PLOTS = {

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from curvatlas import archive
+from curvatlas import files
 from curvatlas.files import PARTIAL_SUFFIX, previous, write_json
 from curvatlas.results import Result, brief
 from curvatlas.runs import loading
 from curvatlas.runs import manifest as manifests
-from curvatlas.runs.locking import FolderLock, is_locked
-from curvatlas.runs.manifest import Manifest
+from curvatlas.runs.manifest import FolderLock, Manifest, is_locked
 
 CHECKPOINTS = "checkpoints"
 _ROUNDS = 10  # of repair: one can bring to light what the next one mends
@@ -279,7 +278,7 @@ def _replaces(source: Path, target: Path) -> Callable[[], None]:
 def _damage(file: Path, digest: str) -> str | None:
     """What is wrong with a file whose SHA-256 is known."""
     try:
-        content = archive.read(file, follow_links=False)
+        content = files.read(file, follow_links=False)
     except FileNotFoundError:
         return "it is missing"
     except ValueError as error:
@@ -289,9 +288,9 @@ def _damage(file: Path, digest: str) -> str | None:
 
 def _checkpoint_damage(file: Path) -> str | None:
     try:
-        content = archive.read(file, follow_links=False)
-        metadata, tensors = archive.parse(content, "it")
-        archive.verified(metadata, tensors, "it")
+        content = files.read(file, follow_links=False)
+        metadata, tensors = files.parse(content, "it")
+        files.verified(metadata, tensors, "it")
     except (ValueError, FileNotFoundError) as error:
         return _reason(error, file)
     return None

@@ -19,13 +19,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 import curvatlas
-from curvatlas import archive
+from curvatlas import files
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
 from curvatlas.results import Result, brief
 from curvatlas.runs import checking, loading
 from curvatlas.runs import manifest as manifests
-from curvatlas.runs.locking import LOCK_NAME, FolderLock
-from curvatlas.runs.manifest import Manifest, StepEntry
+from curvatlas.runs.manifest import LOCK_NAME, FolderLock, Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
 
@@ -186,7 +185,7 @@ class Run:
         stem = self.path / loading.RESULTS / name
         try:
             written = result.save(f"{stem}.safetensors")
-            digest = hashlib.sha256(archive.read(written)).hexdigest()
+            digest = hashlib.sha256(files.read(written)).hexdigest()
             text = write_json(Path(f"{stem}.json"), brief(result, largest=checking.LARGEST_IN_JSON))
             entry = StepEntry(
                 kind=result.kind,

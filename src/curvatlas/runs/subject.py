@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from curvatlas.results import Result
 
@@ -82,3 +87,68 @@ def subject_of(problem: Any, *, name: str, data: str, state: str = "") -> Subjec
             for (layer, sublayer, role), size in sizes.items()
         ),
     )
+
+
+# -------------------------------------------------------------------------------------------------
+# Trained weights as a result, so that a resumed run need not train again.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeights(Result):
+    """A model's parameters and buffers after training, and how training went."""
+
+    tensors: dict[str, Tensor]
+    history: Result
+
+    def load_into(self, model: nn.Module) -> None:
+        """Give ``model`` these weights; names and shapes must fit."""
+        model.load_state_dict(self.tensors)
+
+    def __str__(self) -> str:
+        return str(self.history)
+
+
+def weights_of(model: nn.Module, history: Result) -> TrainedWeights:
+    """A copy of the model's present weights."""
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    return TrainedWeights(tensors=tensors, history=history)
+
+
+# -------------------------------------------------------------------------------------------------
+# Fingerprints: whether two runs saw the same weights and the same data.
+# -------------------------------------------------------------------------------------------------
+
+
+def of_model(model: nn.Module) -> str:
+    """SHA-256 of the class, and of name, shape, dtype and bytes of each parameter and buffer."""
+    digest = hashlib.sha256(type(model).__qualname__.encode())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        digest.update(name.encode())
+        _add(digest, tensor)
+    return digest.hexdigest()
+
+
+def of_data(batches: Iterable[Any]) -> str:
+    """SHA-256 of every tensor and plain value of every batch, in order."""
+    digest = hashlib.sha256()
+    for batch in [batches] if isinstance(batches, (Tensor, Mapping)) else batches:
+        _add(digest, batch)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            digest.update(f"key {key}".encode())
+            _add(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"list {len(value)}".encode())
+        for item in value:
+            _add(digest, item)
+    else:
+        digest.update(f"{type(value).__name__} {value!r}".encode())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 import warnings
 import zlib
@@ -25,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from curvatlas import archive, parallel
+from curvatlas import files, parallel
 from curvatlas.files import parse_json, previous, remove_partial
-from curvatlas.operators.base import LinearOperator
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.problem.fingerprint import content
 
 _SCHEMA = 2
@@ -108,8 +110,8 @@ class Checkpoint:
             return None
         again = "delete it, or name another file, to start afresh."
         try:
-            metadata, tensors = archive.parse(archive.read(self.path), "it")
-            texts = archive.verified(metadata, tensors, "it")
+            metadata, tensors = files.parse(files.read(self.path), "it")
+            texts = files.verified(metadata, tensors, "it")
             header = parse_json(texts["curvatlas_checkpoint"], "its header", allow_nan=True)
             schema, mark, numbers = header["schema"], header["fingerprint"], header["numbers"]
             if not isinstance(mark, dict) or not isinstance(numbers, dict):
@@ -206,7 +208,7 @@ class Checkpoint:
 def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write the file, keeping the one before it where the disk has room for both."""
     try:
-        archive.write(path, tensors, metadata, keep_previous=True)
+        files.write(path, tensors, metadata, keep_previous=True)
     except OSError as error:
         older = previous(path)
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
@@ -214,12 +216,12 @@ def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, s
         if cause.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
             raise
         older.unlink()  # room for the new state matters more than the way back behind the last
-        archive.write(path, tensors, metadata, keep_previous=True)
+        files.write(path, tensors, metadata, keep_previous=True)
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
     """CRC-32 of the tensor's bytes, going on from that of the bytes before them."""
-    return zlib.crc32(archive.raw_bytes(tensor), start)
+    return zlib.crc32(files.raw_bytes(tensor), start)
 
 
 @contextmanager
@@ -241,3 +243,130 @@ def generator(seed: int) -> torch.Generator:
     if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be a whole number of 64 bits, got {seed!r}.")
     return torch.Generator().manual_seed(int(seed))
+
+
+# -------------------------------------------------------------------------------------------------
+# A checkpoint whose basis is sharded over processes, readable by any number of them.
+#
+# Every process writes its own columns of the rows to ``<name>.step<n>.<start>-<stop>``; when all
+# have
+# done so, the first process replaces ``<name>`` itself, which holds everything else and names the
+# step. A kill at any moment leaves the last complete step; the one before it stays too, the way
+# back
+# when a part is damaged; parts of other steps are removed.
+# -------------------------------------------------------------------------------------------------
+
+
+_SHARDED = "rows"
+_SUM = "crc32"  # of a part, which is read row by row
+
+
+class ShardedCheckpoint(Checkpoint):
+    """``Checkpoint`` for states whose ``rows`` (R, n_local) are this process's columns."""
+
+    def __init__(self, path: Any, mark: Mapping[str, Any], shards: parallel.Shards) -> None:
+        super().__init__(path, mark)
+        self._shards = shards
+        self._together = parallel.world_size() > 1
+        self._step = 0  # of the last complete state
+
+    def _read(self) -> State | None:
+        found = super()._read()
+        if found is None:
+            return None
+        tensors, numbers = found
+        self._step = int(numbers.pop("step"))
+        try:
+            tensors[_SHARDED] = self._read_rows(int(numbers.pop("rows")))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"a part of {self.path} is missing or damaged ({error}): bring all files "
+                f"{self.path}.* back to one place; {self._way_back()}delete them to start afresh."
+            ) from error
+        return tensors, numbers
+
+    def _read_rows(self, count: int) -> Tensor:
+        """This process's columns, from the parts of however many processes wrote them."""
+        mine = self._shards
+        rows: Tensor | None = None
+        covered = 0
+        for file, start, stop in self._parts(self._step):
+            low, high = max(start, mine.start), min(stop, mine.stop)
+            if low >= high:
+                continue
+            with safe_open(str(file), framework="pt") as opened:
+                part = opened.get_slice(_SHARDED)
+                if part.get_shape() != [count, stop - start]:
+                    raise ValueError(f"{file} has {part.get_shape()}")
+                total = 0
+                for place in range(count):  # row by row: a part may be larger than this process's
+                    row = part[place : place + 1]
+                    total = checksum(row, total)
+                    if rows is None:
+                        rows = torch.empty(count, mine.length, dtype=row.dtype, device="cpu")
+                    rows[place, low - mine.start : high - mine.start] = row[
+                        0, low - start : high - start
+                    ]
+                expected = (opened.metadata() or {}).get(_SUM)
+            if f"{total:08x}" != expected:
+                raise ValueError(f"the bytes of {file.name} do not match their checksum")
+            covered += high - low
+        if rows is None or covered != mine.length:
+            raise ValueError(f"step {self._step} covers {covered} of {mine.length} entries")
+        return rows
+
+    def _parts(self, step: int) -> list[tuple[Path, int, int]]:
+        return [(file, start, stop) for file, at, start, stop in self._all_parts() if at == step]
+
+    def _all_parts(self) -> list[tuple[Path, int, int, int]]:
+        """(file, step, start, stop) of every part on disk."""
+        assert self.path is not None
+        found = []
+        for file in sorted(self.path.parent.glob(f"{self.path.name}.step*")):
+            match = re.fullmatch(r".*\.step(\d+)\.(\d+)-(\d+)", file.name)
+            if match:
+                found.append((file, int(match[1]), int(match[2]), int(match[3])))
+        return found
+
+    def due(self) -> bool:
+        """Decided by the first process, so that all write the same step."""
+        return bool(parallel.from_every_process(int(super().due()))[0])
+
+    def save(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, everywhere: bool = False
+    ) -> bool:
+        # After a failure processes may be at different steps, or gone: the last step stands.
+        if self.path is None or everywhere:
+            return True
+        step = max([self._step, *(found for _, found, _, _ in self._all_parts())]) + 1
+        step = int(parallel.largest_over_processes(step))
+        rows = tensors[_SHARDED]
+        part = self.path.parent / (
+            f"{self.path.name}.step{step}.{self._shards.start}-{self._shards.stop}"
+        )
+        written = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(part, {_SHARDED: rows}, {_SUM: f"{checksum(rows):08x}"})
+            written = True
+        except OSError as error:
+            self._report(error)
+        if parallel.everywhere(written):
+            rest = {name: value for name, value in tensors.items() if name != _SHARDED}
+            numbers = {**numbers, "step": step, "rows": rows.shape[0]}
+            written = super().save(rest, numbers)
+        # Without the first process's file the parts name nothing, and the last step's still do.
+        if not parallel.everywhere(written):
+            part.unlink(missing_ok=True)
+            return False
+        self._remove_all_but({step, self._step})
+        self._step = step
+        return True
+
+    def _remove_all_but(self, steps: set[int]) -> None:
+        """The step just written and the one before it stay: the last state and the way back."""
+        for file, step, start, stop in self._all_parts():
+            mine = (start, stop) == (self._shards.start, self._shards.stop)
+            # Parts of another number of processes are nobody's: the first process removes them.
+            if step not in steps and (mine or parallel.rank() == 0):
+                file.unlink(missing_ok=True)

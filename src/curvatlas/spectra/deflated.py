@@ -26,7 +26,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.checkpoint import undone
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.requirements import refuse_asymmetric_images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,199 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.results import Result
-from curvatlas.spectra.density_negative import negative_shares
-from curvatlas.spectra.density_small import QUANTILE, small_magnitude
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
-from curvatlas.spectra.probe_brackets import FEWEST_STEPS, Probes, zero_of
-from curvatlas.spectra.quadrature import rule, wasserstein
-from curvatlas.spectra.smoothing import smooth
+from curvatlas.spectra.quadrature import FEWEST_STEPS, Probes, rule, wasserstein, zero_of
+
+# -------------------------------------------------------------------------------------------------
+# A smooth curve of a discrete measure on an axis that shows bulk and outliers together.
+# -------------------------------------------------------------------------------------------------
+
+
+_POINTS = 1024
+_WIDTH = 0.04  # standard deviation of the kernel on the asinh axis
+
+
+def smooth(outliers: Array, rules: list[tuple[Array, Array]], size: int) -> tuple[Array, Array]:
+    """(grid, density) with unit integral over the grid.
+
+    outliers: single eigenvalues of weight 1/size; rules: Gauss rules that share the rest. Kernels
+    are Gaussian in y = asinh(x/c), c the mean |node|: near zero they resolve the bulk, far out they
+    widen in proportion, so that an outlier is neither a spike nor lost. A node of a rule stands for
+    the eigenvalues up to halfway to its neighbours, so its kernel is at least that wide.
+    """
+    share = (size - len(outliers)) / size / max(len(rules), 1)
+    nodes = np.concatenate([outliers, *(x for x, _ in rules)])
+    weights = np.concatenate([np.full(len(outliers), 1 / size), *(w * share for _, w in rules)])
+    scale = float(np.abs(nodes) @ weights) or 1.0
+    y = np.arcsinh(nodes / scale)
+    cells = [_cells(np.arcsinh(x / scale)) for x, _ in rules]
+    widths = np.maximum(np.concatenate([np.zeros(len(outliers)), *cells]), _WIDTH)
+    axis = np.linspace(y.min() - 5 * _WIDTH, y.max() + 5 * _WIDTH, _POINTS)
+    kernel = np.exp(-0.5 * ((axis[:, None] - y) / widths) ** 2) / widths
+    grid = scale * np.sinh(axis)
+    density = kernel @ weights / (scale * np.cosh(axis))
+    area = float((density[1:] + density[:-1]) @ np.diff(grid) / 2)
+    return grid, density / area
+
+
+def _cells(nodes: Array) -> Array:
+    """Half the distance to the nearer neighbour (s,), zero for a single node."""
+    if len(nodes) < 2:
+        return np.zeros(len(nodes))
+    gaps = np.diff(nodes)
+    cells: Array = np.minimum(np.r_[gaps, gaps[-1]], np.r_[gaps[0], gaps]) / 2
+    return cells
+
+
+# -------------------------------------------------------------------------------------------------
+# The small end of |λ|: which magnitude 5 % of the eigenvalues that are not null stay below.
+#
+# N(x), the share with |λ| ≤ x, is bracketed by the rules with nodes at x and −x. Which part of
+# what
+# lies at zero is null cannot be told: with none of it null the quantile is lowest, with all of it
+# null highest. Between the two, and the chance of the probes, the quantile lies.
+# -------------------------------------------------------------------------------------------------
+
+
+QUANTILE = 0.05
+_HALVINGS = 14  # of the logarithm of x: to a fifth of a percent
+
+
+def small_magnitude(probes: Probes, nodes: Array, weights: Array) -> tuple[float, Interval]:
+    """The quantile by nodes (q,) and weights (q,), and its interval of at least 95 %."""
+    sizes = np.abs(nodes)
+    held = sizes > probes.zero
+    if not held.any():
+        return 0.0, (0.0, 0.0)
+    order = np.argsort(sizes[held])
+    share = np.cumsum(weights[held][order]) / weights[held].sum()
+    at = min(int(np.searchsorted(share, QUANTILE)), int(held.sum()) - 1)
+    value = float(sizes[held][order][at])
+    least, most = np.clip(_within(probes, probes.zero), 0.0, 1.0)
+    least = least if probes.ended else 0.0  # only then is a node at zero a null space
+    levels = [null + (1 - null) * QUANTILE for null in (least, most)]
+    low = _first(probes, lambda x: _within(probes, x)[1] >= levels[0])[0]
+    high = _first(probes, lambda x: _within(probes, x)[0] >= levels[1])[1]
+    return float(np.clip(value, low, high)), (low, high)
+
+
+def _within(probes: Probes, x: float) -> tuple[float, float]:
+    """Bounds of the share with |λ| ≤ x, at 95 %."""
+    right, left = (probes.around(point, probes.steps).mean(0) for point in (x, -x))
+    outside = float((np.abs(probes.outliers) <= x).sum()) / probes.size
+    bounds = []
+    for mass, sign in ((right[0] - left.sum(), -1), (right.sum() - left[0], 1)):
+        inside = float(np.clip(mass, 0.0, 1.0))
+        bounds.append(outside + probes.share * inside + sign * probes.error(inside, 0.0))
+    return bounds[0], bounds[1]
+
+
+def _first(probes: Probes, reached: Callable[[float], bool]) -> tuple[float, float]:
+    """Around the least x with ``reached(x)``, which stays true above it."""
+    low, high = np.log(probes.zero), np.log(4 * probes.scale)
+    if reached(float(np.exp(low))):
+        return 0.0, probes.zero
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if reached(float(np.exp(middle))):
+            high = middle
+        else:
+            low = middle
+    return float(np.exp(low)), float(np.exp(high))
+
+
+# -------------------------------------------------------------------------------------------------
+# How many eigenvalues are negative, as far as quadrature can tell.
+#
+# A rule of s nodes does not see the sign of what lies nearer to zero than its nodes to each other.
+# So
+# two shares are reported:
+#
+# clear      below −τ, τ two spacings of the nodes around zero: well defined at that resolution,
+# with
+#            an interval that chance decides;
+# negative   below zero: from what is clear plus a part, none to all, of what stays at zero.
+# -------------------------------------------------------------------------------------------------
+
+
+_SPACINGS = 2.0  # of the nodes around zero: from there on the rules tell what is below
+
+
+@dataclass(frozen=True)
+class NegativeShares:
+    """Shares of all eigenvalues."""
+
+    negative: float
+    negative_interval: Interval
+    resolution: float  # τ
+    clear: float  # below −τ
+    clear_interval: Interval
+
+
+def negative_shares(probes: Probes, *, psd: bool) -> NegativeShares:
+    """Both shares with their 95 % intervals."""
+    if psd:
+        return NegativeShares(0.0, (0.0, 0.0), probes.zero, 0.0, (0.0, 0.0))
+    spacing = 0.0 if probes.ended else probes.spacing()
+    if probes.steps < FEWEST_STEPS:  # so few nodes resolve no more than the spread they leave open
+        spacing = max(spacing, float(np.abs(probes.betas[:, -1]).max()))
+    resolution = max(_SPACINGS * spacing, probes.zero)
+    negative, interval = _below_zero(probes, spacing)
+    clear, clear_interval = _below(probes, -resolution)
+    return NegativeShares(negative, interval, resolution, clear, clear_interval)
+
+
+def _below(probes: Probes, point: float) -> tuple[float, Interval]:
+    """Share below a point where the density is smooth at the rules' resolution."""
+    fine, coarse = (probes.around(point, steps) for steps in (probes.steps, probes.fewer))
+    middle = [float((rule[:, 0] + rule[:, 1] / 2).mean()) for rule in (fine, coarse)]
+    error = probes.error(middle[0], middle[0] - middle[1])
+    if probes.steps < FEWEST_STEPS:
+        error += probes.share * float(fine[:, 1].mean()) / 2
+    found = float((probes.outliers < point).sum()) / probes.size + probes.share * middle[0]
+    return float(np.clip(found, 0, 1)), (max(found - error, 0.0), min(found + error, 1.0))
+
+
+def _below_zero(probes: Probes, spacing: float) -> tuple[float, Interval]:
+    """Share below zero: of w, the part that shrinks with the steps, as 1/s, is a smooth spectrum.
+
+    Of that part a half lies below, or as much as the densities left and right of zero say: between
+    the two. The part that stays, a null space or a peak too narrow to be split, lies below with
+    none to all of it. So the interval holds in 95 % at the worst, and in more when the truth is
+    inside the span of what cannot be told.
+    """
+    steps, fewer = probes.steps, probes.fewer
+    fine, coarse = (probes.around(0.0, count) for count in (steps, fewer))
+    wide, narrow = float(coarse[:, 1].mean()), float(fine[:, 1].mean())
+    # w(s) = a + c/s at both: what is left as 1/s goes to nothing
+    peak = (steps * narrow - fewer * wide) / (steps - fewer) if steps > fewer else narrow
+    peak = float(np.clip(peak, 0.0, narrow)) if steps >= FEWEST_STEPS else narrow
+    ends = []
+    for split in sorted((0.5, _left_of_zero(probes, spacing))):
+        masses = [
+            float((rule[:, 0] + np.maximum(rule[:, 1] - peak, 0.0) * split).mean())
+            for rule in (fine, coarse)
+        ]
+        ends.append((masses[0], probes.error(masses[0], masses[0] - masses[1])))
+    sure = float((probes.outliers < -probes.zero).sum()) / probes.size
+    low = sure + probes.share * ends[0][0]
+    high = sure + probes.share * (ends[1][0] + peak)
+    middle = float(np.clip((low + high) / 2, 0, 1))
+    return middle, (max(low - ends[0][1], 0.0), min(high + ends[1][1], 1.0))
+
+
+def _left_of_zero(probes: Probes, spacing: float) -> float:
+    """The density left of zero, of the sum of both sides, one to two spacings away."""
+    if spacing == 0.0:
+        return 0.5
+    below = []
+    for point in (-2 * spacing, -spacing, spacing, 2 * spacing):
+        rule = probes.around(point, probes.steps)
+        below.append(float((rule[:, 0] + rule[:, 1] / 2).mean()))
+    left, right = max(below[1] - below[0], 0.0), max(below[3] - below[2], 0.0)
+    return left / (left + right) if left + right > 0.0 else 0.5
+
 
 _NORMAL = 1.96
 

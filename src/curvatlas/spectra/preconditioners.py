@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator, Tags
+from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.diagonal import diagonal as estimated_diagonal
 from curvatlas.spectra.requirements import (

@@ -7,10 +7,17 @@ degree 2s − 1 are integrated exactly (Golub and Meurant 2010).
 
 from __future__ import annotations
 
-import numpy as np
-from scipy.linalg import eigh_tridiagonal
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from scipy.linalg import eigh_tridiagonal
+from torch import Tensor
+
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.krylov import Array
+from curvatlas.spectra.requirements import refuse_asymmetric_images
 
 ROUNDING = 16  # times eps·scale: the norm of what rounding leaves of an invariant space
 DROP = 1e-2  # β this far below a later one: the later direction was hardly in the start, or not
@@ -117,3 +124,178 @@ def wasserstein(a: Array, wa: Array, b: Array, wb: Array) -> float:
     order = np.argsort(points, kind="stable")
     difference = np.cumsum(signed[order])[:-1]
     return float(np.abs(difference) @ np.diff(points[order]))
+
+
+# -------------------------------------------------------------------------------------------------
+# Several short Lanczos runs side by side: one product with all their vectors a step.
+# -------------------------------------------------------------------------------------------------
+
+
+def recurrences(
+    op: LinearOperator,
+    starts: Tensor,
+    steps: int,
+    outside: Tensor | None = None,
+    *,
+    scale: float = 0.0,
+    what: str = "Lanczos quadrature",
+) -> tuple[Array, Array, int]:
+    """α (K, s) and β (K, s) of P A P from each start (n, K), P projecting off the rows ``outside``.
+
+    Each run is orthogonalised against its own vectors, as one batched GEMM for all of them. A run
+    whose space is invariant ends there, with zeros behind; when all have, no more products are
+    made. Returned last: the products that were. scale: of A, where more is known than P A P shows.
+    """
+    n, count = starts.shape
+    kept = torch.zeros(count, steps + 1, n, dtype=op.dtype, device=op.device)
+    rows = starts.T.contiguous()
+    for _ in range(2):
+        rows = _off(rows, outside)
+    kept[:, 0] = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    alphas = torch.zeros(steps, count, dtype=op.dtype, device=op.device)
+    betas = torch.zeros_like(alphas)
+    largest = torch.tensor(scale, dtype=op.dtype, device=op.device)
+    products = 0
+    for step in range(steps):
+        here = kept[:, step]  # (K, n)
+        image = (op @ here.T.contiguous()).T
+        products += count
+        image = _off(image, outside)
+        if step == 0 and bool(torch.isfinite(image).all()):
+            refuse_asymmetric_images(op, here.T, image.T, what, scale=scale)
+        whole = torch.linalg.vector_norm(image, dim=1)
+        largest = torch.maximum(largest, whole.max())
+        alphas[step] = (here * image).sum(1)
+        image = image - alphas[step, :, None] * here
+        if step:
+            image = image - betas[step - 1, :, None] * kept[:, step - 1]
+        earlier = kept[:, : step + 1]  # (K, step + 1, n)
+        image = _off_own(image, earlier)
+        beta = torch.linalg.vector_norm(image, dim=1)
+        if not bool(torch.isfinite(beta).all()):
+            raise FloatingPointError(
+                "a product with the operator gave NaN or infinity: check the loss and the "
+                "parameters for NaN, or compute in float64."
+            )
+        # Little is left of the image: rounding has a part in it that is not orthogonal.
+        if bool((beta < 0.1 * whole).any()):
+            image = _off_own(_off(image, outside), earlier)
+            beta = torch.linalg.vector_norm(image, dim=1)
+        beta = torch.where(beta > ROUNDING * torch.finfo(op.dtype).eps * largest, beta, 0.0)
+        betas[step] = beta
+        if not bool(beta.any()):
+            break
+        own = beta[:, None]
+        kept[:, step + 1] = torch.where(own > 0, image / torch.where(own > 0, own, 1.0), 0.0)
+    result = torch.stack([alphas, betas]).double().cpu().numpy()
+    return result[0].T, result[1].T, products
+
+
+def _off_own(images: Tensor, rows: Tensor) -> Tensor:
+    """images (K, n) minus their part in the span of their own orthonormal rows (K, s, n)."""
+    inside = torch.bmm(rows, images.unsqueeze(2))
+    return images - torch.bmm(rows.transpose(1, 2), inside).squeeze(2)
+
+
+def _off(rows: Tensor, outside: Tensor | None) -> Tensor:
+    """rows (K, n) minus their part in the span of the orthonormal rows ``outside`` (j, n)."""
+    if outside is None or outside.shape[0] == 0:
+        return rows
+    return torch.addmm(rows, rows @ outside.T, outside, alpha=-1)
+
+
+# -------------------------------------------------------------------------------------------------
+# What the recurrences of random probes bracket: the share of eigenvalues below any point.
+#
+# The rule with a node at x has the mass L left of it and w at it, and the measure's mass below x
+# lies
+# between L and L + w (Chebyshev, Markov, Stieltjes).
+# -------------------------------------------------------------------------------------------------
+
+
+_NORMAL = 1.96
+FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Recurrences (m, s) of random directions outside ``outliers``, and the scale of rounding."""
+
+    size: int
+    outliers: Array
+    alphas: Array
+    betas: Array
+    scale: float
+    eps: float
+
+    @property
+    def zero(self) -> float:
+        """Below this an eigenvalue counts as zero."""
+        return zero_of(np.array([self.scale]), self.eps)
+
+    @property
+    def steps(self) -> int:
+        return int(self.alphas.shape[1])
+
+    @property
+    def fewer(self) -> int:
+        """A quarter of the steps left out: how far the rules still move."""
+        return max(self.steps - max(self.steps // 4, 1), 1)
+
+    @property
+    def share(self) -> float:
+        """Of the eigenvalues that are not outliers."""
+        return (self.size - len(self.outliers)) / self.size
+
+    def _rules(self, steps: int | None = None) -> Iterator[tuple[Array, Array, int]]:
+        """Of every probe, with the number of steps that count."""
+        for alphas, betas in zip(self.alphas[:, :steps], self.betas[:, :steps], strict=True):
+            yield alphas, betas, length(betas, self.scale, self.eps)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every probe has seen all of its few different eigenvalues."""
+        return all(b[s - 1] <= ROUNDING * self.eps * self.scale for _, b, s in self._rules())
+
+    def around(self, point: float, steps: int) -> Array:
+        """L and w of every probe at ``point``, (m, 2).
+
+        A node that is zero to rounding is a null space: its weight is not negative, and not open.
+        """
+        rows = []
+        for alphas, betas, s in self._rules(steps):
+            ended = bool(betas[s - 1] <= ROUNDING * self.eps * self.scale)
+            if ended or point == 0.0:
+                nodes, weights = gauss(alphas[:s], betas[:s])
+                if ended or bool((np.abs(nodes) <= self.zero).any()):
+                    below = nodes < (-self.zero if point == 0.0 else point)
+                    rows.append((float(weights[below].sum()), 0.0))
+                    continue
+            low, high = mass_below(alphas[:s], betas[:s], point)
+            rows.append((low, high - low))
+        return np.array(rows)
+
+    def error(self, mass: float, change: float) -> float:
+        """95 % of a share of mass: chance, the last quarter of the steps, and one eigenvalue.
+
+        The mass a probe sees follows Beta(d p / 2, d (1 − p) / 2): no need to see it scatter. The
+        coupling between outliers and bulk, a perturbation of rank two, moves one eigenvalue at most
+        across any point.
+        """
+        d = self.size - len(self.outliers)
+        chance = 2 * mass * max(1 - mass, 0.0) / ((d + 2) * len(self.alphas))
+        within = self.share**2 * (_NORMAL**2 * chance + change**2)
+        return float(np.sqrt(within + 1 / self.size**2))
+
+    def spacing(self) -> float:
+        """Distance of neighbouring nodes around zero, that of Chebyshev's nodes on their range."""
+        rules = [rule(a, b, self.scale, self.eps, self.size)[0] for a, b, _ in self._rules()]
+        ends = [nodes[[0, -1]] for nodes in rules]
+        low, high = np.mean(ends, 0)
+        edge = (high - low) / self.steps**2
+        return float(np.pi / self.steps * np.sqrt(max(-low, edge) * max(high, edge)))
+
+
+def zero_of(values: Array, eps: float) -> float:
+    """Below this an eigenvalue counts as zero: rounding of the largest."""
+    return float(np.abs(values).max(initial=0.0)) * max(100 * eps, 1e-10)

@@ -13,22 +13,232 @@ condition number       max|λ| / q, q the ``quantile`` of |λ| over the non-null
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator
+from curvatlas.anatomy import Anatomy
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.results import Result
+from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.density import spectral_density
-from curvatlas.spectra.density_result import SpectralDensity
-from curvatlas.spectra.density_small import QUANTILE
+from curvatlas.spectra.density_result import QUANTILE, SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate, Interval
-from curvatlas.spectra.flat_directions import flat_directions
+from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.norms import frobenius_norm
+from curvatlas.spectra.quadrature import wasserstein
 from curvatlas.spectra.requirements import require_symmetric
 from curvatlas.spectra.trace import trace
+
+# -------------------------------------------------------------------------------------------------
+# Directions along which the curvature is exactly zero, by name.
+#
+# A key bias shifts all logits of a row alike and softmax does not see it; a shift of all class
+# logits
+# is invisible to cross-entropy; a shift of everything a LayerNorm reads is removed by it. Each
+# slice
+# of the anatomy is tested with two directions v: a random one in it (is the whole slice flat?) and
+# one that adds the same random row to all its output features (is its output shift flat?). v is
+# flat
+# if ‖A v‖ ≤ tolerance · ‖A‖: since v is random in its space, the whole space is then flat with
+# probability one.
+# -------------------------------------------------------------------------------------------------
+
+
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class FlatDirection:
+    """A named flat subspace."""
+
+    slice: str
+    kind: str  # "whole" or "output shift"
+    dimension: int
+
+    def __str__(self) -> str:
+        return self.slice if self.kind == "whole" else f"{self.slice} ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Found:
+    directions: tuple[FlatDirection, ...]
+    products: int
+
+
+def flat_directions(
+    op: LinearOperator, *, norm: float, tolerance: float | None = None, seed: int = 0
+) -> Found:
+    """Flat slices of an operator with a ``problem``; nothing for other operators."""
+    problem = getattr(op, "problem", None)
+    if problem is None or op.shape[0] != problem.size:
+        return Found((), 0)
+    limit = (100 * torch.finfo(op.dtype).eps if tolerance is None else tolerance) * norm
+    random = generator(seed)
+    candidates: list[tuple[Any, str, int, Tensor]] = []
+    for piece in problem.anatomy:
+        draw = torch.randn(piece.size, generator=random, dtype=torch.float64, device="cpu")
+        candidates.append((piece, "whole", piece.size, draw))
+        outputs = piece.shape[-1] if piece.transposed else piece.shape[0]
+        inputs = piece.size // outputs
+        if outputs > 1:
+            row = torch.randn(inputs, generator=random, dtype=torch.float64, device="cpu")
+            same = row.expand(outputs, inputs)
+            same = same.T if piece.transposed else same
+            candidates.append((piece, "output shift", inputs, same.reshape(-1)))
+    found: dict[str, FlatDirection] = {}
+    for start in range(0, len(candidates), _AT_ONCE):
+        group = candidates[start : start + _AT_ONCE]
+        columns = torch.zeros(op.shape[1], len(group), dtype=op.dtype, device=op.device)
+        for i, (piece, _, _, direction) in enumerate(group):
+            unit = direction / direction.norm()
+            columns[torch.as_tensor(piece.indices, device="cpu"), i] = unit.to(op.device, op.dtype)
+        sizes = torch.linalg.vector_norm(op @ columns, dim=0)
+        for (piece, kind, dimension, _), size in zip(group, sizes.tolist(), strict=True):
+            if size <= limit and piece.name not in found:
+                found[piece.name] = FlatDirection(piece.name, kind, dimension)
+    return Found(tuple(found.values()), len(candidates))
+
+
+# -------------------------------------------------------------------------------------------------
+# Where eigenvectors live: their mass by role, and over how many roles or entries they spread.
+#
+# mass of role r in v:   m_r = Σ_{i ∈ r} v_i²,  Σ_r m_r = 1
+# participation ratio:   1 / Σ_r m_r²  (1: a single role; the number of roles: evenly spread)
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Participation(Result):
+    """Mass of k eigenvectors in every group of parameters."""
+
+    groups: tuple[str, ...]
+    mass: Tensor  # (k, groups), rows sum to one
+    ratio: Tensor  # (k,) over groups
+    entries: Tensor  # (k,) over single entries, 1 / Σ v⁴
+
+    def __str__(self) -> str:
+        lines = []
+        for i, row in enumerate(self.mass):
+            top = row.argsort(descending=True)[:3].tolist()
+            named = ", ".join(f"{self.groups[j]} {float(row[j]):.0%}" for j in top)
+            lines.append(f"v{i + 1}: {float(self.ratio[i]):.2g} groups ({named})")
+        return "\n".join(lines)
+
+
+def participation(
+    vectors: Tensor, anatomy: Anatomy, *, by: Literal["role", "sublayer", "layer", "slice"] = "role"
+) -> Participation:
+    """vectors: (n,) or (n, k) columns of the whole flat vector."""
+    if by not in ("role", "sublayer", "layer", "slice"):
+        raise ValueError(f'by must be "role", "sublayer", "layer" or "slice", got {by!r}.')
+    columns = (vectors.unsqueeze(-1) if vectors.ndim == 1 else vectors).detach().double().cpu()
+    if columns.shape[0] != anatomy.size:
+        raise ValueError(f"vectors have {columns.shape[0]} rows, the anatomy {anatomy.size}.")
+    squares = columns.pow(2)
+    squares = squares / squares.sum(0)
+    masses: dict[str, Tensor] = {}
+    for piece in anatomy:
+        key = piece.name if by == "slice" else str(getattr(piece, by))
+        part = squares[torch.as_tensor(piece.indices, device="cpu")].sum(0)
+        masses[key] = masses[key] + part if key in masses else part
+    mass = torch.stack(list(masses.values()), 1)
+    return Participation(
+        groups=tuple(masses),
+        mass=mass,
+        ratio=1 / mass.pow(2).sum(1),
+        entries=1 / squares.pow(2).sum(0),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# How different two spectra are.
+#
+# W1 = ∫ |F_a(x) − F_b(x)| dx on the quadrature nodes, in the units of the eigenvalues;
+# JS = ½ KL(a‖m) + ½ KL(b‖m), m = (a + b)/2, in nats (0 … ln 2), of the two smoothed on one axis:
+# it depends on the smoothing, which is the same for both.
+# -------------------------------------------------------------------------------------------------
+
+
+_POINTS = 2048
+_WIDTH = 0.08  # of the kernel on the asinh axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensityComparison(Result):
+    """Distances of two spectra."""
+
+    wasserstein: float
+    interval: Interval  # 95 %, of the Wasserstein distance, from the errors of both densities
+    jensen_shannon: float  # nats
+    scale: str
+
+    @property
+    def value(self) -> float:
+        return self.wasserstein
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"W1 = {self.wasserstein:.3g} [{low:.3g}, {high:.3g}], "
+            f"Jensen-Shannon = {self.jensen_shannon:.3g} nats (scale: {self.scale})"
+        )
+
+
+def compare_densities(
+    first: SpectralDensity,
+    second: SpectralDensity,
+    *,
+    scale: Literal["none", "largest"] = "none",
+) -> DensityComparison:
+    """Wasserstein-1 and Jensen-Shannon of two spectra.
+
+    scale="largest" divides each spectrum by its largest |eigenvalue| first: blocks are then
+    compared in shape, not in size.
+    """
+    if scale not in ("none", "largest"):
+        raise ValueError(f'scale must be "none" or "largest", got {scale!r}.')
+    (a, wa, ea), (b, wb, eb) = (_scaled(d, scale) for d in (first, second))
+    distance = wasserstein(a, wa, b, wb)
+    error = ea + eb  # the triangle inequality
+    return DensityComparison(
+        wasserstein=distance,
+        interval=(max(distance - error, 0.0), distance + error),
+        jensen_shannon=_jensen_shannon(a, wa, b, wb),
+        scale=scale,
+    )
+
+
+def _scaled(density: SpectralDensity, scale: str) -> tuple[Array, Array, float]:
+    nodes, weights = density.nodes.numpy(), density.weights.numpy()
+    largest = float(np.abs(nodes).max()) if scale == "largest" else 1.0
+    largest = largest or 1.0
+    return nodes / largest, weights, density.wasserstein_error / largest
+
+
+def _jensen_shannon(a: Array, wa: Array, b: Array, wb: Array) -> float:
+    unit = (float(np.abs(a) @ wa) + float(np.abs(b) @ wb)) / 2 or 1.0
+    ya, yb = np.arcsinh(a / unit), np.arcsinh(b / unit)
+    low, high = min(ya.min(), yb.min()) - 5 * _WIDTH, max(ya.max(), yb.max()) + 5 * _WIDTH
+    axis = np.linspace(low, high, _POINTS)
+    p, q = _on_axis(axis, ya, wa), _on_axis(axis, yb, wb)
+    middle = (p + q) / 2
+    return max((_divergence(p, middle) + _divergence(q, middle)) / 2, 0.0)
+
+
+def _on_axis(axis: Array, y: Array, weights: Array) -> Array:
+    curve = np.exp(-0.5 * ((axis[:, None] - y[None, :]) / _WIDTH) ** 2) @ weights
+    result: Array = curve / curve.sum()
+    return result
+
+
+def _divergence(p: Array, q: Array) -> float:
+    held = p > 0
+    return float(p[held] @ np.log(p[held] / q[held]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,20 +8,28 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from curvatlas.operators.base import LinearOperator, MatrixOperator
+from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
-from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
 from curvatlas.spectra.deflated import FEWEST_PROBES, FEWEST_VECTORS, DeflatedSampler, plan
-from curvatlas.spectra.dense import Completion, reads_the_rest
-from curvatlas.spectra.diagonal import read_diagonal
-from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate, tolerance
-from curvatlas.spectra.outer_part import FACTORS, count_products, outer_part
+from curvatlas.spectra.diagonal import FACTORS, count_products, outer_part, read_diagonal
+from curvatlas.spectra.estimate import (
+    Estimate,
+    around,
+    batches_of,
+    close_enough,
+    exact_estimate,
+    half_width,
+    linear_samples,
+    tolerance,
+)
 from curvatlas.spectra.requirements import (
+    Completion,
     alike_on_every_rank,
     check_budget,
     check_rtol,
     products_allowed,
+    reads_the_rest,
     require_square,
     vectors_within,
 )

@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from curvatlas.operators.base import LinearOperator
+from curvatlas.linear_operator import LinearOperator
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array, KrylovBasis

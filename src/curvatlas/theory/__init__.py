@@ -6,7 +6,7 @@
 ``theory.find("layer-norm-jacobian").run()`` → measure one statement now.
 """
 
-from curvatlas.theory.spectral_bounds import CurvatureBounds, bounds
+from curvatlas.theory.norm_bounds import CurvatureBounds, bounds
 from curvatlas.theory.statements import Effort, Outcome, Statement, all_statements, find
 from curvatlas.theory.third_order import DirectionalDerivatives, directional_derivatives
 

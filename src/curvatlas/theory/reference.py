@@ -1,19 +1,154 @@
 """The independent reference of every check: a plain forward pass, differentiated twice.
 
-Nothing here shares code with ``curvatlas.blocks``. Normalisation is written out by hand and second
-derivatives are reverse over reverse: ``torch.func.hessian`` is silently wrong through LayerNorm.
+Nothing here shares code with ``curvatlas.closed_form``. Normalisation is written out by hand and
+second derivatives are reverse over reverse: ``torch.func.hessian`` is silently wrong through
+LayerNorm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from curvatlas.blocks.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.closed_form.block import ClosedFormBlock
+from curvatlas.engines.tangent.losses import Loss
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 
-Loss = Callable[[Tensor], Tensor]
+# -------------------------------------------------------------------------------------------------
+# The matrices the papers write with: row-major vec, Kronecker factors, attention moments.
+#
+# These are the printed forms, to be compared with at small size. They grow like (L d³)(L d² d_k):
+# 344 MB for one factor at L = d = d_k = 9. The efficient forms live in ``curvatlas.closed_form``.
+# -------------------------------------------------------------------------------------------------
+
+
+def kron(*factors: Tensor) -> Tensor:
+    """A ⊗ B ⊗ … from left to right."""
+    product = factors[0]
+    for factor in factors[1:]:
+        product = torch.kron(product.contiguous(), factor.contiguous())
+    return product
+
+
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def commutation(m: int, n: int) -> Tensor:
+    """K_{m,n} (mn, mn) with K vec(A) = vec(Aᵀ) for A (m, n), column-major vec."""
+    matrix = torch.zeros(m * n, m * n, dtype=torch.float64)
+    for i in range(m):
+        for j in range(n):
+            matrix[j + n * i, i + m * j] = 1.0
+    return matrix
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Central moments of the tokens under each row of A: M1 (L, d), M2 (L, d, d), M3 (L, d², d)."""
+
+    first: Tensor
+    second: Tensor
+    third: Tensor
+
+
+def moments(attention: Tensor, x: Tensor) -> Moments:
+    """M1_i = Σ_j A_ij x_j, M2_i = Σ_j A_ij x̃x̃ᵀ, M3_i = Σ_j A_ij x̃⊗x̃x̃ᵀ with x̃ = x_j − M1_i.
+
+    attention: (L, L), x: (L, d)
+    """
+    first = attention @ x
+    centred = x.unsqueeze(0) - first.unsqueeze(1)  # (i, j, d)
+    second = torch.einsum("ij,ija,ijb->iab", attention, centred, centred)
+    third = torch.einsum("ij,ija,ijb,ijc->iabc", attention, centred, centred, centred)
+    d = x.shape[1]
+    return Moments(first, second, third.reshape(len(x), d * d, d))
+
+
+def first_factor(x: Tensor, m: Moments) -> Tensor:
+    """Z1 (L d, d²): block row i is x_iᵀ ⊗ M2_i."""
+    return torch.cat([kron(x[i : i + 1], m.second[i]) for i in range(len(x))])
+
+
+def second_factor(x: Tensor, m: Moments) -> Tensor:
+    """Z2 (L d³, d²) = (I_L ⊗ K_{d,d} ⊗ I_d)(block rows x_iᵀ ⊗ x_i ⊗ M3_i)."""
+    length, d = x.shape
+    rows = [kron(x[i : i + 1], x[i : i + 1].T, m.third[i]) for i in range(length)]
+    return kron(eye(length), commutation(d, d), eye(d)) @ torch.cat(rows)
+
+
+def shuffle(d: int) -> Tensor:
+    """S (d³, d) = (I_d ⊗ K_{d,d})(vec_r I_d ⊗ I_d)."""
+    return kron(eye(d), commutation(d, d)) @ kron(eye(d).reshape(-1, 1), eye(d))
+
+
+@dataclass(frozen=True)
+class SingleHead:
+    """Single-head attention in the papers' layout: weights act on the right, d_v = d, no W_O."""
+
+    x: Tensor  # (L, d)
+    query: Tensor  # (d, d_k)
+    key: Tensor  # (d, d_k)
+    value: Tensor  # (d, d)
+    target: Tensor  # (L, d)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.query.shape[1])
+
+    @property
+    def reduction(self) -> float:
+        """c = 2/(L d_v), the second derivative of the mean squared error."""
+        return 2.0 / self.target.numel()
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def logits(self) -> Tensor:
+        return self.scale * (self.x @ self.query) @ (self.x @ self.key).T
+
+    def attention(self) -> Tensor:
+        return torch.softmax(self.logits(), -1)
+
+    def output(self) -> Tensor:
+        return self.attention() @ self.x @ self.value
+
+    def loss(self, output: Tensor) -> Tensor:
+        return (output - self.target).pow(2).mean()
+
+    def tracked(self) -> SingleHead:
+        q, k, v = (p.detach().clone().requires_grad_(True) for p in self.parameters)
+        return SingleHead(self.x, q, k, v, self.target)
+
+
+def draw_head(
+    generator: torch.Generator,
+    *,
+    length: int,
+    d: int,
+    d_k: int,
+    input_scale: float = 1.0,
+    weight_scale: float = 1.0,
+) -> SingleHead:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return SingleHead(
+        x=input_scale * draw(length, d),
+        query=weight_scale * draw(d, d_k) / d**0.5,
+        key=weight_scale * draw(d, d_k) / d**0.5,
+        value=weight_scale * draw(d, d) / d**0.5,
+        target=draw(length, d),
+    )
+
+
+OutputLoss = Callable[[Tensor], Tensor]
 
 
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
@@ -105,7 +240,7 @@ def stack_output(layers: Sequence[tuple[BlockSpec, Weights]], x: Tensor) -> Tens
     return x
 
 
-def loss_of(kind: str, target: Tensor) -> Loss:
+def loss_of(kind: str, target: Tensor) -> OutputLoss:
     """ "mse": ‖Z − Y‖²/(n L d); "cross_entropy": mean over tokens, integer targets."""
     if kind == "mse":
         return lambda z: (z - target).pow(2).mean()
@@ -195,7 +330,7 @@ def hessian(value: Tensor, params: Sequence[Tensor], *, graph: bool = False) -> 
 
 
 def split_hessian(
-    outputs: Tensor, loss: Loss, params: Sequence[Tensor]
+    outputs: Tensor, loss: OutputLoss, params: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(H, H_o, H_f): total, Jᵀ(∂²ℓ/∂Z²)J and Σ_z (∂ℓ/∂Z_z) ∂²Z_z, each (P, P)."""
     leaf = outputs.detach().requires_grad_(True)
@@ -206,7 +341,7 @@ def split_hessian(
     return total, outer, total - outer
 
 
-def functional_hessian(outputs: Tensor, loss: Loss, params: Sequence[Tensor]) -> Tensor:
+def functional_hessian(outputs: Tensor, loss: OutputLoss, params: Sequence[Tensor]) -> Tensor:
     """H_f (P, P) on its own: the Hessian of ⟨∂ℓ/∂Z, Z(θ)⟩ with the first factor held fixed."""
     leaf = outputs.detach().requires_grad_(True)
     (delta,) = torch.autograd.grad(loss(leaf), leaf)
@@ -225,3 +360,182 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     scale = float(torch.linalg.norm(want))
     error = float(torch.linalg.norm(got - want))
     return error / scale if scale > 0 else error
+
+
+# -------------------------------------------------------------------------------------------------
+# Random blocks for sweeps: every option mixed, scales over two decades.
+# -------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+KINDS = ("attention", "post-norm", "pre-norm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block at one batch: x, target (n, L, d) (or class indices) under ``loss``."""
+
+    spec: BlockSpec
+    weights: dict[str, Tensor]
+    x: Tensor
+    target: Tensor
+    loss: str
+
+    def true_hessian(self) -> Tensor:
+        weights = tracked(self.weights)
+        z = block_output(self.spec, weights, self.x)
+        value = loss_of(self.loss, self.target)(z)
+        return hessian(value, list(weights.values()))
+
+
+def draw_case(generator: torch.Generator, kind: str, *, small: bool = False) -> Case:
+    """One random case; ``small`` keeps to a handful of numbers, for an adversary."""
+
+    def pick(options: Sequence[T]) -> T:
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    def between(low: float, high: float) -> float:
+        return low * math.exp(math.log(high / low) * float(torch.rand(1, generator=generator)))
+
+    heads = pick((1, 2)) if small else pick((1, 1, 2, 3))
+    d = pick((2, 3)) if small else pick((4, 5, 6))
+    bare = kind == "attention"
+    spec = BlockSpec(
+        d_model=d,
+        n_heads=heads,
+        d_k=pick((1, 2)) if small else pick((1, 2, 4)),
+        d_v=d if heads == 1 else pick((1, 2)),
+        d_ff=None if bare else (3 if small else pick((5, 8))),
+        norm=pick(("layer", "layer", "rms")),
+        norm_first=kind == "pre-norm",
+        activation=pick(("gelu", "silu", "gelu_tanh") if small else ("relu", "gelu", "silu")),
+        gated=pick((False, False, True)),
+        eps=0.1 if small else 1e-5,  # d = 2 without ε normalises every token to (±1, ∓1)
+        causal=pick((False, False, True)),
+        residual=not bare,
+    )
+    weights = draw_weights(spec, generator, scale=between(0.3, 3.0), bias=pick((False, True)))
+    n, length = (1, pick((2, 3))) if small else (pick((1, 1, 2)), pick((2, 4, 6, 8)))
+    x = between(0.1, 3.0) * torch.randn(n, length, d, generator=generator, dtype=torch.float64)
+    loss = pick(("mse", "mse", "cross_entropy"))
+    target = torch.randn(n, length, d, generator=generator, dtype=torch.float64)
+    if loss == "cross_entropy":
+        target = torch.randint(d, (n, length), generator=generator)
+    return Case(spec, weights, x, target, loss)
+
+
+# -------------------------------------------------------------------------------------------------
+# Our closed forms, as the checks use them: dense Hessians without automatic differentiation.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """H, H_o, H_f (P, P) of one block, with the positions of every weight."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    total: Tensor
+    outer: Tensor
+    functional: Tensor
+
+    def positions(self, name: str) -> slice:
+        start = sum(self.sizes[: self.names.index(name)])
+        return slice(start, start + self.sizes[self.names.index(name)])
+
+    def block(self, name: str, part: str = "total", other: str | None = None) -> Tensor:
+        """The block (name, other) of a part; the diagonal block when ``other`` is left out."""
+        full: Tensor = getattr(self, part)
+        return full[self.positions(name), self.positions(other or name)]
+
+
+def block_hessian(
+    spec: BlockSpec,
+    weights: Weights,
+    x: Tensor,
+    target: Tensor,
+    *,
+    loss: str | Loss = "mse",
+    mask: Tensor | None = None,
+) -> DenseParts:
+    """Total, outer and functional Hessian of a block at inputs x (n, L, d), in closed form."""
+    closed = ClosedFormBlock.from_weights(spec, weights)
+    found = closed.derivatives(x, target, loss=loss, mask=mask)
+    outer, functional = found.dense("outer"), found.dense("functional")
+    sizes = tuple(weights[name].numel() for name in found.names)
+    return DenseParts(found.names, sizes, outer + functional, outer, functional)
+
+
+def total_hessian(spec: BlockSpec, weights: Weights, x: Tensor, target: Tensor) -> Tensor:
+    """H (P, P) alone, under mean squared error."""
+    return ClosedFormBlock.from_weights(spec, weights).derivatives(x, target).dense("total")
+
+
+def head_as_block(head: SingleHead) -> tuple[BlockSpec, dict[str, Tensor]]:
+    """The papers' single head as a block: weights in (out, in) layout, no W_O, no residual."""
+    d, d_k = head.query.shape
+    spec = BlockSpec(d_model=d, d_k=d_k, d_v=d, residual=False)
+    weights = {
+        "query_weight": head.query.detach().T.contiguous(),
+        "key_weight": head.key.detach().T.contiguous(),
+        "value_weight": head.value.detach().T.contiguous(),
+    }
+    return spec, weights
+
+
+def attention_hessian_blocks(head: SingleHead, part: str) -> dict[str, Tensor]:
+    """Blocks VV, QQ, QK, KK, VQ, VK of ``part``, in the papers' (in, out) row-major layout."""
+    spec, weights = head_as_block(head)
+    result = block_hessian(spec, weights, head.x.unsqueeze(0), head.target.unsqueeze(0))
+    letters = {"Q": "query_weight", "K": "key_weight", "V": "value_weight"}
+
+    def turned(name: str) -> Tensor:
+        out, inputs = weights[name].shape
+        return torch.arange(out * inputs).reshape(out, inputs).T.reshape(-1)
+
+    blocks = {}
+    for a, b in ("VV", "QQ", "QK", "KK", "VQ", "VK"):
+        first, second = letters[a], letters[b]
+        blocks[a + b] = result.block(first, part, second)[turned(first)][:, turned(second)]
+    return blocks
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradient ascent against a bound: climb true/bound, look for a value above one.
+# -------------------------------------------------------------------------------------------------
+
+
+Objective = Callable[[Sequence[Tensor]], Tensor]
+
+
+def climb(
+    objective: Objective, start: Sequence[Tensor], *, steps: int, rate: float = 0.05
+) -> tuple[float, list[Tensor]]:
+    """Adam ascent on log(objective); returns the best value met and where.
+
+    Written out because ``torch.optim`` costs seconds of imports that nothing else here needs.
+    A kink or a degenerate eigenvalue can make one gradient NaN: such entries are left unmoved.
+    """
+    point = [t.detach().clone() for t in start]
+    mean, square = ([torch.zeros_like(t) for t in point] for _ in range(2))
+    best, where = -float("inf"), point
+    for step in range(1, steps + 1):
+        tracked = [t.clone().requires_grad_(True) for t in point]
+        value = objective(tracked)
+        reached = float(value.detach())
+        if not math.isfinite(reached):
+            break
+        if reached > best:
+            best, where = reached, [t.clone() for t in point]
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            value.clamp_min(1e-300).log(), tracked, allow_unused=True
+        )
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            g = torch.nan_to_num(gradient, 0.0, 0.0, 0.0)
+            mean[i] = 0.9 * mean[i] + 0.1 * g
+            square[i] = 0.999 * square[i] + 0.001 * g * g
+            size = (square[i] / (1 - 0.999**step)).sqrt() + 1e-12
+            point[i] = point[i] + rate * mean[i] / (1 - 0.9**step) / size
+    return best, where

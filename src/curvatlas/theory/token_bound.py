@@ -11,24 +11,208 @@ which is Cauchy-Schwarz entry by entry. Nothing of size P² is formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import LinearOperator as ScipyOperator
+from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
-from curvatlas.blocks.losses import Seeds
-from curvatlas.blocks.structure import BlockSpec, Weights
-from curvatlas.theory.kronecker_norms import SignedNorm, TwoTerms, plain_sum, symmetric_sum
+from curvatlas.engines.tangent.block import LinearisedBlock, linearise
+from curvatlas.engines.tangent.losses import Loss, Seeds
+from curvatlas.engines.tangent.stack import BlockStack
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.theory import reference
 from curvatlas.theory.reference import affine_norm, linear
-from curvatlas.theory.token_entries import EntryBounds, append_norms, tie_groups
 from curvatlas.theory.token_tensors import (
     Head,
+    SignedNorm,
     Tail,
+    TwoTerms,
     heads_at_tokens,
+    plain_sum,
+    symmetric_sum,
     tail_at_tokens,
     with_one,
 )
+
+# -------------------------------------------------------------------------------------------------
+# The exact spectral norm of a block's or stack's Hessian, from closed-form products.
+# -------------------------------------------------------------------------------------------------
+
+
+_DENSE_LIMIT = 1200  # parameters up to which the norm comes from all eigenvalues
+
+
+def exact_norm(
+    layers: Sequence[tuple[BlockSpec, Weights]],
+    x: Tensor,
+    target: Tensor,
+    loss: Loss,
+    mask: Tensor | None = None,
+) -> float:
+    """‖H‖₂ from closed-form products: all eigenvalues when small, Lanczos to 1e-10 otherwise."""
+    here = BlockStack(list(layers), loss=loss).linearise(x, target, mask=mask)
+    size = here.shape[0]
+    if size <= _DENSE_LIMIT:
+        dense = here @ torch.eye(size, dtype=x.dtype, device=x.device)
+        values = torch.linalg.eigvalsh(0.5 * (dense + dense.T))
+        return float(values.abs().max())
+
+    def apply(v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        vector = torch.as_tensor(v.reshape(-1), dtype=x.dtype, device=x.device)
+        return here.product(vector).cpu().numpy()
+
+    operator = ScipyOperator((size, size), matvec=apply, dtype=np.float64)
+    start = np.random.default_rng(0).standard_normal(size)
+    return float(np.abs(eigsh(operator, k=1, which="LM", v0=start, tol=1e-10)[0]).max())
+
+
+# -------------------------------------------------------------------------------------------------
+# Rows of the Hessian that belong to γ and β: few enough to be had exactly.
+#
+# Two ways to the same numbers: hand-written products (no graph, what a user's call takes) and
+# double
+# backward with a graph kept (what the bound's adversary differentiates through).
+# -------------------------------------------------------------------------------------------------
+
+
+def has_norms(weights: Weights) -> bool:
+    return any(name.startswith("norm") for name in weights)
+
+
+def rows_by_products(
+    spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None = None
+) -> Tensor:
+    """(#norm, P) by one batched closed-form product over all γ and β; x (n, L, d)."""
+    block = linearise(spec, weights, x, mask)
+    block.gradient(seeds.delta)
+    names = [n for n in block.names if n.startswith("norm")]
+    total = sum(weights[n].numel() for n in names)
+    tangents, start = {}, 0
+    for name in names:
+        size = weights[name].numel()
+        tangent = weights[name].new_zeros(total, size)
+        tangent[start : start + size] = torch.eye(size, dtype=tangent.dtype, device=tangent.device)
+        tangents[name], start = tangent, start + size
+    found, _ = block.hvp(tangents, curvature=seeds.product, needs_input=False)
+    return torch.cat([found[n].reshape(total, -1) for n in block.names], 1)
+
+
+def rows_by_backward(spec: BlockSpec, weights: Weights, x: Tensor, loss: Loss, y: Tensor) -> Tensor:
+    """The same by double backward, itself differentiable; weights must record gradients."""
+    names = [n for n in WEIGHT_NAMES if n in weights]
+    params = [weights[n] for n in names]
+    z = reference.block_output(spec, weights, x)
+    value = loss.seeds(z, y).value
+    norms = [p for n, p in zip(names, params, strict=True) if n.startswith("norm")]
+    return reference.jacobian(reference.flat_gradient(value, norms, graph=True), params, graph=True)
+
+
+# -------------------------------------------------------------------------------------------------
+# Bounds over entries of parameters: how they combine, tie and meet the exact rows of the norms.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EntryBounds:
+    """Bounds over entries: matrix [b] (E, E) symmetric, its diagonal's two signed ends (E,)."""
+
+    names: tuple[str, ...]
+    matrix: Tensor
+    high: Tensor
+    low: Tensor
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """(u, l) with −l ≤ H ≤ u: each the top of [b] with that end on the diagonal."""
+        off = self.matrix - torch.diag(torch.diagonal(self.matrix))
+        high, low = (
+            torch.linalg.eigvalsh(off + torch.diag(end))[-1] for end in (self.high, self.low)
+        )
+        return high, low
+
+    def norm(self) -> Tensor:
+        """‖H‖ ≤ the larger of the two ends."""
+        return torch.maximum(*self.ends())
+
+
+def tie_groups(bounds: EntryBounds, spec: BlockSpec) -> EntryBounds:
+    """Grouped-query heads share keys and values: H_tied = EᵀHE, bounds add up within a group."""
+    ratio = spec.n_heads // spec.kv_heads
+    names: list[str] = []
+    for name in bounds.names:
+        kind = name[0]
+        tied = f"{kind}{int(name[1:]) // ratio}" if kind in "KV" and name[1:].isdigit() else name
+        names.append(tied)
+    kept = list(dict.fromkeys(names))
+    fold = torch.zeros(len(kept), len(names), dtype=bounds.matrix.dtype)
+    for column, name in enumerate(names):
+        fold[kept.index(name), column] = 1.0
+    fold = fold.to(bounds.matrix.device)
+    off = bounds.matrix - torch.diag(torch.diagonal(bounds.matrix))
+    ends = [
+        torch.diagonal(fold @ (off + torch.diag(e)) @ fold.T) for e in (bounds.high, bounds.low)
+    ]
+    return EntryBounds(tuple(kept), fold @ bounds.matrix @ fold.T, ends[0], ends[1])
+
+
+def append_norms(
+    bounds: EntryBounds, rows: Tensor, spec: BlockSpec, weights: Weights
+) -> EntryBounds:
+    """Adds the entry of all γ and β with exact norms of its rows against every other entry."""
+    columns = entry_columns(spec, weights)
+    own = rows[:, columns["norms"]]
+    values = torch.linalg.eigvalsh(0.5 * (own + own.T))
+    cross = torch.stack(
+        [torch.linalg.matrix_norm(rows[:, columns[name]], 2) for name in bounds.names]
+    )
+    ends = values[-1].clamp_min(0.0), (-values[0]).clamp_min(0.0)
+    corner = torch.maximum(*ends).reshape(1, 1)
+    matrix = torch.cat(
+        [
+            torch.cat([bounds.matrix, cross.unsqueeze(1)], 1),
+            torch.cat([cross.unsqueeze(0), corner], 1),
+        ]
+    )
+    return EntryBounds(
+        (*bounds.names, "norms"),
+        matrix,
+        torch.cat([bounds.high, ends[0].reshape(1)]),
+        torch.cat([bounds.low, ends[1].reshape(1)]),
+    )
+
+
+def entry_columns(spec: BlockSpec, weights: Weights) -> dict[str, Tensor]:
+    """Flat positions of every entry's parameters, the weights in ``WEIGHT_NAMES`` order."""
+    start, places = 0, {}
+    for name in (n for n in WEIGHT_NAMES if n in weights):
+        size = weights[name].numel()
+        places[name] = torch.arange(start, start + size).reshape(weights[name].shape)
+        start += size
+
+    def take(*names: str) -> Tensor:
+        return torch.cat([places[n].reshape(-1) for n in names if n in places])
+
+    columns = {"Q": take("query_weight", "query_bias")}
+    for kind, name, size in (("K", "key", spec.key_size), ("V", "value", spec.value_size)):
+        for g in range(spec.kv_heads):
+            rows = slice(g * size, (g + 1) * size)
+            parts = [places[p][rows].reshape(-1) for p in (f"{name}_weight", f"{name}_bias")
+                     if p in places]  # fmt: skip
+            columns[f"{kind}{g}"] = torch.cat(parts)
+    if "output_weight" in places:
+        columns["O"] = take("output_weight", "output_bias")
+    if "up_weight" in places:
+        columns["up"] = take("gate_weight", "gate_bias", "up_weight", "up_bias")
+        columns["down"] = take("down_weight", "down_bias")
+    norms = [n for n in places if n.startswith("norm")]
+    if norms:
+        columns["norms"] = take(*norms)
+    return columns
+
 
 Rows = Callable[[], Tensor]
 
@@ -296,3 +480,126 @@ def _feed_forward_pairs(table: _Table, directions: list[Direction], tail: Tail) 
         )
         table.pair(e.name, "up", to_up.norm())
         table.pair(e.name, "down", to_down.norm())
+
+
+# -------------------------------------------------------------------------------------------------
+# The token-structured bound for a stack of blocks.
+#
+# With h_b the output of block b, Λ_b = ∂²ℓ/∂h_b², δ_b = ∂ℓ/∂h_b, the stack's Hessian has
+#
+#     H_bb = K_bᵀΛ_bK_b + Σ δ_b ∂²h_b/∂θ_b²         (K_b = ∂h_b/∂θ_b)
+#     H_ab = K_aᵀ … = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b          for a < b.
+#
+# Everything that passes through the N·d numbers of an h_b is exact, from N·d products and matrices
+# of
+# N·d × N·d: the off-diagonal blocks, and the outer part of the diagonal ones (inside a stack Λ_b
+# couples tokens). The functional part of a diagonal block has its token-structured bound.
+# -------------------------------------------------------------------------------------------------
+
+
+def _no_curvature(like: Tensor, delta: Tensor) -> Seeds:
+    """Seeds with Λ = 0 and the given δ (n, L, d): the functional part alone."""
+    blocks = like.new_zeros(*like.shape, like.shape[-1])
+    return Seeds.from_blocks(value=like.new_zeros(()), delta=delta, blocks=blocks)
+
+
+def _entry(
+    spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None
+) -> EntryBounds:
+    rows = (lambda: rows_by_products(spec, weights, x, seeds, mask)) if has_norms(weights) else None
+    return entry_bounds(spec, weights, x, seeds, mask=mask, norm_rows=rows)
+
+
+def stack_token_bound(
+    layers: Sequence[tuple[BlockSpec, Weights]],
+    x: Tensor,
+    target: Tensor,
+    loss: Loss,
+    mask: Tensor | None,
+) -> tuple[tuple[str, ...], Tensor, float, float, Seeds]:
+    """Names of the blocks, matrix of block bounds, the bound, the exact norm, and the seeds."""
+    blocks, inputs, z = [], [], x
+    for spec, weights in layers:
+        inputs.append(z)
+        blocks.append(linearise(spec, weights, z, mask))
+        z = blocks[-1].output
+    seeds = loss.seeds(z, target)
+    deltas = [seeds.delta]
+    for block in reversed(blocks):
+        deltas.insert(0, block.gradient(deltas[0])[1])
+    count, size = len(layers), x.numel()
+    matrix = torch.zeros(count, count, dtype=torch.float64)
+    curvatures, mixed = _input_curvature(layers, inputs, target, loss, mask)
+    ends = torch.zeros(2, count, dtype=torch.float64)  # signed: highest, minus lowest
+    for a, (spec, weights) in enumerate(layers):
+        through = _jacobian_rows(blocks[a], size)  # ∂h_a/∂θ_a as (Nd, P_a)
+        gram = through @ through.T
+        functional = _entry(spec, weights, inputs[a], _no_curvature(z, deltas[a + 1]), mask)
+        if a == count - 1:
+            whole = _entry(spec, weights, inputs[a], seeds, mask)
+            ends[:, a] = torch.stack(whole.ends())
+        else:
+            ends[:, a] = _sandwich(curvatures[a], gram) + torch.stack(functional.ends())
+        for b in range(a + 1, count):
+            if b > a + 1:  # ∂h_{b−1}/∂θ_a = (∂h_{b−1}/∂h_{b−2}) ∂h_{b−2}/∂θ_a
+                step = _input_jacobian(blocks[b - 1], size)
+                gram = step @ gram @ step.T
+            matrix[a, b] = matrix[b, a] = _sandwich(mixed[b], gram)[0].sqrt()
+    bound = max(float(torch.linalg.eigvalsh(matrix + torch.diag(e))[-1]) for e in ends)
+    matrix = matrix + torch.diag(ends.amax(0))
+    names = tuple(f"block {i}" for i in range(count))
+    return names, matrix, bound, exact_norm(layers, x, target, loss, mask), seeds
+
+
+def _sandwich(middle: Tensor, gram: Tensor) -> Tensor:
+    """(highest, −lowest), not below 0, of the spectrum of KᵀMK from M and KKᵀ, both Nd × Nd."""
+    values, vectors = torch.linalg.eigh(gram)
+    root = vectors * values.clamp_min(0.0).sqrt()
+    inner = root.T @ middle @ root
+    found = torch.linalg.eigvalsh(0.5 * (inner + inner.T))
+    return torch.stack([found[-1], -found[0]]).clamp_min(0.0)
+
+
+def _input_curvature(
+    layers: Sequence[tuple[BlockSpec, Weights]],
+    inputs: Sequence[Tensor],
+    target: Tensor,
+    loss: Loss,
+    mask: Tensor | None,
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Λ_b (Nd, Nd) at every inner block's output, and MMᵀ for M = ∂²ℓ/∂h_{b−1}∂θ_b.
+
+    Both from N·d products of the blocks above with the unit vectors of their input.
+    """
+    curvatures: dict[int, Tensor] = {}
+    mixed: dict[int, Tensor] = {}
+    for b in range(1, len(layers)):
+        above = BlockStack(list(layers[b:]), loss=loss).linearise(
+            inputs[b], target, mask=mask, include_input=True
+        )
+        size, total = inputs[b].numel(), above.shape[0]
+        units = torch.zeros(total, size, dtype=inputs[b].dtype, device=inputs[b].device)
+        units[total - size :] = torch.eye(size, dtype=units.dtype, device=units.device)
+        rows = above @ units  # (P above + Nd, Nd)
+        lam = rows[total - size :]
+        curvatures[b - 1] = 0.5 * (lam + lam.T)
+        own = sum(w.numel() for w in layers[b][1].values())
+        part = rows[:own].T  # (Nd, P_b)
+        mixed[b] = part @ part.T
+    return curvatures, mixed
+
+
+def _jacobian_rows(block: LinearisedBlock, size: int) -> Tensor:
+    """∂h/∂θ (Nd, P) by Nd vector-Jacobian products."""
+    output = block.output
+    units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
+    found, _ = block.vjp(units)
+    return torch.cat([t.reshape(size, -1) for t in found.values()], 1)
+
+
+def _input_jacobian(block: LinearisedBlock, size: int) -> Tensor:
+    """∂h/∂x (Nd, Nd)."""
+    output = block.output
+    units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
+    found: Tensor = block.vjp(units, wanted=())[1].reshape(size, -1)
+    return found

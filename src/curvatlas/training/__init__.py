@@ -1,9 +1,16 @@
 """Curvature while training: the monitor, its events, trackers and callbacks."""
 
-from curvatlas.training.events import Thresholds
 from curvatlas.training.monitor import Monitor
-from curvatlas.training.snapshot import CurvatureHistory, Event, Snapshot
-from curvatlas.training.trackers import LinesTracker, TensorBoardTracker, Tracker, WandbTracker
+from curvatlas.training.snapshot import (
+    CurvatureHistory,
+    Event,
+    LinesTracker,
+    Snapshot,
+    TensorBoardTracker,
+    Thresholds,
+    Tracker,
+    WandbTracker,
+)
 
 __all__ = [
     "CurvatureHistory",

@@ -6,22 +6,222 @@ seeds the weights are the same bit for bit with and without it.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import nan
 from typing import Any
 
+import torch
+from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from curvatlas.anatomy import Slice
 from curvatlas.errors import NonFiniteError
+from curvatlas.operators import Hessian, LinearOperator
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
-from curvatlas.training.events import Thresholds, events_of
-from curvatlas.training.measuring import Measuring, leaving_no_trace
-from curvatlas.training.snapshot import CurvatureHistory, Event, Snapshot
-from curvatlas.training.trackers import Tracker
+from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.training.snapshot import (
+    CurvatureHistory,
+    Event,
+    Snapshot,
+    Thresholds,
+    Tracker,
+    events_of,
+)
+
+# -------------------------------------------------------------------------------------------------
+# One measurement of the curvature, warm-started from the last one.
+# -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def leaving_no_trace(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; training flags and every random number generator as before after."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+class Measuring:
+    """Measures one problem again and again; keeps the eigenvectors between measurements."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        eigenvalues: int,
+        tol: float,
+        probes: int,
+        density_products: int,
+        max_products: int,
+        seed: int,
+    ) -> None:
+        self.problem = problem
+        self._eigenvalues, self._tol = eigenvalues, tol
+        self._probes, self._density_products = probes, density_products
+        self._max_products, self._seed = max_products, seed
+        self._ends: Tensor | None = None  # eigenvectors of both ends, for the warm start
+        self._top: Tensor | None = None
+        self._roles = _by_role(problem.anatomy.slices)
+        self._role_vectors: dict[str, Tensor] = {}
+        self._role_sharpness: dict[str, float] = {}
+        self._turn = 0
+        self._scale = 0.0  # |λ|max of the last measurement
+
+    def measure(self, step: int, learning_rate: float | None) -> Snapshot:
+        """All quantities at the present weights."""
+        began = time.perf_counter()
+        with leaving_no_trace(self.problem.model):
+            return self._measure(step, learning_rate, began)
+
+    def _measure(self, step: int, learning_rate: float | None, began: float) -> Snapshot:
+        problem = self.problem
+        operator = Hessian(problem)
+        loss, gradient = problem.value(), problem.gradient()
+        ends = eigenpairs(
+            operator,
+            k=self._eigenvalues,
+            which="both",
+            tol=self._tol,
+            start=self._ends,
+            max_products=min(self._max_products, problem.size),
+            data_error=False,
+            seed=self._seed,
+        )
+        order = torch.argsort(ends.values, descending=True)
+        top = ends.vectors[:, order[: self._eigenvalues]]
+        first = int(order[0])
+        trace, interval, role_trace = self._traces(operator, step)
+        density = spectral_density(
+            operator, max_products=self._density_products, seed=self._seed + step
+        )
+        self._scale = float(ends.values.abs().max())
+        self._next_role(operator)
+        snapshot = Snapshot(
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+            sharpness=float(ends.values[first]),
+            sharpness_interval=(float(ends.interval[0][first]), float(ends.interval[1][first])),
+            most_negative=float(ends.values.min()),
+            trace=trace,
+            trace_interval=interval,
+            negative_mass=density.negative_mass,
+            negative_mass_interval=density.negative_mass_interval,
+            gradient_norm=float(gradient.norm()),
+            gradient_alignment=_share(gradient, top),
+            drift=None if self._top is None else 1.0 - _overlap(self._top, top),
+            role_sharpness=dict(self._role_sharpness),
+            role_trace=role_trace,
+            role_gradient={
+                role: float(sum(piece.view(gradient).norm() ** 2 for piece in pieces) ** 0.5)
+                for role, pieces in self._roles.items()
+            },
+            products=operator.products,
+            seconds=time.perf_counter() - began,
+        )
+        self._ends, self._top = ends.vectors, top
+        return snapshot
+
+    def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
+        """Eigenvectors and the state of the rounds over roles."""
+        vectors = {f"role/{role}": v for role, v in self._role_vectors.items()}
+        if self._ends is not None and self._top is not None:
+            vectors.update(ends=self._ends, top=self._top)
+        return vectors, dict(self._role_sharpness), self._turn
+
+    def resume(
+        self, vectors: Mapping[str, Tensor], sharpness: Mapping[str, float], turn: int
+    ) -> None:
+        """Start the next measurement from ``warm_start()``."""
+        self._ends, self._top = vectors.get("ends"), vectors.get("top")
+        self._role_vectors = {
+            name.removeprefix("role/"): v for name, v in vectors.items() if name.startswith("role/")
+        }
+        self._role_sharpness, self._turn = dict(sharpness), turn
+
+    def _traces(
+        self, operator: Hessian, step: int
+    ) -> tuple[float, tuple[float, float], dict[str, float]]:
+        """tr H and tr H[role, role] from the same ±1 probes: zᵀHz, whole and role by role."""
+        generator = torch.Generator().manual_seed(self._seed * 7919 + step)
+        signs = torch.randint(
+            0, 2, (self.problem.size, self._probes), generator=generator, device="cpu"
+        )
+        probes = (2.0 * signs - 1.0).to(dtype=operator.dtype, device=operator.device)
+        products = operator @ probes
+        samples = (probes * products).sum(0).double()
+        mean, spread = float(samples.mean()), float(samples.std()) / self._probes**0.5
+        quantile = _student_95(self._probes - 1)
+        each = (probes * products).mean(1)
+        roles = {
+            role: float(sum(piece.view(each).sum() for piece in pieces))
+            for role, pieces in self._roles.items()
+        }
+        return mean, (mean - quantile * spread, mean + quantile * spread), roles
+
+    def _next_role(self, operator: Hessian) -> None:
+        """The sharpness of one role a measurement, in turn: a share of the cost each time."""
+        role = list(self._roles)[self._turn % len(self._roles)]
+        self._turn += 1
+        view = operator[list(self._roles[role])]
+        if self._vanishes(view):
+            self._role_sharpness[role] = 0.0
+            return
+        found = eigenpairs(
+            view,
+            k=1,
+            which="largest",
+            tol=10 * self._tol,
+            start=self._role_vectors.get(role),
+            max_products=min(self._max_products, view.shape[0]),
+            data_error=False,
+            seed=self._seed,
+        )
+        self._role_sharpness[role] = float(found.values.max())
+        self._role_vectors[role] = found.vectors[:, :1]
+
+    def _vanishes(self, view: LinearOperator) -> bool:
+        """Whether H[role, role] is rounding alone: a key's bias moves no attention weight."""
+        generator = torch.Generator().manual_seed(self._seed)
+        probe = torch.randn(view.shape[0], generator=generator, dtype=torch.float64, device="cpu")
+        probe = (probe / probe.norm()).to(dtype=view.dtype, device=view.device)
+        size = float((view @ probe).norm())
+        return size <= 100 * torch.finfo(view.dtype).eps * self._scale
+
+
+def _by_role(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+    groups: dict[str, list[Slice]] = defaultdict(list)
+    for piece in slices:
+        groups[piece.role].append(piece)
+    return dict(groups)
+
+
+def _share(vector: Tensor, basis: Tensor) -> float:
+    """‖Bᵀv‖² / ‖v‖² for orthonormal columns B."""
+    total = float(vector @ vector)
+    return float((basis.T @ vector).square().sum()) / total if total > 0 else 0.0
+
+
+def _overlap(a: Tensor, b: Tensor) -> float:
+    """‖AᵀB‖²_F / k for two orthonormal bases of k columns: 1 for equal spaces, 0 for orthogonal."""
+    return min(1.0, float((a.T @ b).square().sum()) / b.shape[1])
+
+
+def _student_95(freedom: int) -> float:
+    return float(student.ppf(0.975, max(freedom, 1)))
 
 
 class Monitor:
@@ -185,12 +385,12 @@ class Monitor:
 
     def trainer_callback(self) -> Any:
         """A ``transformers.TrainerCallback`` that steps this monitor."""
-        from curvatlas.training.callbacks import trainer_callback
+        from curvatlas.training.snapshot import trainer_callback
 
         return trainer_callback(self)
 
     def lightning_callback(self) -> Any:
         """A Lightning ``Callback`` that steps this monitor."""
-        from curvatlas.training.callbacks import lightning_callback
+        from curvatlas.training.snapshot import lightning_callback
 
         return lightning_callback(self)

@@ -2,25 +2,302 @@ r"""CurvatureAwareOptimizer: preconditioned steps, as long as the measured curva
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from curvatlas.anatomy import anatomy_of
+from curvatlas.operators import Hessian
+from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
-from curvatlas.training.optimizer_control import TENTH, Control
-from curvatlas.training.optimizer_curvature import AdaptedStep, LocalCurvature, local_curvature
-from curvatlas.training.optimizer_directions import DiagonalStack, SpectralStack, Stack, lies
-from curvatlas.training.optimizer_groups import StepSizes, edges, parameter_groups
-from curvatlas.training.optimizer_probe import gradients_at, repeatable
+from curvatlas.results import Result
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
+from curvatlas.training.monitor import leaving_no_trace
 from curvatlas.zoo.training import Loss, loss_of
 
+# -------------------------------------------------------------------------------------------------
+# Which parameters share a rule and a limit of the rate: groups by role or block, the edges.
+# -------------------------------------------------------------------------------------------------
+
+
+StepSizes = Literal["whole", "role", "block"]
+
+
+def parameter_groups(
+    given: nn.Module | Iterable[Any], model: nn.Module | None, step_sizes: StepSizes
+) -> Any:
+    """What ``torch.optim.Optimizer`` takes: what was given, or the model's parameters in groups."""
+    if step_sizes not in ("whole", "role", "block"):
+        raise ValueError(f"step_sizes is 'whole', 'role' or 'block', got {step_sizes!r}.")
+    if model is None:
+        if step_sizes != "whole":
+            raise ValueError(f"step_sizes={step_sizes!r} needs the model, not its parameters.")
+        return given
+    found = list(model.parameters())
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    return found if step_sizes == "whole" else _grouped(model, step_sizes)
+
+
+def _grouped(model: nn.Module, step_sizes: StepSizes) -> list[dict[str, Any]]:
+    """A group for each role (vectors together) or for each sublayer of each layer."""
+    named = dict(model.named_parameters())
+    names: dict[str, str] = {}
+    for piece in anatomy_of(model).slices:
+        where = piece.sublayer if piece.layer is None else f"{piece.layer}.{piece.sublayer}"
+        if step_sizes == "role":
+            where = piece.role if named[piece.parameter].ndim > 1 else "vectors"
+        known = names.setdefault(piece.parameter, where)
+        if where not in known.split("+"):  # query, key and value in one matrix
+            names[piece.parameter] = f"{known}+{where}"
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        groups.setdefault(names.get(name, "others"), []).append(parameter)
+    return [{"params": members, "block": block} for block, members in groups.items()]
+
+
+def edges(model: nn.Module | None) -> frozenset[int]:
+    """Embeddings and the head: rows are tokens or classes, not directions to be mixed."""
+    if model is None:
+        return frozenset()
+    named = dict(model.named_parameters())
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    slices = anatomy_of(model).slices
+    known = {id(named[s.parameter]) for s in slices if s.sublayer in ("embedding", "head")}
+    return frozenset(tables | known)
+
+
+# -------------------------------------------------------------------------------------------------
+# A closure evaluated a second time without a trace: gradients, random numbers, buffers.
+# -------------------------------------------------------------------------------------------------
+
+
 Closure = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def gradients_at(optimizer: Optimizer, closure: Closure) -> Iterator[None]:
+    """Inside, ``p.grad`` holds the closure's gradient at the present weights; as before after."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None  # a closure that zeroes in place must not touch the gradients kept here
+    try:
+        with torch.enable_grad():
+            closure()
+        for p, kept in zip(parameters, before, strict=True):
+            if p.grad is None and kept is not None:
+                p.grad = torch.zeros_like(kept)
+        yield
+    finally:
+        for p, kept in zip(parameters, before, strict=True):
+            p.grad = kept
+
+
+def repeatable(closure: Closure, model: nn.Module) -> Closure:
+    """The same closure, drawing the same random numbers each time; buffers move only once."""
+    generators: list[Any] = []
+    buffers: list[torch.Tensor] = []
+
+    def repeated() -> Any:
+        if not generators:
+            generators.append(torch.get_rng_state())
+            value = closure()
+            buffers.extend(b.clone() for b in model.buffers())
+            return value
+        with torch.random.fork_rng():
+            torch.set_rng_state(generators[0])
+            value = closure()
+        with torch.no_grad():
+            for buffer, kept in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(kept)
+        return value
+
+    return repeated
+
+
+# -------------------------------------------------------------------------------------------------
+# The critical learning rate, measured while training: how far a step may go.
+#
+# A step −η d meets the curvature dᵀHd along it. With the slope a = gᵀd the quadratic model
+# changes by −η a + ½ η² dᵀHd: least at η = a / dᵀHd, and no gain from twice that on. What is
+# watched
+# is the fraction κ = η dᵀHd / a: 1 at the lowest point, 2 at the critical rate.
+#
+# Two measurements feed the same limit. After every step, free: the next gradient g⁺ has the slope
+# g⁺ᵀd = a (1 − κ) along the step just made (in expectation over batches; the batch's own noise in
+# a
+# only lowers it). Now and then, when the loss can be evaluated again: the difference of two
+# gradients
+# of one batch, dᵀ(g(θ) − g(θ − ηd)) = η dᵀHd with H averaged along the step, without noise.
+#
+# Both are local. A step that changes a matrix by more than a part of itself leaves the region
+# where a
+# quadratic model holds (behind a normalisation, curvature even falls as weights grow, and nothing
+# stops a wrong rate), so a tenth of the matrices' own size is the most a step may change.
+# -------------------------------------------------------------------------------------------------
+
+
+# A rate up to this is taken on trust; a higher one is reached by growing from here, so that it is
+# measured before it does harm.
+_TRUSTED = 2e-3
+_GROWTH, _SHRINK = 1.25, 0.8
+_MEMORY = 0.8  # of the running means: five steps
+# Where the next gradient points back by this share of the slope, κ is near 1.4 without noise. At
+# tuned rates the zoo's models stay above −0.25, at five times the rate they go to −0.45.
+_BACKWARDS = -0.35
+TENTH = 0.1  # of its root mean square that a matrix may change in one step
+_MOST = 1.0  # κ that a measured product allows: the bottom of the parabola
+
+
+@dataclass
+class Control:
+    """The limit of the learning rate of one parameter group, and the means it comes from."""
+
+    limit: float = _TRUSTED
+    ceiling: float = math.inf  # the rate at which the smallest matrix changes by a tenth
+    slope: float = 0.0  # running mean of gᵀd
+    overlap: float = 0.0  # running mean of g⁺ᵀd, one step later
+    last_slope: float | None = None  # of the step just made
+    last_rate: float = 0.0
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Control:
+        """The control that a parameter group carries (plain numbers: they survive any saving)."""
+        return cls(**group["control"])
+
+    def keep(self, group: dict[str, Any]) -> None:
+        """Write it back."""
+        group["control"] = asdict(self)
+
+    def follow(self, overlap: float) -> None:
+        """Take in the slope of the newest gradient along the last step."""
+        if self.last_slope is None:
+            return
+        self.slope = _MEMORY * self.slope + (1 - _MEMORY) * self.last_slope
+        self.overlap = _MEMORY * self.overlap + (1 - _MEMORY) * overlap
+        if self.overlap < _BACKWARDS * self.slope:
+            self.limit = min(self.limit, self.last_rate) * _SHRINK
+        else:
+            # It need not run far ahead of what is used.
+            self.limit = max(self.limit, _GROWTH * min(self.limit, max(self.last_rate, _TRUSTED)))
+
+    def measured(self, slope: float, curvature: float) -> None:
+        """Take in η a and η² dᵀHd of the step just made, both of one batch."""
+        if slope > 0 and curvature > _MOST * slope and math.isfinite(curvature):
+            self.limit = min(self.limit, self.last_rate * _MOST * slope / curvature)
+
+    def rate(self, wanted: float) -> float:
+        """The learning rate that may be used."""
+        return min(wanted, self.limit, self.ceiling)
+
+    def stepped(self, rate: float, slope: float) -> None:
+        """Remember the step just made."""
+        self.last_rate, self.last_slope = rate, slope
+
+
+# -------------------------------------------------------------------------------------------------
+# What the optimizer says about the curvature: at a batch, and of a step.
+# -------------------------------------------------------------------------------------------------
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCurvature(Result):
+    """The Hessian of one batch at the present weights."""
+
+    value: float  # λmax
+    interval: Interval  # certain, from the residual
+    loss: float
+    critical_rate: float  # 2 / λmax: of plain gradient descent on this batch
+    slope: float | None  # gᵀd along the optimizer's direction; None before its first step
+    along_direction: float | None  # dᵀHd
+    best_rate: float | None  # gᵀd / dᵀHd where dᵀHd > 0: the bottom of the parabola
+    role_along_direction: dict[str, float]  # role → d_rᵀ(Hd)_r; they add up to dᵀHd
+    products: int
+    converged: bool
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        text = f"λmax {self.value:.4g} ± {(high - low) / 2:.1g}, 2/λmax {self.critical_rate:.3g}"
+        if self.best_rate is not None:
+            text += f", best rate along the direction {self.best_rate:.3g}"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedStep(Result):
+    """One step of ``step_with_curvature_adaptation``; ``float(step)`` is its loss."""
+
+    loss: float  # before the step
+    learning_rate: float  # that was used
+    limit: float  # the measured limit of the rate after the step
+    measured: bool  # whether this step measured a product
+    skipped: bool  # whether it was left out because the gradient was not finite
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def __str__(self) -> str:
+        done = "left out" if self.skipped else f"rate {self.learning_rate:.3g}"
+        return f"loss {self.loss:.4g}, {done}, limit {self.limit:.3g}"
+
+
+def local_curvature(
+    model: nn.Module, loss: Any, x: Any, y: Any, directions: Mapping[Tensor, Tensor]
+) -> LocalCurvature:
+    """λmax by Lanczos and one product along ``directions`` (parameter → direction), exact."""
+    with leaving_no_trace(model):
+        problem = Problem(model, loss, (x, y))
+        operator = Hessian(problem)
+        top = eigenpairs(
+            operator,
+            k=1,
+            which="largest",
+            tol=1e-2,
+            max_products=min(100, problem.size),
+            data_error=False,
+        )
+        slope, along = None, None
+        roles: dict[str, float] = {}
+        if directions:
+            named = dict(model.named_parameters())
+            flat = torch.cat(
+                [
+                    directions.get(named[name], torch.zeros_like(named[name])).reshape(-1)
+                    for name in problem.parameter_names
+                ]
+            ).to(operator.dtype)
+            each = flat * (operator @ flat)
+            slope, along = float(problem.gradient() @ flat), float(each.sum())
+            for piece in problem.anatomy.slices:
+                roles[piece.role] = roles.get(piece.role, 0.0) + float(piece.view(each).sum())
+        value = float(top.values[0])
+        best = slope / along if slope is not None and along is not None and along > 0 else None
+        return LocalCurvature(
+            value=value,
+            interval=(float(top.interval[0][0]), float(top.interval[1][0])),
+            loss=problem.value(),
+            critical_rate=2.0 / value if value > 0 else float("inf"),
+            slope=slope,
+            along_direction=along,
+            best_rate=best,
+            role_along_direction=roles,
+            products=operator.products,
+            converged=bool(top.converged),
+        )
+
+
 _METHODS = ("auto", "spectral", "diagonal")
 
 

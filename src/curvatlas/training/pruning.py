@@ -6,6 +6,7 @@ residual, so a saliency is never negative.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +16,134 @@ from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
-from curvatlas.operators import GaussNewton
-from curvatlas.operators.outer_diagonal import exact_outer_diagonal
-from curvatlas.problem import Problem
+from curvatlas.operators import GaussNewton, Hessian
+from curvatlas.operators.per_sample import exact_outer_diagonal
+from curvatlas.problem import Batch, Problem
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
-from curvatlas.training.gradients import sampled_gradients
-from curvatlas.training.surgeon import inverse_blocks, remove_all, remove_first
+
+# -------------------------------------------------------------------------------------------------
+# Per-sample gradients with targets drawn from the model: rows whose Gram matrix is the Fisher.
+# -------------------------------------------------------------------------------------------------
+
+
+def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tensor:
+    r"""G (n, P) with E[GᵀG]/n = H_o for additive losses; at most ``samples`` rows.
+
+    Row i is Jᵢᵀ r_i with r_i the residual of targets drawn from the predictive distribution,
+    scaled so that a sample with many targets weighs as it does in the loss.
+    """
+    if not problem.loss.additive:
+        raise ProblemError(
+            f"sampled gradients need a likelihood; {problem.loss.name!r} is not known as one: use "
+            "loss='cross_entropy' or 'mse', or method='obd'."
+        )
+    problem.require_mean("a sketch of sampled gradients")
+    problem.require_one_process("a sketch of sampled gradients")
+    if not problem.separable:
+        raise ProblemError(
+            "sampled gradients are those of single samples, and the samples of a batch influence "
+            "each other or their axis is not found (batch_axis=): use method='obd'."
+        )
+    problem.check()
+    rows: list[Tensor] = []
+    targets = 0.0
+    with problem.evaluating():
+        for batch in problem.batches():
+            for place in range(min(batch.samples, samples - len(rows))):
+                piece = batch.part(place, place + 1, problem.loss.count)
+                if piece.count > 0:
+                    row, count = _row(problem, piece, seed + len(rows))
+                    rows.append(row)
+                    targets += count
+    # H_o is a mean over targets and a row sums those of one sample: n rows stand for ``targets``.
+    return torch.stack(rows) / math.sqrt(targets / len(rows))
+
+
+def _row(problem: Problem, piece: Batch, seed: int) -> tuple[Tensor, float]:
+    leaves = problem.leaves()
+    outputs = problem.outputs(piece, leaves)
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(shape: torch.Size) -> Tensor:
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.clamp(1e-12, 1 - 1e-12)
+
+    residual = problem.loss.sample_residual(outputs, piece.targets, uniform)
+    grads = torch.autograd.grad(
+        outputs, list(leaves.values()), residual.to(outputs), allow_unused=True
+    )
+    count = problem.loss.target_count(outputs, piece.targets)
+    return problem.layout.join(grads, like=residual), count
+
+
+# -------------------------------------------------------------------------------------------------
+# Optimal Brain Surgeon on blocks of weights, all blocks at once.
+#
+# Removing weight q of a block with curvature B raises the loss by s_q = w_q² / (2 [B⁻¹]_qq) when
+# the
+# other weights of the block move to the best place, δw = −w_q / [B⁻¹]_qq · B⁻¹ e_q (Hassibi and
+# Stork 1993). The inverse without row and column q is one rank-one update away, so weights are
+# taken
+# out one after another, the cheapest first.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Removals:
+    """For each block the order in which weights go, and what each removal adds to the loss."""
+
+    order: Tensor  # (blocks, size) places within the block, first removed first
+    cost: Tensor  # (blocks, size) rise of the loss by that removal
+
+
+def inverse_blocks(factor: Tensor, *, damping: float) -> Tensor:
+    """(B + damping·mean(diag B)·I)⁻¹ for B = FᵀF, factor F: (blocks, samples, size)."""
+    blocks = factor.transpose(1, 2) @ factor  # (blocks, size, size)
+    scale = blocks.diagonal(dim1=1, dim2=2).mean()
+    blocks.diagonal(dim1=1, dim2=2).add_(damping * scale.clamp_min(torch.finfo(factor.dtype).tiny))
+    return torch.cholesky_inverse(torch.linalg.cholesky(blocks))
+
+
+def remove_all(weights: Tensor, inverse: Tensor) -> Removals:
+    """Take every weight out of every block, cheapest first; weights: (blocks, size)."""
+    blocks, size = weights.shape
+    order = torch.empty(blocks, size, dtype=torch.long, device=weights.device)
+    cost = torch.empty_like(weights)
+    state, inverse = weights.clone(), inverse.clone()
+    alive = torch.ones_like(weights, dtype=torch.bool)
+    rows = torch.arange(blocks, device=weights.device)
+    for turn in range(size):
+        price = state.square() / (2 * inverse.diagonal(dim1=1, dim2=2))
+        chosen = price.masked_fill(~alive, torch.inf).argmin(1)  # (blocks,)
+        order[:, turn], cost[:, turn] = chosen, price[rows, chosen]
+        _remove(state, inverse, alive, rows, chosen)
+    return Removals(order, cost)
+
+
+def remove_first(weights: Tensor, inverse: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """The weights after the first ``counts[b]`` removals of ``order[b]`` in each block b."""
+    state, inverse = weights.clone(), inverse.clone()
+    alive = torch.ones_like(weights, dtype=torch.bool)
+    for turn in range(int(counts.max())):
+        rows = (counts > turn).nonzero().squeeze(1)
+        _remove(state, inverse, alive, rows, order[rows, turn])
+    return state.masked_fill(~alive, 0.0)
+
+
+def _remove(state: Tensor, inverse: Tensor, alive: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    column = inverse[rows, :, chosen]  # (rows, size): B⁻¹ e_q
+    pivot = column.gather(1, chosen[:, None])  # [B⁻¹]_qq
+    state[rows] -= state[rows].gather(1, chosen[:, None]) / pivot * column
+    inverse[rows] -= column.unsqueeze(2) * column.unsqueeze(1) / pivot.unsqueeze(2)
+    alive[rows, chosen] = False
+    state[rows, chosen] = 0.0
+    # Rounding leaves crumbs where the row and column should be exactly zero; the pivot stays
+    # positive so that removed weights never divide by zero.
+    inverse[rows, chosen, :] = 0.0
+    inverse[rows, :, chosen] = 0.0
+    inverse[rows, chosen, chosen] = 1.0
+
 
 Method = Literal["magnitude", "obd", "obs"]
 
@@ -246,3 +368,77 @@ def value_at(problem: Problem, theta: Tensor) -> float:
         with torch.no_grad():
             for name, value in saved.items():
                 parameters[name].copy_(value)
+
+
+# -------------------------------------------------------------------------------------------------
+# What rounding the weights costs: curvature-weighted error, role by role, beside the truth.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSensitivity(Result):
+    """Predicted and measured rise of the loss when one role is rounded to so many bits."""
+
+    bits: tuple[int, ...]
+    roles: tuple[str, ...]
+    predicted: Tensor  # (roles, bits): gᵀδ + ½ δᵀHδ
+    measured: Tensor  # (roles, bits): L(θ + δ) − L(θ)
+    loss: float
+
+    def __str__(self) -> str:
+        lines = [f"loss {self.loss:.4g}; rise by role, predicted (measured)"]
+        for row, role in enumerate(self.roles):
+            cells = [
+                f"{bit} bits {float(self.predicted[row, col]):.2g} "
+                f"({float(self.measured[row, col]):.2g})"
+                for col, bit in enumerate(self.bits)
+            ]
+            lines.append(f"  {role}: " + ", ".join(cells))
+        return "\n".join(lines)
+
+
+def quantization_sensitivity(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    bits: Sequence[int] = (8, 4, 3),
+    roles: Sequence[str] = PRUNED_ROLES,
+) -> QuantizationSensitivity:
+    """Round each role's weights (symmetric, one scale a row) and say what it costs."""
+    if any(bit < 2 for bit in bits):
+        raise ValueError(f"at least 2 bits are needed for a sign and a step, got {tuple(bits)}.")
+    problem = Problem(model, loss, data)
+    present = tuple(r for r in roles if any(s.role == r for s in problem.anatomy.slices))
+    if not present:
+        raise ValueError(f"the model has none of the roles {tuple(roles)}.")
+    theta, gradient, base = problem.parameters, problem.gradient(), problem.value()
+    columns = []
+    for role in present:
+        for bit in bits:
+            delta = torch.zeros_like(theta)
+            for piece in problem.anatomy.select(role=role):
+                weights = piece.view(theta)
+                delta[piece.indices] = (round_to(weights, bit) - weights).reshape(-1)
+            columns.append(delta)
+    stacked = torch.stack(columns, 1)
+    curved = Hessian(problem) @ stacked
+    predicted = gradient @ stacked + 0.5 * (stacked * curved).sum(0)
+    measured = [value_at(problem, theta + delta) - base for delta in columns]
+    shape = (len(present), len(bits))
+    return QuantizationSensitivity(
+        bits=tuple(bits),
+        roles=present,
+        predicted=predicted.double().reshape(shape),
+        measured=torch.tensor(measured, dtype=torch.float64).reshape(shape),
+        loss=base,
+    )
+
+
+def round_to(weights: Tensor, bits: int) -> Tensor:
+    """Nearest of 2^bits − 1 evenly spaced values, symmetric about zero, one scale a row."""
+    rows = weights.reshape(weights.shape[0], -1) if weights.ndim > 1 else weights.reshape(1, -1)
+    levels: int = 2 ** (bits - 1) - 1
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny) / levels
+    rounded: Tensor = (rows / scale).round().clamp(-levels, levels) * scale
+    return rounded.reshape(weights.shape)

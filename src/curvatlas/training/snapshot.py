@@ -2,10 +2,107 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from curvatlas.results import Result
+
+if TYPE_CHECKING:
+    from curvatlas.training.monitor import Monitor
+
+# -------------------------------------------------------------------------------------------------
+# When a snapshot deserves a word: thresholds the user sets, events they raise.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Where the events start; a value of infinity (or 0 for dead blocks) switches one off."""
+
+    edge: float = 2.0  # λmax·η at which gradient descent is at the edge of stability
+    spike_ahead: float = 1.5  # times the edge: the quadratic model predicts divergence
+    loss_spike: float = 1.5  # times the median of the last five losses
+    exploding: float = 10.0  # times a role's median gradient norm so far
+    dead: float = 1e-4  # of a role's median gradient norm so far
+
+
+def events_of(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    """What is new in this snapshot compared with those before it."""
+    yield from _stability(snapshot, earlier, thresholds)
+    recent = [s.loss for s in earlier[-5:]]
+    if len(recent) >= 2:
+        usual = statistics.median(recent)
+        if not snapshot.loss <= thresholds.loss_spike * usual:
+            yield Event(
+                step=snapshot.step,
+                name="loss_spike",
+                message=f"the loss rose to {snapshot.loss:.4g} from a median of {usual:.4g}",
+                value=snapshot.loss,
+                threshold=thresholds.loss_spike * usual,
+            )
+    yield from _blocks(snapshot, earlier, thresholds)
+
+
+def _stability(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    now = snapshot.stability
+    if now is None:
+        return
+    before = earlier[-1].stability if earlier else None
+    crossed = before is None or before < thresholds.edge
+    if now >= thresholds.edge and crossed:
+        yield Event(
+            step=snapshot.step,
+            name="edge_of_stability",
+            message=f"λmax·η = {now:.3g} reached {thresholds.edge:g}: plain gradient descent at "
+            "this rate oscillates along the top eigenvector",
+            value=now,
+            threshold=thresholds.edge,
+        )
+    limit = thresholds.edge * thresholds.spike_ahead
+    if now >= limit and (before is None or before < limit):
+        yield Event(
+            step=snapshot.step,
+            name="spike_ahead",
+            message=f"λmax·η = {now:.3g} is {now / thresholds.edge:.1f} times the edge: expect a "
+            "loss spike, or lower the rate below 2/λmax",
+            value=now,
+            threshold=limit,
+        )
+
+
+def _blocks(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    if len(earlier) < 2:
+        return
+    for role, norm in snapshot.role_gradient.items():
+        usual = statistics.median(s.role_gradient.get(role, math.nan) for s in earlier)
+        if not usual > 0:
+            continue
+        for name, wrong, limit in (
+            ("exploding_block", norm > thresholds.exploding * usual, thresholds.exploding * usual),
+            ("dead_block", norm < thresholds.dead * usual, thresholds.dead * usual),
+        ):
+            if wrong:
+                yield Event(
+                    step=snapshot.step,
+                    name=name,
+                    message=f"the gradient of {role} is {norm:.3g}, usually {usual:.3g}",
+                    value=norm,
+                    threshold=limit,
+                )
+
 
 Interval = tuple[float, float]
 
@@ -89,6 +186,153 @@ class CurvatureHistory(Result):
 
     def plot(self) -> Any:
         """Loss, sharpness against 2/η, trace and negative mass over the steps, as a figure."""
-        from curvatlas.training.figures import history_figure
+        from curvatlas.figures.training import history_figure
 
         return history_figure(self)
+
+
+# -------------------------------------------------------------------------------------------------
+# Where snapshots go: a file of lines, TensorBoard, Weights & Biases; each imported on use.
+# -------------------------------------------------------------------------------------------------
+
+
+class Tracker:
+    """Takes every snapshot with the events it raised."""
+
+    def write(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        """Store one snapshot."""
+        raise TypeError(f"{type(self).__name__} stores nothing.")
+
+    def close(self) -> None:
+        """Release what was opened."""
+
+
+class LinesTracker(Tracker):
+    """One JSON object a line, flushed as it goes: a killed run keeps every finished line."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        line = {**snapshot.to_dict(), "events": [event.to_dict() for event in events]}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class TensorBoardTracker(Tracker):
+    """Scalars under ``curvature/…`` for TensorBoard."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardTracker needs tensorboard: pip install it.") from error
+        self._writer: Any = writer(str(folder))
+
+    def write(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        for name, value in scalars(snapshot).items():
+            self._writer.add_scalar(f"curvature/{name}", value, snapshot.step)
+        for event in events:
+            self._writer.add_text("curvature/events", str(event), event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """Scalars under ``curvature/…`` in a Weights & Biases run the caller has started."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        values = {f"curvature/{name}": value for name, value in scalars(snapshot).items()}
+        values.update({f"curvature/events/{event.name}": event.value for event in events})
+        self._run.log(values, step=snapshot.step)
+
+
+def scalars(snapshot: Snapshot) -> dict[str, float]:
+    """Every number of a snapshot by a flat name."""
+    plain = {
+        name: float(getattr(snapshot, name))
+        for name in (
+            "loss",
+            "sharpness",
+            "most_negative",
+            "trace",
+            "negative_mass",
+            "gradient_norm",
+            "gradient_alignment",
+        )
+    }
+    if snapshot.stability is not None:
+        plain["stability"] = snapshot.stability
+    if snapshot.drift is not None:
+        plain["drift"] = snapshot.drift
+    for group in ("role_sharpness", "role_trace", "role_gradient"):
+        for role, value in getattr(snapshot, group).items():
+            plain[f"{group}/{role}"] = float(value)
+    return plain
+
+
+# -------------------------------------------------------------------------------------------------
+# The monitor inside the Hugging Face Trainer and Lightning; both imported only when used.
+# -------------------------------------------------------------------------------------------------
+
+
+def trainer_callback(monitor: Monitor) -> Any:
+    """A ``transformers.TrainerCallback``: one ``monitor.step`` after each optimizer step."""
+    try:
+        base = importlib.import_module("transformers").TrainerCallback
+    except ImportError as error:
+        raise ImportError(
+            "the Trainer callback needs transformers: pip install 'curvatlas[huggingface]'."
+        ) from error
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+        optimizer = given.get("optimizer")
+        rates = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
+        monitor.step(step=int(state.global_step), learning_rate=max(rates) if rates else None)
+
+    def on_train_end(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+        monitor.close()
+
+    kind = type(
+        "CurvatureCallback", (base,), {"on_step_end": on_step_end, "on_train_end": on_train_end}
+    )
+    return kind()
+
+
+def lightning_callback(monitor: Monitor) -> Any:
+    """A Lightning ``Callback``: one ``monitor.step`` after each optimizer step."""
+    base = None
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            base = importlib.import_module(name).Callback
+            break
+        except ImportError:
+            continue
+    if base is None:
+        raise ImportError("the Lightning callback needs lightning: pip install lightning.")
+
+    seen = [0]  # the last global step: a batch that only accumulates gradients does not move it
+
+    def on_train_batch_end(self: Any, trainer: Any, *_: Any, **__: Any) -> None:
+        if int(trainer.global_step) == seen[0]:
+            return
+        seen[0] = int(trainer.global_step)
+        rates = [float(g["lr"]) for o in trainer.optimizers for g in o.param_groups]
+        monitor.step(step=int(trainer.global_step), learning_rate=max(rates) if rates else None)
+
+    def on_train_end(self: Any, *_: Any, **__: Any) -> None:
+        monitor.close()
+
+    kind = type(
+        "CurvatureCallback",
+        (base,),
+        {"on_train_batch_end": on_train_batch_end, "on_train_end": on_train_end},
+    )
+    return kind()

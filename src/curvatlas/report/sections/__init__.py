@@ -6,17 +6,12 @@ from collections.abc import Callable
 
 from curvatlas.report.contents import Contents, Section
 from curvatlas.report.sections.atlas import atlas
-from curvatlas.report.sections.dynamics import dynamics
-from curvatlas.report.sections.findings import findings
-from curvatlas.report.sections.landscape import landscape
+from curvatlas.report.sections.findings import findings, recommendations, verdicts
+from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.propagation import propagation
-from curvatlas.report.sections.provenance import cautions, others, reproduction
-from curvatlas.report.sections.recommendations import recommendations
-from curvatlas.report.sections.scaling import scaling
+from curvatlas.report.sections.setting import cautions, others, reproduction, subject
 from curvatlas.report.sections.spectrum import spectrum
-from curvatlas.report.sections.subject import subject
-from curvatlas.report.sections.training import training
-from curvatlas.report.sections.verdicts import verdicts
+from curvatlas.report.sections.training import dynamics, training
 
 SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     subject,

@@ -6,8 +6,7 @@ from typing import Any
 
 from curvatlas.report.contents import PARTS, Contents, Section, as_number, stage_words
 from curvatlas.report.heatmap import Matrix, cell_table, common_limits, heatmap
-from curvatlas.report.markup import Markup, join, number, table, tag
-from curvatlas.report.switches import switch
+from curvatlas.report.markup import Markup, join, number, switch, table, tag
 
 _VIEWS = {
     "role": ("roles", "Summed over layers: which kinds of weights curve, and with which others."),

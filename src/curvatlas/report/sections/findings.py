@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from curvatlas.report.contents import (
     Contents,
@@ -13,7 +14,7 @@ from curvatlas.report.contents import (
     stage_words,
     with_interval,
 )  # fmt: skip
-from curvatlas.report.markup import Markup, number, tag
+from curvatlas.report.markup import Markup, join, number, table, tag
 from curvatlas.report.sections.atlas import ranked_blocks
 
 
@@ -157,3 +158,81 @@ def _growth(contents: Contents) -> Iterator[Markup]:
                 tag("strong", f"{number(norms[0] / norms[-1])} times"),
                 " that at the last activation.",
             )
+
+
+# -------------------------------------------------------------------------------------------------
+# Theorem verdicts: what holds, what holds corrected, what is false as printed.
+# -------------------------------------------------------------------------------------------------
+
+
+def verdicts(contents: Contents) -> Section | None:
+    found: list[dict[str, Any]] = []
+    for entry in contents.of_kind("Verification"):
+        found += [one for one in entry.content.get("entries") or [] if isinstance(one, dict)]
+    if not found:
+        return None
+    counts: dict[str, int] = {}
+    for one in found:
+        counts[str(one.get("verdict"))] = counts.get(str(one.get("verdict")), 0) + 1
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    otherwise = [one for one in found if one.get("verdict") != one.get("recorded")]
+    alarm = None
+    if otherwise:
+        names = ", ".join(str(one.get("name")) for one in otherwise)
+        alarm = tag("p", f"Not as recorded on this machine: {names}.", class_="caution")
+    rows = [_row(one) for one in found]
+    return Section(
+        identifier="verdicts",
+        title="Theorems and claims",
+        body=join(
+            tag("p", f"{len(found)} statements tested on this machine: {summary}."),
+            alarm,
+            table(["statement", "verdict", "measured", "source"], rows),
+        ),
+    )
+
+
+def _row(one: dict[str, Any]) -> list[object]:
+    statement = join(tag("span", one.get("title")), tag("br"), tag("code", one.get("formula")))
+    marked = tag("strong", one.get("verdict"))
+    return [statement, marked, str(one.get("figure")), str(one.get("source"))]
+
+
+# -------------------------------------------------------------------------------------------------
+# Recommendations, each with the measured evidence and its strength; none without evidence.
+#
+# Any result with a list called ``recommendations`` is shown. A recommendation is a record with an
+# ``advice`` (or ``recommendation``, ``title``), an ``evidence`` and, if known, a ``strength``.
+# -------------------------------------------------------------------------------------------------
+
+
+_ADVICE = ("advice", "recommendation", "title", "action", "name")
+
+
+def recommendations(contents: Contents) -> Section | None:
+    bodies = []
+    for entry in contents.entries:
+        found = entry.content.get("recommendations")
+        supported = [
+            one
+            for one in (found if isinstance(found, list) else [])
+            if isinstance(one, dict) and one.get("evidence")
+        ]
+        if supported:
+            words = stage_words(entry.stage)
+            heading = tag("h3", words[0].upper() + words[1:]) if words else None
+            items = [_item(one) for one in supported]
+            bodies.append(join(heading, tag("ul", items, class_="findings")))
+    if not bodies:
+        return None
+    return Section(identifier="recommendations", title="Recommendations", body=join(*bodies))
+
+
+def _item(one: dict[str, Any]) -> Markup:
+    advice = next((str(one[key]) for key in _ADVICE if one.get(key)), "")
+    advice = advice[:1].upper() + advice[1:]
+    strength = f" ({one['strength']} evidence)" if one.get("strength") else ""
+    evidence = one["evidence"]
+    if isinstance(evidence, list):
+        evidence = "; ".join(str(item) for item in evidence)
+    return tag("li", tag("strong", advice), strength, tag("br"), f"Evidence: {evidence}")

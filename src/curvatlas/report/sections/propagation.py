@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.charts import Series, chart
+from curvatlas.report.charts import Scale, Series, chart, linear_scale, log_scale
 from curvatlas.report.contents import (
     Contents,
     Section,
@@ -14,7 +14,6 @@ from curvatlas.report.contents import (
     with_interval,
 )  # fmt: skip
 from curvatlas.report.markup import Markup, join, number, table, tag
-from curvatlas.report.scales import Scale, linear_scale, log_scale
 
 _TERMS = {"total": "total", "passed_on": "passed on", "created_here": "created here"}
 _MOST_NAMES = 12  # sublayers named under the axis; more are numbered and named on hover

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from curvatlas.report.charts import Series, chart
+from curvatlas.report.charts import Series, chart, linear_scale, log_scale, symlog_scale
 from curvatlas.report.contents import (
     PART_WORDS,
     PARTS,
@@ -18,9 +18,7 @@ from curvatlas.report.contents import (
     stage_words,
     with_interval,
 )  # fmt: skip
-from curvatlas.report.markup import Markup, join, number, table, tag
-from curvatlas.report.scales import linear_scale, log_scale, symlog_scale
-from curvatlas.report.switches import switch
+from curvatlas.report.markup import Markup, join, number, switch, table, tag
 
 _FLOOR = 1e-5  # densities below this share of the highest are not drawn
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.charts import Series, chart
-from curvatlas.report.contents import Contents, Section, as_number, numbers
+from curvatlas.report.charts import Series, chart, linear_scale, log_scale, symlog_scale
+from curvatlas.report.contents import Contents, Section, as_number, numbers, quantity, stage_words
 from curvatlas.report.markup import Markup, join, number, tag
-from curvatlas.report.scales import linear_scale, log_scale
 
 _MOST_POINTS = 400
 
@@ -51,3 +50,133 @@ def _history(history: dict[str, Any]) -> Markup | None:
     outcome += "" if accuracy is None or loss is None else f", accuracy {accuracy:.1%}"
     text = tag("p", f"{len(losses):,} steps.{outcome + '.' if outcome else ''}")
     return join(text, picture)
+
+
+# -------------------------------------------------------------------------------------------------
+# Training dynamics: every number that was recorded over steps, one small figure each.
+#
+# Any result with a list of records that carry a ``step`` is drawn, whatever else the records hold:
+# numbers become curves, ``<name>_interval`` fields their intervals, ``events`` a list in words.
+# -------------------------------------------------------------------------------------------------
+
+
+_MOST_FIGURES = 12
+_MOST_EVENTS = 30
+_MOST_LINES = 6
+
+
+def dynamics(contents: Contents) -> Section | None:
+    bodies = []
+    for entry in contents.entries:
+        records = _records(entry.content)
+        if records:
+            words = stage_words(entry.stage)
+            heading = tag("h3", words[0].upper() + words[1:]) if words else None
+            bodies.append(join(heading, _figures(records), _events(entry.content)))
+    if not bodies:
+        return None
+    return Section(identifier="dynamics", title="Training dynamics", body=join(*bodies))
+
+
+def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
+    for value in content.values():
+        if isinstance(value, list) and len(value) > 1 and all(map(_has_step, value)):
+            return value
+    return []
+
+
+def _has_step(record: Any) -> bool:
+    return isinstance(record, dict) and as_number(record.get("step")) is not None
+
+
+def _figures(records: list[dict[str, Any]]) -> Markup:
+    names = [
+        key
+        for key in dict.fromkeys(key for record in records for key in record)
+        if key != "step" and sum(quantity(r, key)[0] is not None for r in records) > 1
+    ]
+    pictures = [_figure(records, name) for name in names[:_MOST_FIGURES]]
+    pictures += [_by_part(records, name) for name in _parted(records)]
+    return tag("div", pictures, class_="pair")
+
+
+def _parted(records: list[dict[str, Any]]) -> list[str]:
+    """Fields that hold a number for each role (or other part) in at least two records."""
+
+    def holds_parts(value: Any) -> bool:
+        return isinstance(value, dict) and any(as_number(v) is not None for v in value.values())
+
+    names = dict.fromkeys(key for record in records for key in record)
+    return [n for n in names if sum(holds_parts(r.get(n)) for r in records) > 1]
+
+
+def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
+    """One line a part; the parts with the largest numbers when there are too many to tell apart."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for record in records:
+        for part, given in (record.get(name) or {}).items():
+            value = as_number(given)
+            if value is not None:
+                lines.setdefault(part, []).append((as_number(record["step"]) or 0.0, value))
+    largest = sorted(lines, key=lambda part: -max(abs(v) for _, v in lines[part]))[:_MOST_LINES]
+    series = [
+        Series(
+            name=part.replace("_", " "),
+            x=[x for x, _ in lines[part]],
+            y=[y for _, y in lines[part]],
+            style="line",
+            colour=index,
+        )
+        for index, part in enumerate(largest)
+    ]
+    values = [y for part in largest for _, y in lines[part]]
+    positive = min(values) > 0 and max(values) > 20 * min(values)
+    words = name.replace("_", " ")
+    shown = f"the {len(largest)} largest of {len(lines)}" if len(lines) > len(largest) else "all"
+    return chart(
+        series,
+        x_scale=linear_scale([x for part in largest for x, _ in lines[part]]),
+        y_scale=log_scale(values) if positive else linear_scale(values),
+        x_label="step",
+        y_label=words,
+        title=words[0].upper() + words[1:],
+        description=f"Over training steps, {shown}.",
+    )
+
+
+def _figure(records: list[dict[str, Any]], name: str) -> Markup:
+    steps, values, intervals = [], [], []
+    for record in records:
+        value, interval = quantity(record, name)
+        if value is not None:
+            steps.append(as_number(record["step"]) or 0.0)
+            values.append(value)
+            intervals.append(interval or (value, value))
+    words = name.replace("_", " ")
+    positive = min(values) > 0 and max(values) > 20 * min(values)
+    signed = min(values) < 0 < max(values) and max(map(abs, values)) > 1e3 * min(map(abs, values))
+    scale = log_scale(values) if positive else symlog_scale(values) if signed else None
+    return chart(
+        [Series(name=words, x=steps, y=values, intervals=intervals)],
+        x_scale=linear_scale(steps),
+        y_scale=scale or linear_scale(values),
+        x_label="step",
+        y_label=words,
+        title=words[0].upper() + words[1:],
+        description="Over training steps.",
+    )
+
+
+def _events(content: dict[str, Any]) -> Markup | None:
+    events = content.get("events")
+    if not isinstance(events, list) or not events:
+        return None
+    items = [tag("li", _words(event)) for event in events[:_MOST_EVENTS]]
+    return join(tag("h3", "Events"), tag("ul", items))
+
+
+def _words(event: Any) -> str:
+    if isinstance(event, dict):
+        shown = (f"{k.replace('_', ' ')}: {v}" for k, v in event.items() if k != "kind")
+        return ", ".join(shown)
+    return str(event)

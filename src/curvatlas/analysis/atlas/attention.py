@@ -1,0 +1,223 @@
+"""How much attention goes to the first token, by layer and head: the sinks the papers name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.analysis.atlas.mapping import atlas
+from curvatlas.analysis.atlas.result import Atlas
+from curvatlas.errors import ProblemError
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.results import Result
+
+# -------------------------------------------------------------------------------------------------
+# Curvature of attention, batch by batch: H, H_o and H_f over query, key, value and output.
+# -------------------------------------------------------------------------------------------------
+
+
+Loss = str | Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCurvature(Result):
+    """Maps of the attention parameters' curvature: of all data, and of every batch alone.
+
+    ``whole.frobenius["outer"]["blocks.0.value", "blocks.0.value"]`` is ‖H_o‖_F of one block;
+    ``series(row, column)`` follows one entry over the batches.
+    """
+
+    whole: Atlas
+    batches: tuple[Atlas, ...]
+    targets: tuple[float, ...]  # valid targets of every batch
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks: layer and role."""
+        return self.whole.names
+
+    @property
+    def products(self) -> int:
+        return self.whole.products + sum(a.products for a in self.batches)
+
+    @property
+    def converged(self) -> bool:
+        return self.whole.converged and all(a.converged for a in self.batches)
+
+    def series(
+        self,
+        row: str,
+        column: str | None = None,
+        *,
+        part: str = "total",
+        quantity: str = "frobenius",
+    ) -> Tensor:
+        """(batches, 3): value, low and high of one entry in every batch."""
+        entries = []
+        for found in self.batches:
+            shown = found.view("block", quantity, part)
+            i = shown.place(row)
+            j = i if column is None else shown.place(column)
+            place: Any = i if shown.values.ndim == 1 else (i, j)
+            entries.append([float(t[place]) for t in (shown.values, shown.low, shown.high)])
+        return torch.tensor(entries, dtype=torch.float64)
+
+    def __str__(self) -> str:
+        shown = {part: self.whole.frobenius[part] for part in ("total", "outer", "functional")}
+        lines = [f"{'block':24s} {'‖H‖':>10s} {'‖H_o‖':>10s} {'‖H_f‖':>10s}   range over batches"]
+        for name in self.names:
+            norms = " ".join(f"{shown[part][name]:10.4g}" for part in shown)
+            along = self.series(name)[:, 0]
+            lines.append(f"{name:24s} {norms}   {along.min():.4g} to {along.max():.4g}")
+        return "\n".join([*lines, f"{len(self.batches)} batches, {self.products} products"])
+
+    def plot(self) -> Any:
+        """The map of all data, and the diagonal blocks over the batches with their intervals."""
+        from matplotlib.figure import Figure
+
+        from curvatlas.figures.drawing import tidy_log_axes
+
+        figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        values = self.whole.frobenius["total"].values.double().clamp_min(1e-300).log10()
+        image = left.imshow(values.numpy(), cmap="viridis")
+        left.set_xticks(range(len(self.names)), self.names, rotation=90, fontsize=7)
+        left.set_yticks(range(len(self.names)), self.names, fontsize=7)
+        left.set_title("log10 ‖H‖_F of every pair, all data", fontsize=9)
+        figure.colorbar(image, ax=left)
+        steps = range(1, len(self.batches) + 1)
+        for name in self.names:
+            along = self.series(name)
+            right.plot(steps, along[:, 0].numpy(), marker="o", markersize=3, label=name)
+            right.fill_between(steps, along[:, 1].numpy(), along[:, 2].numpy(), alpha=0.2)
+        right.set_yscale("log")
+        right.set_xlabel("batch")
+        right.set_ylabel("‖H‖_F of the diagonal block, 95 % interval")
+        right.legend(fontsize=7, frameon=False, ncols=2)
+        tidy_log_axes(figure)
+        return figure
+
+
+def analyze_attention_curvature(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Loss | None = None,
+    heads: bool = False,
+    biases: bool = True,
+    rtol: float = 0.05,
+    products: int | None = None,
+    seed: int = 0,
+) -> AttentionCurvature:
+    """Curvature of every attention parameter, for all data and tracked over its batches.
+
+    H, H_o and H_f of the loss restricted to the attention sublayers' parameters, as atlas maps
+    (Frobenius, spectral, trace, coupling): exact up to 4,096 attention parameters, estimates with
+    95 % intervals beyond. Batches are weighted by valid targets in ``whole``.
+
+    data: one batch, a list or a re-iterable loader, as for ``Problem``.
+    loss: as for ``Problem``; None: cross-entropy for integer targets, else mean squared error.
+    heads, biases, rtol, products, seed: as for ``atlas``.
+    """
+    chosen = _guessed_loss(data) if loss is None else loss
+    everything = Problem(model, chosen, data)
+    everything.require_one_process("the attention curvature of every batch")
+    slices = everything.anatomy.slices
+    names = list(dict.fromkeys(s.parameter for s in slices if s.sublayer == "attention"))
+    if not names:
+        raise ProblemError(
+            f"no attention in {type(model).__name__}: its parameters are "
+            f"{', '.join(dict.fromkeys(s.parameter for s in slices[:4]))}…; use ca.atlas for any "
+            "model."
+        )
+    problem = Problem(model, chosen, data, parameters=names)
+
+    def mapped(part: Problem) -> Atlas:
+        return atlas(part, heads=heads, biases=biases, rtol=rtol, products=products, seed=seed)
+
+    batches = list(problem.batches())
+    whole = mapped(problem)
+    if len(batches) == 1:
+        parts = [whole]
+    else:
+        parts = [
+            mapped(problem.with_batches([batch]))
+            for batch in track(batches, "batches", total=len(batches))
+        ]
+    return AttentionCurvature(
+        whole=whole, batches=tuple(parts), targets=tuple(float(b.count) for b in batches)
+    )
+
+
+def _guessed_loss(data: Any) -> str:
+    """Cross-entropy where the first batch has integer targets, else mean squared error."""
+    batch = data
+    while not _is_batch(batch):
+        batch = next(iter(batch), None)
+        if batch is None:
+            return "cross_entropy"  # empty: Problem says so
+    targets = batch["labels"] if hasattr(batch, "keys") else batch[1]
+    floating = isinstance(targets, Tensor) and targets.is_floating_point()
+    return "mse" if floating else "cross_entropy"
+
+
+def _is_batch(value: Any) -> bool:
+    if hasattr(value, "keys") or not hasattr(value, "__iter__"):
+        return True
+    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSinks(Result):
+    """Mean attention on the first token over all queries but its own, and what uniform would be."""
+
+    mass: Tensor  # (layers, heads), between 0 and 1
+    uniform: float  # the same number if every query looked at all it may see alike
+
+    @property
+    def by_layer(self) -> Tensor:
+        """(layers,), mean over the heads."""
+        return self.mass.mean(1)
+
+    def __str__(self) -> str:
+        layers, heads = self.mass.shape
+        strong = int((self.mass > 0.5).sum())
+        return (
+            f"first token's share of attention: {float(self.mass.mean()):.2f} on average "
+            f"({self.uniform:.3f} if uniform), above a half in {strong} of {layers * heads} heads"
+        )
+
+
+def attention_sinks(model: nn.Module, inputs: Mapping[str, Any]) -> AttentionSinks:
+    """Of a Hugging Face model on one batch of sequences without padding on the left.
+
+    The weights are read from one forward pass with ``output_attentions`` (the eager kernel).
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation"):
+        raise ProblemError(
+            f"{type(model).__name__} does not give its attention weights: attention_sinks needs a "
+            "Hugging Face model (output_attentions=True)."
+        )
+    before = config._attn_implementation
+    try:
+        config._attn_implementation = "eager"
+        with torch.no_grad():
+            found = model(**inputs, output_attentions=True).attentions
+    finally:
+        config._attn_implementation = before
+    if not found or found[0] is None:
+        raise ProblemError(f"{type(model).__name__} returned no attention weights.")
+    length = found[0].shape[-1]
+    if length < 2:
+        raise ProblemError("a sequence of one token has no other to look at: give longer ones.")
+    mass = torch.stack([w[:, :, 1:, 0].double().mean((0, 2)) for w in found])  # (B, H, L, L) each
+    causal = not bool(found[0][:, :, 0, 1:].any())
+    steps = torch.arange(2, length + 1, dtype=torch.float64)
+    uniform = float((1 / steps).mean()) if causal else 1 / length
+    return AttentionSinks(mass=mass.cpu(), uniform=uniform)

@@ -1,0 +1,444 @@
+"""What the map's own products cannot tell: exact spectral norms and negative mass of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
+from torch import Tensor, nn
+
+from curvatlas.analysis.atlas.result import VIEWS, AtlasMap, Block, blocks_of, groups_of
+from curvatlas.budget import available_bytes, readable
+from curvatlas.closed_form.attention import SelfAttentionHessian
+from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
+from curvatlas.closed_form.derivatives import BlockDerivatives
+from curvatlas.engines.tangent.reading import MappedBlock, UnmappedModuleError, map_module
+from curvatlas.operators.curvature import (
+    PARTS,
+    CurvatureOperator,
+    CurvatureParts,
+    FunctionalHessian,
+    GaussNewton,
+    Hessian,
+)
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.results import Result
+
+# -------------------------------------------------------------------------------------------------
+# The exact atlas of a small model, from the dense H, H_o and H_f.
+# -------------------------------------------------------------------------------------------------
+
+
+_COLUMNS = 256
+_DECOMPOSED = 200  # above this side Lanczos finds the largest singular value faster
+
+
+def dense_parts(operator: CurvatureParts) -> dict[str, Tensor]:
+    """Part → (P, P), column block by column block."""
+    size = operator.shape[0]
+    needed = 4 * size**2 * operator.dtype.itemsize
+    if needed > available_bytes():
+        raise MemoryError(
+            f"three dense {size} × {size} matrices take {readable(needed)} and only "
+            f"{readable(available_bytes())} are free: use method='sketch'."
+        )
+    parts = {
+        part: torch.empty(size, size, dtype=operator.dtype, device=operator.device)
+        for part in PARTS
+    }
+    for start in track(range(0, size, _COLUMNS), "dense atlas"):
+        stop = min(start + _COLUMNS, size)
+        columns = torch.zeros(size, stop - start, dtype=operator.dtype, device=operator.device)
+        columns[start:stop].fill_diagonal_(1)
+        for part, block in operator.flat_parts(columns).items():
+            parts[part][:, start:stop] = block
+    return parts
+
+
+def dense_maps(
+    operator: CurvatureParts, blocks: Sequence[Block]
+) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
+    """Every map of every view, exact: intervals of zero width."""
+    return maps_of_matrices(dense_parts(operator), [block.indices for block in blocks], blocks)
+
+
+def maps_of_matrices(
+    matrices: dict[str, Tensor], places: Sequence[Tensor], blocks: Sequence[Block]
+) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
+    """The same from part → (P, P), whose rows of each block stand at its ``places``."""
+    maps: dict[str, AtlasMap] = {}
+    shares: dict[str, tuple[float, float, float]] = {}
+    for part, matrix in matrices.items():
+        indices = [at.to(matrix.device) for at in places]
+        energy, trace = _energies(matrix, indices)
+        # What lies ten units in the last place below the largest block is rounding, not curvature.
+        floor = (10 * torch.finfo(matrix.dtype).eps) ** 2 * energy.max()
+        energy = torch.where(energy > floor, energy, torch.zeros_like(energy))
+        for view in VIEWS:
+            groups = groups_of(blocks, view)
+            member = torch.zeros(len(groups), len(blocks), dtype=torch.float64, device="cpu")
+            for a, group in enumerate(groups.values()):
+                member[a, group] = 1
+            square = member @ energy @ member.T
+            found = {
+                "frobenius": square.sqrt(),
+                "spectral": _spectral(matrix, [indices, list(groups.values())]),
+                "trace": member @ trace,
+            }
+            if view == "block":
+                found["negative mass"] = _negative_mass(matrix, indices, float(floor) ** 0.5)
+            found["spectral"] = torch.where(square > 0, found["spectral"], 0.0)
+            for quantity, values in found.items():
+                maps[f"{view}/{quantity}/{part}"] = AtlasMap(
+                    quantity=quantity, part=part, view=view, names=tuple(groups),
+                    values=values, low=values.clone(), high=values.clone(),
+                )  # fmt: skip
+            whole = float(square.sum())
+            share = float(square.diagonal().sum()) / whole if whole > 0 else float("nan")
+            shares[f"{view}/{part}"] = (share, share, share)
+    return maps, shares
+
+
+def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """‖H_ij‖_F² (m, m) and tr H_ii (m,)."""
+    count = len(indices)
+    energy = torch.zeros(count, count, dtype=torch.float64, device="cpu")
+    trace = torch.zeros(count, dtype=torch.float64, device="cpu")
+    for a, rows in enumerate(indices):
+        stripe = matrix[rows].double()
+        trace[a] = stripe[:, rows].trace()
+        for b in range(count):
+            energy[a, b] = stripe[:, indices[b]].pow(2).sum()
+    return (energy + energy.T) / 2, trace
+
+
+def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
+    """Largest singular value of every pair of groups."""
+    indices, groups = grouping
+    places = [torch.cat([indices[k] for k in group]) for group in groups]
+    result = torch.zeros(len(places), len(places), dtype=torch.float64, device="cpu")
+    for a, rows in enumerate(places):
+        for b in range(a, len(places)):
+            block = matrix[rows][:, places[b]].double()
+            result[a, b] = result[b, a] = largest_singular(block)
+    return result
+
+
+def _negative_mass(matrix: Tensor, indices: Sequence[Tensor], floor: float) -> Tensor:
+    """Share of negative eigenvalues of every diagonal block, rounding (below ``floor``) apart."""
+    result = torch.zeros(len(indices), dtype=torch.float64, device="cpu")
+    for a, places in enumerate(indices):
+        block = matrix[places][:, places].double()
+        values = torch.linalg.eigvalsh((block + block.T) / 2)
+        rounding = len(values) * torch.finfo(matrix.dtype).eps * values.abs().max()
+        result[a] = (values < -max(float(rounding), floor)).double().mean()
+    return result
+
+
+def largest_singular(block: Tensor) -> float:
+    """‖block‖₂ to 1e-10: a decomposition of small blocks, Lanczos on large ones."""
+    small = min(block.shape)
+    if small <= _DECOMPOSED or float(block.abs().max()) == 0:
+        return float(torch.linalg.matrix_norm(block, ord=2))
+    array = block.cpu().numpy()
+    start = np.random.default_rng(0).standard_normal(small)
+    gram = LinearOperator(
+        (small, small),
+        matvec=(lambda v: array @ (array.T @ v))
+        if array.shape[0] == small
+        else (lambda v: array.T @ (array @ v)),
+        dtype=array.dtype,
+    )
+    value = eigsh(gram, k=1, which="LA", v0=start, tol=1e-12, return_eigenvectors=False)
+    return float(np.sqrt(value[0]))
+
+
+# -------------------------------------------------------------------------------------------------
+# Every entry of a small model's H, H_o or H_f, ordered by role, as the paper draws it.
+# -------------------------------------------------------------------------------------------------
+
+
+_LARGEST = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entries(Result):
+    """Dense matrices in the order of the blocks."""
+
+    total: Tensor  # (P, P)
+    outer: Tensor
+    functional: Tensor
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def block(self, row: str, column: str, part: str = "total") -> Tensor:
+        """One block of one part."""
+        starts = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
+        i, j = self.names.index(row), self.names.index(column)
+        matrix: Tensor = getattr(self, part)
+        return matrix[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
+
+    def plot(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Any:
+        """log10 |entry| with block separators; ``limits`` (decades) make several comparable."""
+        from curvatlas.figures.atlas import entry_heat_map
+
+        if part not in PARTS:
+            raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")
+        symbol = {"total": "H", "outer": "H$_o$", "functional": "H$_f$"}[part]
+        return entry_heat_map(
+            getattr(self, part), self.names, self.sizes, title=f"entries of {symbol}", limits=limits
+        )
+
+
+def entries(problem: Problem, *, biases: bool = True, budget: int | str | None = None) -> Entries:
+    """The three dense matrices of a small model (P up to 8192), ordered role after role."""
+    if problem.size > _LARGEST:
+        raise ValueError(
+            f"a picture of {problem.size} × {problem.size} entries shows nothing (the limit is "
+            f"{_LARGEST}): choose parameters=, or use atlas()."
+        )
+    blocks = blocks_of(problem.anatomy, biases=biases)
+    order = torch.cat([block.indices for block in blocks])
+    dense = dense_parts(CurvatureParts(problem, budget=budget))
+    ordered = {part: matrix.cpu()[order][:, order] for part, matrix in dense.items()}
+    return Entries(
+        **ordered,
+        names=tuple(block.name for block in blocks),
+        sizes=tuple(block.size for block in blocks),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# The exact atlas of a recognised block from its closed form, beyond the size of dense products.
+#
+# Where the model is one layer that ``curvatlas.closed_form`` knows, H, H_o and H_f come in closed
+# form:
+# assembled and measured entry by entry while three matrices fit the budget, and beyond it the
+# exact
+# Frobenius norms and traces alone (THEORY §10), with nothing P × P. One product of the operator is
+# compared with the closed form first: a layer that was read wrongly is never used.
+# -------------------------------------------------------------------------------------------------
+
+
+Maps = dict[str, AtlasMap]
+Shares = dict[str, tuple[float, float, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """The derivatives of the layer at the problem's data, and where its entries stand."""
+
+    derivatives: BlockDerivatives
+    mapped: MappedBlock
+
+    def places(self, block: Block) -> Tensor:
+        """Positions of a block of the atlas in the closed form's flat order."""
+        inverse = torch.empty_like(self.mapped.positions)
+        inverse[self.mapped.positions] = torch.arange(len(inverse))
+        return inverse[block.indices]
+
+
+def closed_form(problem: Problem) -> ClosedForm:
+    """The problem's closed form; UnmappedModuleError says why where there is none."""
+    if problem.spread:
+        raise UnmappedModuleError("the closed form reads all data in one process.")
+    mapped = map_module(problem.model)
+    if mapped.module_size != problem.size or problem.loss.name not in ("mse", "cross_entropy"):
+        raise UnmappedModuleError(
+            "the closed form covers all parameters together, under mse or cross_entropy."
+        )
+    inputs, targets = _one_batch(problem)
+    kind: type[ClosedFormBlock] = TransformerBlockHessian
+    if mapped.spec.d_ff is None:
+        kind = SelfAttentionHessian
+    if getattr(_attention_of(problem.model), "batch_first", True) is False:
+        inputs, targets = inputs.transpose(0, 1), targets.transpose(0, 1)
+    layer = kind.from_weights(mapped.spec, mapped.weights)
+    try:
+        derivatives = layer.derivatives(inputs, targets, loss=problem.loss.name)
+    except (ValueError, TypeError) as reason:
+        raise UnmappedModuleError(f"the closed form does not read this data: {reason}") from reason
+    value = problem.value()
+    if abs(float(derivatives.seeds.value) - value) > _rounding(problem) * max(abs(value), 1e-30):
+        raise UnmappedModuleError("the closed form's loss is not the problem's.")
+    return ClosedForm(derivatives, mapped)
+
+
+def _one_batch(problem: Problem) -> tuple[Tensor, Tensor]:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for batch in problem.batches():
+        if not isinstance(batch.inputs, Tensor) or not isinstance(batch.targets, Tensor):
+            raise UnmappedModuleError("the closed form reads batches of one input and one target.")
+        pairs.append((batch.inputs, batch.targets))
+    if len({(x.shape[1:], y.shape[1:]) for x, y in pairs}) != 1:
+        raise UnmappedModuleError("the closed form reads batches of one shape.")
+    if len(pairs) > 1 and getattr(_attention_of(problem.model), "batch_first", True) is False:
+        raise UnmappedModuleError("the closed form reads one batch when tokens come first.")
+    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+
+def _attention_of(model: nn.Module) -> Any:
+    return getattr(model, "self_attn", model)
+
+
+def _rounding(problem: Problem) -> float:
+    return 1e4 * torch.finfo(problem.dtype).eps
+
+
+def closed_maps(
+    found: ClosedForm, operator: CurvatureParts, blocks: Sequence[Block], room: int
+) -> tuple[Maps, Shares]:
+    """Every map from the closed form: from the matrices where three fit ``room`` bytes."""
+    derivatives = found.derivatives
+    size = derivatives.size
+    if 4 * size**2 * operator.dtype.itemsize <= room:
+        matrices = {part: derivatives.dense(part) for part in PARTS}  # type: ignore[arg-type]
+        _agree(found, operator, matrices)
+        return maps_of_matrices(matrices, [found.places(block) for block in blocks], blocks)
+    members = _members(found, blocks)
+    largest = max(block.size for block in blocks)
+    if largest**2 * operator.dtype.itemsize > room:
+        raise UnmappedModuleError("one block of the closed form is larger than the budget.")
+    return _norm_maps(found, blocks, members)
+
+
+def _agree(found: ClosedForm, operator: CurvatureParts, matrices: dict[str, Tensor]) -> None:
+    """One product of the operator against the matrices: the closed form is of this very loss."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(
+        found.derivatives.size, 1, generator=generator, dtype=torch.float64, device="cpu"
+    )
+    vector = vector.to(operator.device, operator.dtype)
+    wanted = operator.flat_parts(vector)
+    ours = found.mapped.from_module_order(vector)
+    for part in PARTS:
+        got = found.mapped.to_module_order(matrices[part] @ ours)
+        scale = float(torch.linalg.norm(wanted["total"])) + float(torch.linalg.norm(wanted[part]))
+        if float(torch.linalg.norm(got - wanted[part])) > _rounding(operator.problem) * scale:
+            raise UnmappedModuleError(f"the closed form's {part} part is not the operator's.")
+
+
+def _members(found: ClosedForm, blocks: Sequence[Block]) -> list[list[int]]:
+    """The closed form's weights that make up every block; refused where a weight is cut."""
+    offsets = list(found.derivatives.offsets.values())
+    members: list[list[int]] = []
+    for block in blocks:
+        places = set(found.places(block).tolist())
+        own = [k for k, (start, size) in enumerate(offsets) if start in places and size]
+        if sum(offsets[k][1] for k in own) != block.size or not all(
+            start + size - 1 in places for start, size in (offsets[k] for k in own)
+        ):
+            raise UnmappedModuleError(f"{block.name} is a part of a weight: no closed norm.")
+        members.append(own)
+    return members
+
+
+def _norm_maps(
+    found: ClosedForm, blocks: Sequence[Block], members: list[list[int]]
+) -> tuple[Maps, Shares]:
+    """Exact norms and traces; ‖A‖_F/√rank ≤ ‖A‖₂ ≤ ‖A‖_F brackets the spectral norms."""
+    maps: Maps = {}
+    shares: Shares = {}
+    derivatives = found.derivatives
+    gather = torch.zeros(len(blocks), len(derivatives.names), dtype=torch.float64)
+    for a, own in enumerate(members):
+        gather[a, own] = 1
+    for part in PARTS:
+        energy = gather @ derivatives.frobenius(part).double().cpu().square() @ gather.T  # type: ignore[arg-type]
+        traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)  # type: ignore[arg-type]
+        trace = gather @ traces
+        for view in VIEWS:
+            groups = groups_of(blocks, view)
+            join = torch.zeros(len(groups), len(blocks), dtype=torch.float64)
+            sizes = torch.zeros(len(groups), dtype=torch.float64)
+            for a, places in enumerate(groups.values()):
+                join[a, places] = 1
+                sizes[a] = sum(blocks[k].size for k in places)
+            square = join @ energy @ join.T
+            norm = square.sqrt()
+            low = norm / torch.minimum(sizes[:, None], sizes[None, :]).sqrt()
+            ends = {
+                "frobenius": (norm, norm.clone(), norm.clone()),
+                "spectral": ((low * norm).sqrt(), low, norm.clone()),
+                "trace": (join @ trace, join @ trace, join @ trace),
+            }
+            for quantity, (values, least, most) in ends.items():
+                maps[f"{view}/{quantity}/{part}"] = AtlasMap(
+                    quantity=quantity, part=part, view=view, names=tuple(groups),
+                    values=values, low=least, high=most,
+                )  # fmt: skip
+            whole = float(square.sum())
+            share = float(square.diagonal().sum()) / whole if whole > 0 else float("nan")
+            shares[f"{view}/{part}"] = (share, share, share)
+    return maps, shares
+
+
+_OPERATORS: dict[str, type[CurvatureOperator]] = {
+    "total": Hessian,
+    "outer": GaussNewton,
+    "functional": FunctionalHessian,
+}
+
+_DENSITY_PRODUCTS = 60  # a block
+
+
+def refined_spectral(
+    maps: dict[str, AtlasMap],
+    problem: Problem,
+    blocks: Sequence[Block],
+    which: str | Sequence[tuple[str, str]],
+    *,
+    seed: int,
+    budget: int | str | None,
+) -> None:
+    """Replace brackets by converged spectral norms, for the diagonal or the named pairs."""
+    import curvatlas as ca
+
+    names = [block.name for block in blocks]
+    if isinstance(which, str):
+        if which != "diagonal":
+            raise ValueError(f"spectral is 'bracket', 'diagonal' or pairs of names, got {which!r}.")
+        pairs = [(name, name) for name in names]
+    else:
+        pairs = [(row, column) for row, column in which]
+        unknown = {name for pair in pairs for name in pair} - set(names)
+        if unknown:
+            raise KeyError(f"no block is called {', '.join(sorted(unknown))}.")
+    slices = {block.name: list(block.slices) for block in blocks}
+    for part, kind in _OPERATORS.items():
+        operator = kind(problem, budget=budget)
+        found = maps[f"block/spectral/{part}"]
+        for row, column in track(pairs, f"spectral norms ({part})"):
+            estimate = ca.spectral_norm(operator[slices[row], slices[column]], seed=seed)
+            i, j = found.place(row), found.place(column)
+            for a, b in ((i, j), (j, i)):
+                found.values[a, b] = estimate.value
+                found.low[a, b], found.high[a, b] = estimate.interval
+
+
+def negative_masses(
+    problem: Problem, blocks: Sequence[Block], *, seed: int, budget: int | str | None
+) -> dict[str, AtlasMap]:
+    """Share of negative eigenvalues of every diagonal block, by stochastic Lanczos quadrature."""
+    from curvatlas.spectra.density import spectral_density
+
+    names = tuple(block.name for block in blocks)
+    maps: dict[str, AtlasMap] = {}
+    for part, kind in _OPERATORS.items():
+        operator = kind(problem, budget=budget)
+        values = torch.zeros(3, len(blocks), dtype=torch.float64)
+        if not operator.tags.psd:  # a positive semidefinite matrix has none
+            for j, block in enumerate(track(blocks, f"negative mass ({part})")):
+                view = operator[list(block.slices), list(block.slices)]
+                density = spectral_density(view, max_products=_DENSITY_PRODUCTS, seed=seed)
+                values[:, j] = torch.tensor([density.negative_mass, *density.interval])
+        maps[f"block/negative mass/{part}"] = AtlasMap(
+            quantity="negative mass", part=part, view="block", names=names,
+            values=values[0], low=values[1], high=values[2],
+        )  # fmt: skip
+    return maps

@@ -1,0 +1,293 @@
+"""``atlas``: the map of curvature over every pair of roles in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from curvatlas import parallel
+from curvatlas.analysis.atlas.exact import (
+    closed_form,
+    closed_maps,
+    dense_maps,
+    negative_masses,
+    refined_spectral,
+)
+from curvatlas.analysis.atlas.result import VIEWS, Atlas, AtlasMap, Block, blocks_of, groups_of
+from curvatlas.analysis.atlas.sketch import Array, Energy, Sketch
+from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.engines.tangent.reading import UnmappedModuleError
+from curvatlas.operators.curvature import PARTS, CurvatureParts
+from curvatlas.problem import Problem
+
+# Up to this size the three dense matrices are cheaper than their estimates are good.
+DENSE_UP_TO = 4096
+_FIRST, _MORE, _MOST = 5, 4, 16  # probes a column: at the start, in each later round, at most
+_AT_FIRST = 0.85  # of the products allowed; the rest goes to the columns that are known least
+_MATTERS = 0.01  # of the largest entry: what ``worst`` looks at
+_NORMAL = 1.96
+_TAIL = 2.2  # for traces: a quadratic form in few probes has heavier tails than a normal number
+
+
+def atlas(
+    problem: Problem,
+    *,
+    by: str = "role",
+    heads: bool = False,
+    biases: bool = True,
+    rtol: float = 0.05,
+    worst: float | None = None,
+    products: int | None = None,
+    method: str = "auto",
+    spectral: str | Sequence[tuple[str, str]] = "bracket",
+    negative_mass: bool | None = None,
+    seed: int = 0,
+    budget: int | str | None = None,
+) -> Atlas:
+    """Frobenius and spectral norms, traces and couplings of H, H_o, H_f over layers and roles.
+
+    by: "role" (every role of every layer), or "sublayer" or "layer" for coarser, cheaper maps.
+    heads: one block a head for query, key, value and output.
+    biases: False counts a bias with its weight.
+    rtol: stop when the root mean square of the entries' relative standard errors reaches it.
+    worst: go on until every entry above 1 % of the largest has this relative standard error too.
+    products: at most this many products (each gives H, H_o and H_f; four a block at least).
+    method: "dense" (exact), "closed form" (exact, one layer that ``closed_form`` knows, of
+        any size), "sketch" (estimates with intervals); "auto": dense up to P = 4096, beyond it the
+        closed form where there is one. ``Atlas.method`` says which.
+    spectral: "bracket" (from the same products), "diagonal" or a list of (row, column) names whose
+        spectral norms are then refined by Lanczos; dense maps are always exact.
+    negative_mass: the share of negative eigenvalues of every diagonal block (60 products a block
+        and part); None: where it is free (dense).
+    """
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"atlas takes a Problem, got a {type(problem).__name__}: ca.Problem(model, loss, data)."
+        )
+    if method not in ("auto", "dense", "closed form", "sketch"):
+        raise ValueError(f"method is 'auto', 'dense', 'closed form' or 'sketch', got {method!r}.")
+    if not rtol > 0 or not (worst is None or worst > 0):
+        raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
+    blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
+    room = default_budget(problem.device) if budget is None else parse_bytes(budget)
+    if problem.spread:
+        room = parallel.smallest_over_processes(room)  # all take the same way
+    fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
+    operator = CurvatureParts(problem, budget=budget)
+    if method == "dense" or (method == "auto" and fits):
+        maps, shares = dense_maps(operator, blocks)
+        return _finish(maps, shares, blocks, "dense", operator.products, rtol, 0.0, True)
+    if method in ("auto", "closed form"):
+        try:
+            maps, shares = closed_maps(closed_form(problem), operator, blocks, room)
+        except UnmappedModuleError as reason:
+            if method == "closed form":
+                raise UnmappedModuleError(f"no closed form of this problem: {reason}") from reason
+        else:
+            return _finish(maps, shares, blocks, "closed form", operator.products, rtol, 0.0, True)
+
+    sketch = Sketch(operator, blocks, seed=seed)
+    error, reached = _probe_until(sketch, rtol, worst, products)
+    maps, shares = _sketch_maps(sketch, blocks)
+    if spectral != "bracket":
+        refined_spectral(maps, problem, blocks, spectral, seed=seed, budget=budget)
+    if negative_mass:
+        maps.update(negative_masses(problem, blocks, seed=seed, budget=budget))
+    return _finish(maps, shares, blocks, "sketch", sketch.products, rtol, error, reached)
+
+
+def _finish(
+    maps: dict[str, AtlasMap],
+    shares: dict[str, tuple[float, float, float]],
+    blocks: Sequence[Block],
+    method: str,
+    products: int,
+    rtol: float,
+    error: float,
+    converged: bool,
+) -> Atlas:
+    for key, found in list(maps.items()):
+        view, quantity, part = key.split("/")
+        if quantity == "frobenius":
+            maps[f"{view}/coupling/{part}"] = _coupling(found)
+    return Atlas(
+        maps=maps,
+        sizes={block.name: block.size for block in blocks},
+        diagonal_share=shares,
+        method=method,
+        products=products,
+        converged=converged,
+        rtol=rtol,
+        error=error,
+    )
+
+
+def _probe_until(
+    sketch: Sketch, rtol: float, worst: float | None, products: int | None
+) -> tuple[float, bool]:
+    """Probe every column, then the columns whose entries are least known.
+
+    Returns the root mean square relative error, and whether what was asked for is reached.
+    """
+    count = len(sketch.blocks)
+    first = _FIRST
+    if products is not None:
+        first = max(2, min(_FIRST, int(_AT_FIRST * products) // count))
+        if products < 2 * count:
+            raise ValueError(
+                f"a map of {count} blocks needs at least {2 * count} products, got {products}: "
+                "allow more, or use biases=False for fewer blocks."
+            )
+    # From the end of the model backwards: the last columns cost least and teach the first ones.
+    sketch.probe(range(count - 1, -1, -1), first)
+    limit = _MOST * count if products is None else products
+    singles = [[j] for j in range(count)]
+    while True:
+        energy = sketch.energies(singles)
+        errors = np.where(energy.value > noise_floor(energy, sketch), energy.relative_error(), 0.0)
+        error = float(np.sqrt((errors**2).mean()))
+        large = np.where(energy.value >= _MATTERS**2 * _largest(energy.value), errors, 0.0)
+        left = limit - sketch.products
+        reached = error <= rtol and (worst is None or float(large.max()) <= worst)
+        if reached or left < _MORE:
+            return error, reached
+        if error > rtol:
+            # A third of the columns at a time, those with the largest mean square error.
+            square = (errors**2).mean(0)  # over the parts: (rows, columns)
+            score, some = square.mean(0) + np.diagonal(square), max(1, count // 3)
+        else:
+            # A few blocks (embeddings, first biases) share most of the badly known entries.
+            score, some = (large**4).sum((0, 1)), max(1, count // 12)
+        chosen = np.argsort(-score)[: min(some, max(1, left // _MORE))]
+        sketch.probe([int(j) for j in chosen], _MORE)
+
+
+def _largest(square: Array) -> Array:
+    """The largest entry of every part, (parts, 1, 1)."""
+    return np.asarray(square.max(axis=(-2, -1), keepdims=True))
+
+
+def noise_floor(energy: Energy, sketch: Sketch) -> Array:
+    """Squared norms below this are rounding: ten units in the last place of the largest entry."""
+    eps = torch.finfo(sketch.operator.dtype).eps
+    largest = energy.value.max(axis=(-2, -1), keepdims=True).max(axis=0, keepdims=True)
+    return np.broadcast_to((10 * eps) ** 2 * largest, energy.value.shape)
+
+
+def _sketch_maps(
+    sketch: Sketch, blocks: Sequence[Block]
+) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
+    maps: dict[str, AtlasMap] = {}
+    shares: dict[str, tuple[float, float, float]] = {}
+    floor = np.sqrt(noise_floor(sketch.energies([[j] for j in range(len(blocks))]), sketch).max())
+    spectral: tuple[Array, Array] | None = None
+    for view in VIEWS:
+        groups = groups_of(blocks, view)
+        names, places = tuple(groups), list(groups.values())
+        energy = sketch.energies(places)
+        low, high = (np.sqrt(np.maximum(end, 0)) for end in energy.interval())
+        value = np.sqrt(np.maximum(energy.value, 0))
+        low, high = np.where(value <= floor, 0.0, low), np.maximum(high, floor)
+        if spectral is None:
+            pair = energy.spectral_interval()
+            below, above = (np.sqrt(np.maximum(end, 0)) for end in pair)
+            spectral = np.where(value <= floor, 0.0, below), np.maximum(above, floor)
+        bracket = _grouped_spectral(*spectral, places)
+        for p, part in enumerate(PARTS):
+            maps[f"{view}/frobenius/{part}"] = _map(
+                "frobenius", part, view, names, value[p], low[p], high[p]
+            )
+            middle = np.sqrt(bracket[0][p] * bracket[1][p])
+            maps[f"{view}/spectral/{part}"] = _map(
+                "spectral", part, view, names, middle, bracket[0][p], bracket[1][p]
+            )
+            shares[f"{view}/{part}"] = _share(energy, p)
+        trace_maps(maps, sketch.traces(), view, names, places)
+    return maps, shares
+
+
+def _grouped_spectral(low: Array, high: Array, places: Sequence[Sequence[int]]) -> Any:
+    """max ‖H_ij‖ ≤ ‖H_AB‖ ≤ the norm of the matrix of the blocks' norms."""
+    count = len(places)
+    if all(len(group) == 1 for group in places):
+        return low, high
+    least, most = np.zeros((low.shape[0], count, count)), np.zeros((low.shape[0], count, count))
+    for a, rows in enumerate(places):
+        for b, columns in enumerate(places):
+            corner = np.ix_(range(low.shape[0]), list(rows), list(columns))
+            least[:, a, b] = low[corner].max(axis=(-2, -1))
+            most[:, a, b] = np.linalg.norm(high[corner], ord=2, axis=(-2, -1))
+    return least, most
+
+
+def _share(energy: Energy, part: int) -> tuple[float, float, float]:
+    """Share of the diagonal in the whole squared norm, with a 95 % interval."""
+    value, variance = energy.value[part], energy.variance[part]
+    inside, whole = float(np.trace(value)), float(value.sum())
+    if whole <= 0:
+        return float("nan"), float("nan"), float("nan")
+    outside = whole - inside
+    share = inside / whole
+    # d share = (outside · d inside − inside · d outside) / whole²; off-diagonal entries and their
+    # transposes are one estimate, so their errors add before squaring.
+    deviations = np.sqrt(variance)
+    off = float(((2 * np.triu(deviations, 1)) ** 2).sum())
+    spread = np.sqrt(outside**2 * float(np.trace(variance)) + inside**2 * off) / whole**2
+    return share, max(0.0, share - _NORMAL * spread), min(1.0, share + _NORMAL * spread)
+
+
+def trace_maps(
+    maps: dict[str, AtlasMap],
+    traces: tuple[Array, Array],
+    view: str,
+    names: tuple[str, ...],
+    places: Sequence[Sequence[int]],
+) -> None:
+    """Traces of the diagonal blocks of a view; blocks are probed independently."""
+    values, errors = traces
+    for p, part in enumerate(PARTS):
+        value = np.array([values[p, group].sum() for group in map(list, places)])
+        error = np.array([np.sqrt((errors[p, group] ** 2).sum()) for group in map(list, places)])
+        reach = _TAIL * error
+        maps[f"{view}/trace/{part}"] = _map(
+            "trace", part, view, names, value, value - reach, value + reach
+        )
+
+
+def _map(
+    quantity: str, part: str, view: str, names: tuple[str, ...], value: Any, low: Any, high: Any
+) -> AtlasMap:
+    def tensor(array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+
+    return AtlasMap(
+        quantity=quantity, part=part, view=view, names=names,
+        values=tensor(value), low=tensor(low), high=tensor(high),
+    )  # fmt: skip
+
+
+def _coupling(frobenius: AtlasMap) -> AtlasMap:
+    """‖H_ij‖_F / √(‖H_ii‖_F ‖H_jj‖_F): at most 1 for a positive semidefinite matrix."""
+
+    floor = 1e-12 * float(frobenius.values.max())  # a block of zeros couples to nothing
+
+    def ratio(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
+        own = bottom.diagonal()
+        scale = (own[:, None] * own[None, :]).sqrt()
+        result: torch.Tensor = top / scale
+        known = frobenius.values.diagonal() > floor
+        both = known[:, None] & known[None, :]
+        return torch.where(both, result, torch.full_like(top, torch.nan))
+
+    value = ratio(frobenius.values, frobenius.values)
+    low, high = ratio(frobenius.low, frobenius.high), ratio(frobenius.high, frobenius.low)
+    for end in (value, low, high):
+        known = ~torch.isnan(end.diagonal())
+        end.diagonal()[known] = 1.0
+    return AtlasMap(
+        quantity="coupling", part=frobenius.part, view=frobenius.view, names=frobenius.names,
+        values=value, low=low, high=high,
+    )  # fmt: skip

@@ -1,0 +1,339 @@
+"""The atlas as a value: maps with intervals, views, couplings, ranking."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvatlas.anatomy import Anatomy, Slice
+from curvatlas.results import Result
+
+# -------------------------------------------------------------------------------------------------
+# The rows and columns of the atlas: roles of every layer, cut finer or coarser on request.
+# -------------------------------------------------------------------------------------------------
+
+
+VIEWS = ("block", "role", "layer", "sublayer", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Entries of the flat vector that make one row and one column of the map."""
+
+    name: str  # "blocks.0.query", "embedding.token", "blocks.1.value.head2", …
+    role: str  # the name without its layer: "query", "norm1.gamma", "embedding.token"
+    layer: str  # "layer 0", or "embedding", "final_norm", "head" for what has no layer
+    sublayer: str
+    slices: tuple[Slice, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.slices)
+
+    @property
+    def indices(self) -> Tensor:
+        """Positions in the flat vector, (size,) int64."""
+        return torch.cat([piece.indices for piece in self.slices])
+
+    def label(self, view: str) -> str:
+        """The group this block belongs to in one of ``VIEWS``."""
+        return {
+            "block": self.name,
+            "role": self.role,
+            "layer": self.layer,
+            "sublayer": self.sublayer,
+            "model": "model",
+        }[view]
+
+
+def blocks_of(
+    anatomy: Anatomy, *, by: str = "role", heads: bool = False, biases: bool = True
+) -> tuple[Block, ...]:
+    """One block a slice of the anatomy, in its order.
+
+    by: "role", or "sublayer" and "layer" for coarser blocks of deep models.
+    heads: cut query, key, value and output into one block a head.
+    biases: False counts a bias with the weight of the same linear map.
+    """
+    if by not in ("role", "sublayer", "layer"):
+        raise ValueError(f"by is 'role', 'sublayer' or 'layer', got {by!r}.")
+    if by != "role":
+        return _coarse(anatomy, by)
+    groups: dict[str, list[Slice]] = {}
+    known = set(anatomy.names)
+    for piece in anatomy.slices:
+        for part in _heads_of(anatomy, piece) if heads else [piece]:
+            name = part.name
+            if not biases:
+                name = _weight_of(part.name, known, heads=heads)
+            groups.setdefault(name, []).append(part)
+    return tuple(_block(name, slices) for name, slices in groups.items())
+
+
+def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
+    """One block a layer, or a sublayer of a layer; what has no layer goes by its place.
+
+    A place outside the layers may hold several sublayers (the token table and the norm of BERT's
+    embeddings): the one it is named after keeps its name, the others are added to it
+    ("embedding", "embedding.norm").
+    """
+    groups: dict[tuple[str, str], list[Slice]] = {}
+    for piece in anatomy.slices:
+        own = _block(piece.name, [piece])
+        groups.setdefault((own.layer, own.sublayer if by == "sublayer" else ""), []).append(piece)
+    sublayers = Counter(layer for layer, _ in groups)
+    blocks = []
+    for (layer, sublayer), slices in groups.items():
+        outside = slices[0].layer is None
+        place = layer if outside else f"blocks.{slices[0].layer}"
+        alone = outside and (sublayers[layer] == 1 or sublayer == layer)
+        name = place if alone or not sublayer else f"{place}.{sublayer}"
+        blocks.append(
+            Block(
+                name=name,
+                role=layer if not sublayer else name if outside else sublayer,
+                layer=layer,
+                sublayer=sublayer or "all",
+                slices=tuple(slices),
+            )
+        )
+    return tuple(blocks)
+
+
+def _heads_of(anatomy: Anatomy, piece: Slice) -> Sequence[Slice]:
+    try:
+        return anatomy.heads(piece)
+    except ValueError:
+        return [piece]  # embeddings, norms, feed-forward parts have no heads
+
+
+def _weight_of(name: str, known: set[str], *, heads: bool) -> str:
+    """The weight that a bias belongs to: "query_bias" → "query", "head.bias" → "head.weight"."""
+    stem, dot, last = name.rpartition(".")
+    head = ""
+    if heads and last.startswith("head") and last[4:].isdigit():
+        head, (stem, dot, last) = f".{last}", stem.rpartition(".")
+    for weight in (
+        last.removesuffix("_bias"),
+        "weight" if last == "bias" else last,
+        last.removesuffix("_bias") + "_weight",
+    ):
+        candidate = f"{stem}{dot}{weight}"
+        if weight != last and candidate in known:
+            return candidate + head
+    return name
+
+
+def _block(name: str, slices: Sequence[Slice]) -> Block:
+    first = slices[0]
+    prefix = f"blocks.{first.layer}."
+    if first.layer is None:
+        role, layer = name, name.partition(".")[0]
+    else:
+        role = name.removeprefix(prefix) if name.startswith(prefix) else first.role
+        layer = f"layer {first.layer}"
+    return Block(
+        name=name, role=role, layer=layer, sublayer=first.sublayer, slices=tuple(slices)
+    )  # fmt: skip
+
+
+def groups_of(blocks: Sequence[Block], view: str) -> dict[str, list[int]]:
+    """Label → places of its blocks, in order of first appearance."""
+    if view not in VIEWS:
+        raise ValueError(f"a view is one of {', '.join(map(repr, VIEWS))}, got {view!r}.")
+    groups: dict[str, list[int]] = {}
+    for place, block in enumerate(blocks):
+        groups.setdefault(block.label(view), []).append(place)
+    return groups
+
+
+SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasMap(Result):
+    """One quantity over pairs of groups (or over groups, for traces), with 95 % intervals."""
+
+    quantity: str  # "frobenius", "spectral", "trace", "coupling", "negative mass"
+    part: str
+    view: str
+    names: tuple[str, ...]
+    values: Tensor  # (m, m), or (m,) for traces and negative mass
+    low: Tensor
+    high: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.values
+
+    @property
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """(low, high) at 95 %, entry by entry."""
+        return self.low, self.high
+
+    @property
+    def exact(self) -> bool:
+        return bool((self.low == self.high).all())
+
+    def place(self, name: str) -> int:
+        if name not in self.names:
+            raise KeyError(f"there is no {name!r} in this view; it has {', '.join(self.names)}.")
+        return self.names.index(name)
+
+    def __getitem__(self, key: str | tuple[str, str]) -> float:
+        """``map["blocks.0.query", "blocks.0.key"]``, or ``map["blocks.0.query"]`` for a trace."""
+        if isinstance(key, tuple):
+            return float(self.values[self.place(key[0]), self.place(key[1])])
+        place = self.place(key)
+        return float(self.values[place] if self.values.ndim == 1 else self.values[place, place])
+
+    def interval_of(self, row: str, column: str | None = None) -> tuple[float, float]:
+        """The interval of one entry (``column`` None: the diagonal)."""
+        i = self.place(row)
+        j = i if column is None else self.place(column)
+        place: Any = i if self.values.ndim == 1 else (i, j)
+        return float(self.low[place]), float(self.high[place])
+
+    def plot(self, **options: Any) -> Any:
+        """A heat map (bars for traces); see ``atlas_figures.plot_map`` for the options."""
+        from curvatlas.figures.atlas import plot_map
+
+        return plot_map(self, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedBlock(Result):
+    """One entry of the map, with its share of ‖H‖_F²."""
+
+    row: str
+    column: str
+    frobenius: float
+    interval: tuple[float, float]
+    share: float  # of the squared Frobenius norm of the whole matrix; both triangles count
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        pair = self.row if self.row == self.column else f"{self.row} × {self.column}"
+        return f"{self.share:6.1%}  {pair}: {self.frobenius:.4g} [{low:.4g}, {high:.4g}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Atlas(Result):
+    """Where curvature lives: norms and traces of H, H_o and H_f by layer and role.
+
+    ``frobenius``, ``spectral`` and ``trace`` map "total", "outer" and "functional" to an
+    ``AtlasMap`` over all blocks; ``view("role")``, ``view("layer")``, ``view("sublayer")`` give the
+    coarser ones. ``couplings`` are ‖H_ij‖_F / √(‖H_ii‖_F ‖H_jj‖_F).
+    """
+
+    maps: dict[str, AtlasMap]  # "view/quantity/part"
+    sizes: dict[str, int]  # entries of each block
+    diagonal_share: dict[str, tuple[float, float, float]]  # "view/part" → value, low, high
+    method: str  # "dense", "closed form" or "sketch"
+    products: int
+    converged: bool
+    rtol: float
+    error: float  # root mean square relative standard error of the Frobenius norms, all parts
+
+    def view(self, view: str, quantity: str = "frobenius", part: str = "total") -> AtlasMap:
+        """One map: view "block", "role", "layer", "sublayer" or "model"."""
+        key = f"{view}/{quantity}/{part}"
+        if key not in self.maps:
+            raise KeyError(f"this atlas has no {key!r}; it has {', '.join(sorted(self.maps))}.")
+        return self.maps[key]
+
+    def _quantity(self, quantity: str) -> dict[str, AtlasMap]:
+        return {
+            part: self.maps[key]
+            for part in SYMBOLS
+            if (key := f"block/{quantity}/{part}") in self.maps
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def frobenius(self) -> dict[str, AtlasMap]:
+        return self._quantity("frobenius")
+
+    @property
+    def spectral(self) -> dict[str, AtlasMap]:
+        return self._quantity("spectral")
+
+    @property
+    def trace(self) -> dict[str, AtlasMap]:
+        return self._quantity("trace")
+
+    @property
+    def coupling(self) -> dict[str, AtlasMap]:
+        return self._quantity("coupling")
+
+    @property
+    def negative_mass(self) -> dict[str, AtlasMap]:
+        """Share of negative eigenvalues of every diagonal block, if asked for (or dense)."""
+        return self._quantity("negative mass")
+
+    def outer_share(self, view: str = "block") -> Tensor:
+        """‖H_o‖_F² / (‖H_o‖_F² + ‖H_f‖_F²) of every pair: 1 where Gauss-Newton says it all."""
+        outer = self.view(view, part="outer").values.double() ** 2
+        functional = self.view(view, part="functional").values.double() ** 2
+        both = outer + functional
+        return torch.where(both > 0, outer / both, torch.full_like(both, torch.nan))
+
+    def ranking(
+        self, count: int | None = 10, *, part: str = "total", view: str = "block"
+    ) -> tuple[RankedBlock, ...]:
+        """The dominating entries of the map, largest share of ‖H‖_F² first."""
+        chosen = self.view(view, part=part)
+        values = chosen.values.double()
+        whole = float((values**2).sum())
+        found = []
+        for i, row in enumerate(chosen.names):
+            for j in range(i, len(chosen.names)):
+                twice = 1 if i == j else 2
+                found.append(
+                    RankedBlock(
+                        row=row,
+                        column=chosen.names[j],
+                        frobenius=float(values[i, j]),
+                        interval=(float(chosen.low[i, j]), float(chosen.high[i, j])),
+                        share=twice * float(values[i, j]) ** 2 / whole if whole > 0 else 0.0,
+                    )
+                )
+        found.sort(key=lambda entry: -entry.share)
+        return tuple(found[:count])
+
+    def plot(self, **options: Any) -> Any:
+        """The three parts side by side on one colour scale; see ``atlas_figures.plot_atlas``."""
+        from curvatlas.figures.atlas import plot_atlas
+
+        return plot_atlas(self, **options)
+
+    def save_figures(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Write a PNG of every view; returns the paths."""
+        from curvatlas.figures.atlas import save_figures
+
+        return save_figures(self, folder)
+
+    def __str__(self) -> str:
+        whole = self.view("model")
+        low, high = whole.interval_of("model")
+        lines = [
+            f"{len(self.sizes)} blocks, ‖H‖_F = {whole['model']:.4g} [{low:.4g}, {high:.4g}], "
+            f"{self.method}, {self.products} products, entries ± {self.error:.1%}"
+            f"{'' if self.converged else f' (asked for {self.rtol:.0%})'}",
+        ]
+        for view in ("block", "layer", "role"):
+            value, low, high = self.diagonal_share[f"{view}/total"]
+            lines.append(
+                f"  {value:.1%} of ‖H‖_F² lies on the {view} diagonal [{low:.1%}, {high:.1%}]"
+            )
+        lines += [f"  {entry}" for entry in self.ranking(5)]
+        return "\n".join(lines)

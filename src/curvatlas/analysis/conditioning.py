@@ -1,0 +1,231 @@
+r"""How well conditioned a loss is at one point: both ends of the spectrum, the bulk, each layer.
+
+The Hessian of a Transformer is indefinite and exactly singular (key biases, shifts of layer norm),
+so λmax/λmin says nothing. What decides the speed of gradient descent is how far the largest
+eigenvalue stands above the others: κ = λmax / mean|λ|, together with the share of negative ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from curvatlas.anatomy import Slice
+from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.operators.curvature import Hessian
+from curvatlas.problem import Problem
+from curvatlas.results import Result
+from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.density_result import SpectralDensity
+from curvatlas.spectra.eigen_result import Eigenpairs
+from curvatlas.spectra.eigenpairs import eigenpairs
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSharpness(Result):
+    """The diagonal block of one layer (or of embedding, head, …)."""
+
+    name: str
+    layer: int | None
+    parameters: int
+    sharpness: float  # λmax of the block
+    interval: Interval  # certified
+    gradient_norm: float
+
+    @property
+    def value(self) -> float:
+        return self.sharpness
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveConditioning(Result):
+    """Conditioning of the loss at the present weights."""
+
+    loss: float
+    gradient_norm: float
+    largest: float  # λmax
+    largest_interval: Interval  # certified
+    smallest: float  # λmin, negative at saddles
+    smallest_interval: Interval
+    condition_number: float  # λmax / mean |λ|
+    interval: Interval  # 95 %, of the condition number
+    negative_mass: float  # share of negative eigenvalues
+    negative_mass_interval: Interval
+    effective_rank: float
+    alignment: float  # gᵀHg / (‖g‖² λmax): 1 when the gradient lies in the sharpest direction
+    learning_rate: float | None
+    stability: float | None  # η λmax / 2: above one, plain gradient descent is unstable here
+    layers: tuple[LayerSharpness, ...]
+    heterogeneity: float  # largest over smallest layer sharpness
+    heterogeneity_interval: Interval
+    products: int
+    converged: bool
+
+    @property
+    def value(self) -> float:
+        return self.condition_number
+
+    @property
+    def indefiniteness(self) -> float:
+        """|λmin| / λmax when λmin is negative, else 0."""
+        return max(-self.smallest, 0.0) / max(self.largest, 1e-300)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        text = (
+            f"loss {self.loss:.5g}, λ ∈ [{self.smallest:.4g}, {self.largest:.4g}], condition "
+            f"number λmax/mean|λ| = {self.condition_number:.4g} [{low:.4g}, {high:.4g}], "
+            f"{self.negative_mass:.1%} negative, gradient-curvature alignment "
+            f"{self.alignment:.2f}, layers differ by ×{self.heterogeneity:.3g}"
+        )
+        if self.stability is not None:
+            text += f", η·λmax/2 = {self.stability:.3g}"
+        return text
+
+    def plot(self) -> Any:
+        """Sharpness of every layer with its certified interval, and the edge 2/η."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.5, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        values = [layer.sharpness for layer in self.layers]
+        error = [
+            [max(v - layer.interval[0], 0) for v, layer in zip(values, self.layers, strict=True)],
+            [max(layer.interval[1] - v, 0) for v, layer in zip(values, self.layers, strict=True)],
+        ]
+        axes.bar(range(len(values)), values, yerr=error, color="#0072b2", capsize=3)
+        axes.axhline(self.largest, color="black", linewidth=1, label="whole model")
+        if self.learning_rate:
+            axes.axhline(2 / self.learning_rate, color="#d55e00", linestyle="--", label="2/η")
+        axes.set_xticks(range(len(values)), [layer.name for layer in self.layers], rotation=30)
+        axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
+        axes.legend(fontsize=8)
+        return tidy_log_axes(figure)
+
+
+def effective_conditioning(
+    problem: Problem, *, learning_rate: float | None, products: int, layers: bool, seed: int
+) -> EffectiveConditioning:
+    """Both ends by Lanczos, the bulk by quadrature, every layer's own block."""
+    operator = Hessian(problem)
+    ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
+    density = spectral_density(operator, max_products=products, seed=seed)
+    return conditioning_of(
+        problem, operator, ends, density, learning_rate=learning_rate, layers=layers, seed=seed
+    )
+
+
+def conditioning_of(
+    problem: Problem,
+    operator: Hessian,
+    ends: Eigenpairs,
+    density: SpectralDensity,
+    *,
+    learning_rate: float | None,
+    layers: bool,
+    seed: int,
+    max_products: int | None = None,
+    memory: int | None = None,
+) -> EffectiveConditioning:
+    """The same from both ends and a density that are already known; only layers cost products.
+
+    max_products, memory: for each layer's sharpness.
+    """
+    gradient = problem.gradient()
+    top, bottom = float(ends.values[0]), float(ends.values[-1])
+    low, high = ([float(v) for v in (bound[0], bound[-1])] for bound in ends.interval)
+    mean = float((density.weights * density.nodes.abs()).sum())
+    error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
+    square = float(gradient @ gradient)
+    along = float(gradient @ (operator @ gradient))
+    found: tuple[LayerSharpness, ...] = ()
+    products = 1  # along the gradient
+    if layers:
+        found, spent = layer_curvatures(problem, operator, gradient, seed, max_products, memory)
+        products += spent
+    ratio, ratio_interval = _heterogeneity(found)
+    return EffectiveConditioning(
+        loss=problem.value(),
+        gradient_norm=square**0.5,
+        largest=top,
+        largest_interval=(low[0], high[0]),
+        smallest=bottom,
+        smallest_interval=(low[1], high[1]),
+        condition_number=top / max(mean, 1e-300),
+        interval=(
+            max(low[0], 0.0) / (mean + error),
+            high[0] / (mean - error) if mean > error else float("inf"),
+        ),
+        negative_mass=density.negative_mass,
+        negative_mass_interval=density.negative_mass_interval,
+        effective_rank=density.effective_rank,
+        alignment=along / max(square * top, 1e-300),
+        learning_rate=learning_rate,
+        stability=None if learning_rate is None else learning_rate * top / 2,
+        layers=found,
+        heterogeneity=ratio,
+        heterogeneity_interval=ratio_interval,
+        # Not the operator's own count: it also counts what else was done with it since it was made,
+        # which is less in a resumed run.
+        products=ends.products + density.products + products,
+        converged=ends.converged,
+    )
+
+
+def layer_curvatures(
+    problem: Problem,
+    operator: Hessian,
+    gradient: torch.Tensor,
+    seed: int,
+    max_products: int | None = None,
+    memory: int | None = None,
+) -> tuple[tuple[LayerSharpness, ...], int]:
+    """λmax of each layer's diagonal block, and of what lies outside the stack by sublayer.
+
+    Returns also the products they took.
+    """
+    groups: dict[tuple[int | None, str], list[Slice]] = {}
+    for piece in problem.anatomy.slices:
+        name = piece.sublayer if piece.layer is None else f"layer {piece.layer}"
+        groups.setdefault((piece.layer, name), []).append(piece)
+    rows, products = [], 0
+    for (layer, name), slices in groups.items():
+        view = operator[slices]
+        found = eigenpairs(
+            view,
+            k=1,
+            which="largest",
+            tol=1e-2,
+            seed=seed,
+            max_products=max_products,
+            memory=memory,
+        )
+        products += found.products
+        squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
+        rows.append(
+            LayerSharpness(
+                name=name,
+                layer=layer,
+                parameters=sum(piece.size for piece in slices),
+                sharpness=found.value,
+                interval=(float(found.interval[0][0]), float(found.interval[1][0])),
+                gradient_norm=squares**0.5,
+            )
+        )
+    return tuple(rows), products
+
+
+def _heterogeneity(layers: tuple[LayerSharpness, ...]) -> tuple[float, Interval]:
+    positive = [layer for layer in layers if layer.sharpness > 0]
+    if len(positive) < 2:
+        return 1.0, (1.0, 1.0)
+    top = max(positive, key=lambda layer: layer.sharpness)
+    low = min(positive, key=lambda layer: layer.sharpness)
+    return top.sharpness / low.sharpness, (
+        max(top.interval[0], 0.0) / low.interval[1],
+        top.interval[1] / max(low.interval[0], 1e-300),
+    )

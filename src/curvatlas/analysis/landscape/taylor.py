@@ -1,0 +1,659 @@
+"""The Taylor framework: what value, slope, curvature and third order say about a loss, checked.
+
+>>> analyzer = TaylorExpansionAnalyzer(model)                                     # doctest: +SKIP
+>>> found = analyzer.compute_taylor_coefficients(x, y, displacement=d)            # doctest: +SKIP
+>>> found.constant, found.linear, found.quadratic, found.cubic, found.remainder   # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvatlas.analysis.landscape.line import (
+    Array,
+    Difference,
+    Displacement,
+    Line,
+    flat_displacement,
+    fourth_derivative_bound,
+    third_by_differences,
+    towards,
+    within,
+)
+from curvatlas.analysis.landscape.taylor_result import (
+    CriticalLearningRate,
+    ObservedCurvature,
+    PredictedTrajectory,
+    TaylorExpansion,
+    TrustRadius,
+    empty,
+)
+from curvatlas.operators.curvature import Hessian
+from curvatlas.problem import Loss, Problem
+from curvatlas.problem.parameters import Parameters
+from curvatlas.progress import track
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.krylov import KrylovBasis
+
+# -------------------------------------------------------------------------------------------------
+# Curvature from an observed trajectory: no second derivative is computed.
+#
+# From weights w_t and gradients g_t: steps S = w_{t+1} − w_t and changes Y = g_{t+1} − g_t satisfy
+# Y = H S in a quadratic landscape. In an orthonormal basis Q of the span of S, A = Qᵀ Y R⁺ is the
+# projected Hessian; its symmetric part gives Ritz values, its antisymmetric part, which is zero
+# for a
+# quadratic, measures how much the landscape changed on the way and so the uncertainty.
+#
+# From losses alone: the decrease Δ_t = L_t − L_{t+1} of a mode falls like (1 − ηλ)^{2t}, so the
+# rate
+# of the slowest mode still alive is λ = (1 − (Δ_{t+1}/Δ_t)^½)/η.
+# -------------------------------------------------------------------------------------------------
+
+
+_SMALL = 1e-8  # directions below this share of the largest step carry only rounding
+
+
+def observed_curvature(
+    trajectory: Tensor | Sequence[float] | Sequence[Tensor],
+    learning_rate: float | None,
+    gradients: Tensor | Sequence[Tensor] | None,
+    momentum: float,
+) -> ObservedCurvature:
+    """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate."""
+    stacked = _stacked(trajectory)
+    if not bool(torch.isfinite(stacked).all()):
+        raise ValueError("the trajectory holds NaN or infinite values: cut it before them.")
+    if learning_rate is not None and not learning_rate > 0:
+        raise ValueError(f"the learning rate must be positive, got {learning_rate!r}.")
+    if stacked.ndim == 1:
+        if learning_rate is None:
+            raise ValueError(
+                "losses alone give a rate: pass the learning_rate they were made with."
+            )
+        return _from_losses(stacked.numpy(), learning_rate)
+    if gradients is not None:
+        slopes = _stacked(gradients)
+    elif learning_rate is None:
+        raise ValueError("weights alone have no scale: pass gradients= or the learning_rate.")
+    else:
+        velocity = (stacked[:-1] - stacked[1:]) / learning_rate
+        slopes = velocity.clone()
+        slopes[1:] -= momentum * velocity[:-1]
+    count = min(len(stacked), len(slopes))
+    if count < 3:
+        raise ValueError(f"a trajectory of {count} points shows no curvature: give at least 3.")
+    return _from_weights(stacked[:count], slopes[:count])
+
+
+def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().double().cpu()
+    if len(values) and isinstance(values[0], Tensor):
+        rows = [torch.as_tensor(v).detach().double().cpu().reshape(-1) for v in values]
+        stacked = torch.stack(rows)
+        return stacked.squeeze(1) if stacked.shape[1] == 1 else stacked
+    return torch.tensor([float(v) for v in values], dtype=torch.float64)
+
+
+def _from_weights(weights: Tensor, gradients: Tensor) -> ObservedCurvature:
+    steps = (weights[1:] - weights[:-1]).T  # (P, T − 1)
+    changes = (gradients[1:] - gradients[:-1]).T
+    directional = (steps * changes).sum(0) / (steps * steps).sum(0).clamp_min(1e-300)
+    q, sizes, right = torch.linalg.svd(steps, full_matrices=False)
+    keep = sizes > _SMALL * sizes[0]
+    q, sizes, right = q[:, keep], sizes[keep], right[keep]
+    action = q.T @ changes @ right.T / sizes  # (m, m), H in the basis q
+    symmetric, skew = (action + action.T) / 2, (action - action.T) / 2
+    values = torch.linalg.eigvalsh(symmetric).flip(0)
+    noise = float(torch.linalg.matrix_norm(skew, 2))
+    scale = float(torch.linalg.matrix_norm(symmetric, 2))
+    top = float(values[0])
+    rounding = 1e-12 * scale * float(sizes[0] / sizes[-1])
+    half = 1.96 * noise + rounding
+    return ObservedCurvature(
+        value=top,
+        interval=(top - half, top + half),
+        values=values,
+        steps=len(weights),
+        source="weights",
+        asymmetry=noise / max(scale, 1e-300),
+        directional=directional,
+    )
+
+
+def _from_losses(losses: np.ndarray, rate: float) -> ObservedCurvature:
+    drops = losses[:-1] - losses[1:]
+    floor = 1e-13 * np.abs(losses).max()
+    alive = np.flatnonzero(drops <= floor)
+    drops = drops[: alive[0]] if len(alive) else drops  # up to where rounding or noise takes over
+    if len(drops) < 3:
+        raise ValueError(
+            "the losses do not fall for three steps in a row: a rate needs a decreasing start."
+        )
+    series = (1 - np.sqrt(drops[1:] / drops[:-1])) / rate
+    tail = np.log(drops[len(drops) // 2 :]) if len(drops) >= 6 else np.log(drops)
+    fit = stats.linregress(np.arange(len(tail)), tail)
+    spread = (stats.t.ppf(0.975, len(tail) - 2) if len(tail) > 2 else 12.7) * fit.stderr
+    value, *ends = (
+        (1 - math.exp(slope / 2)) / rate
+        for slope in (fit.slope, fit.slope + spread, fit.slope - spread)
+    )
+    return ObservedCurvature(
+        value=value,
+        interval=(min(ends), max(ends)),
+        values=torch.from_numpy(series.copy()),
+        steps=len(losses),
+        source="losses",
+        asymmetry=0.0,
+        directional=empty(),
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradient descent in the quadratic model, and beside it the real run.
+#
+# All iterates lie in the Krylov space of H and g. With the Ritz pairs (λ_i, u_i) of an m-step
+# Lanczos
+# run started at g, each mode evolves on its own,
+#
+#     δ_i ← δ_i − η v_i,   v_i ← μ v_i + (g_i + λ_i δ_i),   L = L₀ + Σ_i (g_i δ_i + ½ λ_i δ_i²),
+#
+# and by Gauss quadrature the loss is that of the full quadratic model, exactly for the first m
+# steps.
+# The outliers of the top eigenspace are Ritz values of their own, the bulk is what remains.
+# -------------------------------------------------------------------------------------------------
+
+
+_OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
+
+
+class Descent:
+    """The loss and gradient of a problem at any weights, the model's own left untouched."""
+
+    def __init__(self, problem: Problem) -> None:
+        problem.check()
+        problem.require_one_process("a trajectory of gradient descent")
+        self.problem = problem
+        self.start = problem.parameters
+
+    def at(self, weights: Tensor) -> tuple[float, Tensor]:
+        """L(w) and ∇L(w), (P,)."""
+        problem, layout = self.problem, self.problem.layout
+        pieces = {
+            name: piece.squeeze(0)
+            for name, piece in zip(layout.names, layout.split(weights), strict=True)
+        }
+        total = torch.zeros(layout.size + 1, dtype=problem.dtype, device=problem.device)
+        with problem.evaluating():
+            for batch in problem.batches():
+                leaves = {n: p.detach().requires_grad_(True) for n, p in pieces.items()}
+                loss = problem.loss.value(problem.outputs(batch, leaves), batch.targets)
+                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                total[:-1].add_(layout.join(grads, like=total), alpha=batch.count)
+                total[-1] += batch.count * loss.detach()
+        total /= problem.normaliser
+        return float(total[-1]), total[:-1]
+
+    def run(
+        self, steps: int, rate: float, momentum: float = 0.0, *, what: str = "gradient descent"
+    ) -> Tensor:
+        """Losses (≤ steps + 1,) of full-batch gradient descent; ends early when it overflows."""
+        weights, velocity = self.start.clone(), torch.zeros_like(self.start)
+        losses: list[float] = []
+        for _ in track(range(steps + 1), what, total=steps + 1):
+            value, gradient = self.at(weights)
+            if not math.isfinite(value) or value > _OVERFLOW:
+                break
+            losses.append(value)
+            velocity = momentum * velocity + gradient
+            weights = weights - rate * velocity
+        return torch.tensor(losses, dtype=torch.float64)
+
+
+def predict_trajectory(
+    problem: Problem, n_steps: int, rate: float, *, momentum: float, modes: int, compare: bool
+) -> PredictedTrajectory:
+    """Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights."""
+    descent = Descent(problem)
+    loss, gradient = descent.at(descent.start)
+    size = min(modes, problem.size)
+    operator = Hessian(problem)
+    values, slopes = krylov_modes(operator, gradient, size)
+    losses = _quadratic_losses(loss, values, slopes, n_steps, rate, momentum)
+    top = float(values.max(initial=0.0))
+    critical = 2 * (1 + momentum) / top if top > 0 else math.inf
+    weights = slopes**2
+    return PredictedTrajectory(
+        losses=torch.from_numpy(losses),
+        actual=descent.run(n_steps, rate, momentum) if compare else None,
+        learning_rate=rate,
+        momentum=momentum,
+        eigenvalues=torch.from_numpy(values),
+        weights=torch.from_numpy(weights),
+        exact_steps=n_steps if len(values) < size else min(n_steps, len(values)),
+        critical_learning_rate=critical,
+        converges=rate < critical,
+        top_share=float(weights[values > 0.1 * top].sum() / max(weights.sum(), 1e-300)),
+        products=operator.products,
+    )
+
+
+def krylov_modes(operator: Hessian, gradient: Tensor, size: int) -> tuple[Array, Array]:
+    """Ritz values (m,) of the Krylov space of the gradient, and the gradient's coordinates."""
+    basis = KrylovBasis(operator, size + 1)
+    norm = float(torch.linalg.vector_norm(gradient))
+    if not basis.add(gradient):
+        return np.zeros(1), np.zeros(1)
+    for _ in track(range(size), "Lanczos from the gradient", total=size):
+        if basis.expand() == 0.0:
+            break
+    ritz = basis.ritz()
+    return ritz.values, norm * ritz.coordinates[0]
+
+
+def _quadratic_losses(
+    loss: float, values: Array, slopes: Array, steps: int, rate: float, momentum: float
+) -> Array:
+    position, velocity = np.zeros_like(values), np.zeros_like(values)
+    losses = [loss]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(steps):
+            velocity = momentum * velocity + slopes + values * position
+            position = position - rate * velocity
+            losses.append(loss + float(slopes @ position + 0.5 * values @ position**2))
+    found: Array = np.nan_to_num(np.array(losses), nan=np.inf)
+    return found
+
+
+def critical_rate(
+    problem: Problem,
+    *,
+    momentum: float,
+    ratios: tuple[float, ...],
+    steps: int,
+    seed: int,
+) -> CriticalLearningRate:
+    """2(1 + μ)/λmax and its check by training at ``ratios`` of it."""
+    operator = Hessian(problem)
+    found = eigenpairs(operator, k=1, which="largest", tol=1e-6, seed=seed)
+    top = found.value
+    if top <= 0:
+        raise ValueError(
+            f"the largest eigenvalue is {top:.3g}: the loss is nowhere convex here and no learning "
+            "rate is critical."
+        )
+    factor = 2 * (1 + momentum)
+    low, high = (float(bound[0]) for bound in found.interval)
+    value = factor / top
+    descent = Descent(problem)
+    # deviations must be small against the third derivative and large against rounding: float64
+    precise = descent if problem.dtype == torch.float64 else Descent(in_double(problem))
+    top_vector = found.vectors[:, 0].double()
+    growth, losses = [], []
+    for ratio in ratios:
+        growth.append(
+            _growth(precise.at, precise.start, top_vector, ratio * value, momentum, steps)
+        )
+        losses.append(descent.run(steps, ratio * value, momentum, what="near the critical rate"))
+    return CriticalLearningRate(
+        value=value,
+        interval=(factor / high, factor / low if low > 0 else math.inf),
+        sharpness=top,
+        momentum=momentum,
+        ratios=ratios,
+        growth=tuple(growth),
+        expected=tuple(_radius(ratio * value * top, momentum) for ratio in ratios),
+        losses=tuple(losses),
+        products=operator.products,
+        converged=found.converged,
+    )
+
+
+def in_double(problem: Problem) -> Problem:
+    """The same problem with a float64 copy of the model and of real-valued inputs."""
+    model = copy.deepcopy(problem.model).double()
+
+    def widened(leaf: Any) -> Any:
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if real else leaf
+
+    data = [
+        (tree_map(widened, batch.inputs), tree_map(widened, batch.targets))
+        for batch in problem.batches()
+    ]
+    return Problem(
+        model,
+        problem.loss,
+        data,
+        parameters=list(problem.parameter_names),
+        distributed=problem.distributed,
+    )
+
+
+def _radius(step: float, momentum: float) -> float:
+    """Spectral radius of heavy ball on a mode with ηλ = ``step``: [[1 + μ − ηλ, −μ], [1, 0]]."""
+    matrix = np.array([[1 + momentum - step, -momentum], [1.0, 0.0]])
+    return float(np.abs(np.linalg.eigvals(matrix)).max())
+
+
+def _growth(
+    at: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, direction: Tensor, rate: float,
+    momentum: float, steps: int,
+) -> float:  # fmt: skip
+    """Growth a step of a small deviation along ``direction`` under training.
+
+    Training runs on L(w) − ∇L(w₀)·w, whose stationary point is w₀ itself: what grows or shrinks is
+    then curvature alone, also at weights that are not a minimum. Both signs of the deviation are
+    run and subtracted, which removes the third derivative.
+    """
+    _, slope = at(start)
+    unit = direction.to(start) / torch.linalg.vector_norm(direction)
+    # the amplitude at which rounding of the gradient and the third derivative are both small
+    size = torch.finfo(start.dtype).eps ** (1 / 3) * (1 + float(torch.linalg.vector_norm(start)))
+    pair = [start + sign * size * unit for sign in (1.0, -1.0)]
+    speed = [torch.zeros_like(start) for _ in pair]
+    seen: list[float] = []
+    for _ in range(steps):
+        for side in range(2):
+            speed[side] = momentum * speed[side] + at(pair[side])[1] - slope
+            pair[side] = pair[side] - rate * speed[side]
+        apart = (pair[0] - pair[1]) / (2 * size)
+        along = float(apart @ unit)
+        beside = float(torch.linalg.vector_norm(apart - along * unit))
+        # negative curvature amplifies rounding by 1 + η|λmin| a step until it hides the mode
+        if len(seen) >= 3 and beside > 0.1 * max(abs(along), seen[-1]):
+            break
+        seen.append(abs(along))
+    amplitude, steps = np.array(seen), len(seen)
+    if momentum == 0.0:
+        return float(amplitude[-1] ** (1 / steps))
+    # with momentum the first steps are a transient: compare the envelope of two later windows
+    half = steps // 2
+    early, late = amplitude[:half].max(), amplitude[half:].max()
+    return float((late / early) ** (1 / max(half, 1)))
+
+
+LossLike = str | Callable[[Any, Any], Tensor] | Loss
+
+
+class TaylorExpansionAnalyzer:
+    """Local models of a network's loss, each compared with the loss itself.
+
+    Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
+    Methods that are given none use the data of the last call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: LossLike = "cross_entropy",
+        parameters: Parameters | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.parameters = parameters
+        self._problem: Problem | None = None
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
+        """An analyzer whose methods use the problem's model, loss, data and parameters."""
+        names = list(problem.parameter_names)
+        analyzer = cls(problem.model, loss=problem.loss, parameters=names)
+        analyzer._problem = problem
+        return analyzer
+
+    def compute_taylor_coefficients(
+        self,
+        x: Any = None,
+        y: Any = None,
+        other_x: Any = None,
+        other_y: Any = None,
+        *,
+        displacement: Displacement | None = None,
+        checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
+        loss: LossLike | None = None,
+        accuracy: float = 0.01,
+        bound_points: int = 5,
+        check: bool = True,
+    ) -> TaylorExpansion:
+        r"""Terms of L(θ + d) = L + g·d + ½ dᵀHd + ⅙ ∂³L[d, d, d] + remainder.
+
+        With a second data set (``other_x``, ``other_y``) every term is that of L_other − L: k + 1
+        samples against k, or two data sets. ``checkpoint`` takes d from the present weights to
+        those of another model or state dict. ``bound_points`` = 0 leaves out the remainder's bound
+        and the radii, which take the fourth derivative at so many points of the segment; ``check``
+        compares the third derivative with differences of the second.
+        """
+        first, second = _datasets(x, y, other_x, other_y)
+        problem = self._problem_of(first, loss)
+        if (displacement is None) == (checkpoint is None):
+            raise ValueError(
+                "give either displacement= or checkpoint=: where the loss is expanded."
+            )
+        direction = (
+            flat_displacement(problem, displacement)
+            if displacement is not None
+            else towards(problem, checkpoint)  # type: ignore[arg-type]
+        )
+        line: Line | Difference = Line(problem, direction)
+        if second is not None:
+            line = Difference(Line(problem, direction), Line(problem.with_data(second), direction))
+        return _expansion(line, accuracy, bound_points, check, compared=second is not None)
+
+    def radius(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        direction: Displacement | None = None,
+        accuracy: float = 0.01,
+        order: int = 2,
+        loss: LossLike | None = None,
+    ) -> TrustRadius:
+        """How far the order-2 (or 3) model predicts the change to ``accuracy`` (default: −g)."""
+        if order not in (2, 3):
+            raise ValueError(f"order must be 2 or 3, got {order}.")
+        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
+        towards_ = (
+            -problem.gradient() if direction is None else flat_displacement(problem, direction)
+        )
+        norm = float(torch.linalg.vector_norm(towards_))
+        if norm == 0:
+            raise ValueError("the direction is zero: give direction=.")
+        return _trust_radius(problem, towards_ / norm, accuracy, order)
+
+    def predict_convergence_trajectory(
+        self,
+        n_steps: int,
+        learning_rate: float,
+        x: Any = None,
+        y: Any = None,
+        *,
+        momentum: float = 0.0,
+        modes: int = 64,
+        compare: bool = True,
+        loss: LossLike | None = None,
+    ) -> PredictedTrajectory:
+        """Full-batch gradient descent by the quadratic model, and (``compare``) the real run.
+
+        δ ← (I − ηH) δ − ηg in the ``modes`` eigenspaces the gradient meets; the model's own weights
+        are left as they are.
+        """
+        if n_steps < 1 or not learning_rate > 0 or not 0 <= momentum < 1 or modes < 1:
+            raise ValueError(
+                f"need n_steps ≥ 1, learning_rate > 0, 0 ≤ momentum < 1 and modes ≥ 1, got "
+                f"{n_steps}, {learning_rate}, {momentum}, {modes}."
+            )
+        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
+        return predict_trajectory(
+            problem, n_steps, learning_rate, momentum=momentum, modes=modes, compare=compare
+        )
+
+    def critical_learning_rate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        momentum: float = 0.0,
+        ratios: tuple[float, ...] = (0.95, 1.05),
+        steps: int = 30,
+        seed: int = 0,
+        loss: LossLike | None = None,
+    ) -> CriticalLearningRate:
+        """2(1 + μ)/λmax, and training at ``ratios`` of it to see whether deviations grow."""
+        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
+        return critical_rate(problem, momentum=momentum, ratios=ratios, steps=steps, seed=seed)
+
+    def estimate_hessian_from_trajectory(
+        self,
+        trajectory: Tensor | Sequence[float] | Sequence[Tensor],
+        learning_rate: float | None = None,
+        *,
+        gradients: Tensor | Sequence[Tensor] | None = None,
+        momentum: float = 0.0,
+    ) -> ObservedCurvature:
+        """Curvature from losses (T,) or weights (T, P) seen in training, with an interval.
+
+        Losses need the learning rate; weights need it too (plain gradient descent with
+        ``momentum``), or the ``gradients`` (T, P) at those weights.
+        """
+        return observed_curvature(trajectory, learning_rate, gradients, momentum)
+
+    def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
+        if data is None:
+            if self._problem is None:
+                raise ValueError("no data yet: pass (x, y) or data to this call.")
+            if loss is None:
+                return self._problem
+            data = self._problem.data
+        chosen = self.loss if loss is None else loss
+        self._problem = Problem(self.model, chosen, data, parameters=self.parameters)
+        return self._problem
+
+
+def _datasets(x: Any, y: Any, other_x: Any, other_y: Any) -> tuple[Any, Any]:
+    """(data, other data) from whichever way they were passed; None where there is none."""
+    if x is not None and y is not None and not isinstance(y, Tensor):
+        if other_x is not None or other_y is not None:
+            raise ValueError("two data sets were given and a third: pass x, y, other_x, other_y.")
+        return x, y  # two data sets, one an argument
+    return (x if y is None else (x, y)), (other_x if other_y is None else (other_x, other_y))
+
+
+def _expansion(
+    line: Line | Difference, accuracy: float, points: int, check: bool, *, compared: bool
+) -> TaylorExpansion:
+    value, slope, second, third = line.derivatives(3)
+    (actual,) = line.values([1.0])
+    third_error = 0.0
+    if check:
+        third, third_error = _checked_third(line, third, scale=abs(second) + abs(third))
+    linear, quadratic, cubic = slope, second / 2, third / 6
+    bound = radius2 = radius3 = None
+    if points:
+        if points < 3:
+            raise ValueError(f"bound_points must be 0 or at least 3, got {points}.")
+        bound = fourth_derivative_bound(line, points=points) / 24
+        change = (linear, quadratic, 0.0)
+        radius2 = line.length * within((abs(cubic) + third_error / 6, bound), change, accuracy)
+        change = (linear, quadratic, cubic)
+        radius3 = line.length * within((third_error / 6, bound), change, accuracy)
+    return TaylorExpansion(
+        constant=value,
+        linear=linear,
+        quadratic=quadratic,
+        cubic=cubic,
+        cubic_error=third_error / 6,
+        actual=actual,
+        remainder=actual - (value + linear + quadratic + cubic),
+        remainder_bound=bound,
+        quadratic_remainder_bound=None if bound is None else bound + abs(cubic),
+        displacement_norm=line.length,
+        accuracy=accuracy,
+        quadratic_radius=radius2,
+        cubic_radius=radius3,
+        compared=compared,
+    )
+
+
+def _checked_third(line: Line | Difference, third: float, *, scale: float) -> tuple[float, float]:
+    """The exact third derivative, or differences with their error where the two disagree.
+
+    An operation whose third backward is wrong (fused kernels nobody wrote for it) cannot be seen
+    otherwise: both differentiate the same second derivative, only one through its backward.
+    """
+    different, error = third_by_differences(line)
+    if abs(different - third) <= 10 * error + 1e-5 * scale:
+        return third, 0.0
+    warnings.warn(
+        f"the third derivative along the displacement is {third:.6g} by backward passes but "
+        f"{different:.6g} ± {error:.1g} by differences of the second: an operation of the model "
+        "has a wrong third derivative; the differences are used.",
+        stacklevel=4,
+    )
+    return different, error + 1e-5 * scale
+
+
+def _trust_radius(problem: Problem, unit: Tensor, accuracy: float, order: int) -> TrustRadius:
+    line = Line(problem, unit)
+    _, slope, second, third, fourth = line.derivatives(4)
+    # first guess: where the leading error term reaches accuracy × |linear term|
+    lead = abs(third) / 6 if order == 2 else abs(fourth) / 24
+    power = 2 if order == 2 else 3
+    reach = (accuracy * max(abs(slope), 1e-300) / max(lead, 1e-300)) ** (1 / power)
+    largest = 10 * (1 + float(torch.linalg.vector_norm(problem.parameters)))
+    reach = min(4 * reach, largest)
+    radius, limited = 0.0, True
+    for _ in range(8):
+        bound = fourth_derivative_bound(line, until=reach) / 24
+        first = abs(third) / 6 * reach**3 if order == 2 else 0.0
+        cubic = third / 6 * reach**3 if order == 3 else 0.0
+        share = within(
+            (first, bound * reach**4), (slope * reach, second / 2 * reach**2, cubic), accuracy
+        )
+        radius = share * reach
+        limited = share < 1.0
+        # the fourth derivative was taken over a longer segment than needed: look again at it
+        if 0.5 <= share < 1.0 or (share == 1.0 and reach >= largest):
+            break
+        reach = min(largest, 2 * reach if share == 1.0 else max(1.5 * radius, reach / 8))
+    worst, fails = _measured(line, (slope, second, third), radius, accuracy, order)
+    return TrustRadius(
+        radius=radius, accuracy=accuracy, order=order, limited=limited, worst_inside=worst,
+        measured_radius=fails,
+    )  # fmt: skip
+
+
+def _measured(
+    line: Line, terms: tuple[float, float, float], radius: float, accuracy: float, order: int
+) -> tuple[float, float]:
+    """Worst relative error inside the radius, and the first multiple of it where it is too large.
+
+    Close to θ the change drowns in rounding, so points start at a tenth of the radius.
+    """
+    if radius == 0:
+        return 0.0, 0.0
+    points = [radius * share for share in (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)]
+    start, *values = line.values([0.0, *points])
+    slope, second, third = terms
+    worst, fails = 0.0, points[-1]
+    for t, value in zip(points, values, strict=True):
+        predicted = slope * t + second * t**2 / 2 + (third * t**3 / 6 if order == 3 else 0.0)
+        error = abs(predicted - (value - start)) / max(abs(value - start), 1e-300)
+        if t <= radius:
+            worst = max(worst, error)
+        elif error > accuracy:
+            fails = t
+            break
+    return worst, fails

@@ -1,0 +1,299 @@
+"""What the Taylor analysis returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.results import Result
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaylorExpansion(Result):
+    r"""L(θ + d) = constant + linear + quadratic + cubic + remainder, each a term of the sum.
+
+    constant = L(θ), linear = g·d, quadratic = ½ dᵀHd, cubic = ⅙ ∂³L[d, d, d]. With two losses every
+    term is that of the difference L_b − L_a.
+    """
+
+    constant: float
+    linear: float
+    quadratic: float
+    cubic: float
+    cubic_error: float  # 0 when exact; else what differences of two step lengths show
+    actual: float  # the loss (or difference of losses) at θ + d
+    remainder: float  # actual − (constant + linear + quadratic + cubic)
+    remainder_bound: float | None  # max |φ''''|/24 on the segment; None when not asked for
+    quadratic_remainder_bound: float | None  # |cubic| + the above
+    displacement_norm: float
+    accuracy: float  # that the radii refer to
+    quadratic_radius: float | None  # ≤ displacement_norm; the quadratic model is within accuracy
+    cubic_radius: float | None  # the same with the cubic term
+    compared: bool  # a difference of two losses
+
+    @property
+    def value(self) -> float:
+        """The predicted loss (or difference) at θ + d, all terms."""
+        return self.constant + self.linear + self.quadratic + self.cubic
+
+    predicted = value
+
+    @property
+    def quadratic_prediction(self) -> float:
+        """Without the cubic term."""
+        return self.constant + self.linear + self.quadratic
+
+    @property
+    def interval(self) -> Interval | None:
+        """Where the actual value lies by the remainder's bound."""
+        if self.remainder_bound is None:
+            return None
+        half = self.remainder_bound + self.cubic_error
+        return self.value - half, self.value + half
+
+    @property
+    def predicted_change(self) -> float:
+        """Of the quadratic model, against θ."""
+        return self.linear + self.quadratic
+
+    @property
+    def actual_change(self) -> float:
+        return self.actual - self.constant
+
+    @property
+    def relative_error(self) -> float:
+        """Of the quadratic model's change, against the actual one."""
+        if self.actual_change == 0:
+            return 0.0 if self.predicted_change == 0 else float("inf")
+        return abs(self.predicted_change - self.actual_change) / abs(self.actual_change)
+
+    @property
+    def quadratic_holds(self) -> bool:
+        """Whether the radius covers the whole displacement."""
+        radius = self.quadratic_radius
+        return radius is not None and radius >= self.displacement_norm * (1 - 1e-12)
+
+    def __str__(self) -> str:
+        what = "ΔL" if self.compared else "L"
+        text = (
+            f"{what}(θ + d) = {self.constant:.6g} {self.linear:+.4g} (linear) "
+            f"{self.quadratic:+.4g} (quadratic) {self.cubic:+.4g} (cubic) = {self.value:.8g}; "
+            f"actual {self.actual:.8g}, remainder {self.remainder:.2g}"
+        )
+        if self.remainder_bound is not None:
+            text += f" (bound {self.remainder_bound:.2g})"
+        if self.quadratic_radius is not None:
+            text += (
+                f"; quadratic model within {self.accuracy:.0%} up to ‖d‖ = "
+                f"{self.quadratic_radius:.3g} of {self.displacement_norm:.3g}"
+            )
+        return text
+
+    def plot(self) -> Any:
+        """Size of each term, with the remainder and its bound."""
+        figure, axes = _figure()
+        names = ["constant", "linear", "quadratic", "cubic", "remainder"]
+        sizes = [abs(float(getattr(self, name))) for name in names]
+        signs = [float(getattr(self, name)) >= 0 for name in names]
+        colours = ["#0072b2" if positive else "#d55e00" for positive in signs]
+        axes.bar(range(5), sizes, color=colours)
+        if self.remainder_bound:
+            axes.plot([3.6, 4.4], [self.remainder_bound] * 2, color="black", label="bound")
+            axes.legend(fontsize=8)
+        axes.set_xticks(range(5), names)
+        what = "difference of losses" if self.compared else "loss"
+        axes.set(
+            ylabel=f"|term| (units of the {what})", yscale="log",
+            title="Taylor terms (blue positive, orange negative)",
+        )  # fmt: skip
+        return tidy_log_axes(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRadius(Result):
+    """How far along a direction a Taylor polynomial predicts the change of the loss."""
+
+    radius: float  # from derivatives: θ's own and the fourth on the segment
+    accuracy: float  # relative to the true change
+    order: int
+    limited: bool  # False: even the largest step tried was within accuracy
+    worst_inside: float  # largest relative error measured at points inside the radius
+    measured_radius: float  # first measured point beyond accuracy (or the end of the search)
+
+    @property
+    def value(self) -> float:
+        return self.radius
+
+    @property
+    def interval(self) -> Interval:
+        """From the derivatives' guarantee to the measured failure."""
+        return self.radius, self.measured_radius
+
+    def __str__(self) -> str:
+        return (
+            f"order-{self.order} model within {self.accuracy:.1%} for ‖d‖ ≤ {self.radius:.4g} "
+            f"(worst measured inside {self.worst_inside:.2%}; fails at {self.measured_radius:.4g})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedTrajectory(Result):
+    """Gradient descent in the quadratic model, in the eigenspaces the gradient meets."""
+
+    losses: Tensor  # (n_steps + 1,) predicted
+    actual: Tensor | None  # (≤ n_steps + 1,) of the real run; it ends where the loss overflows
+    learning_rate: float
+    momentum: float
+    eigenvalues: Tensor  # (m,) Ritz values of H in the Krylov space of the gradient, ascending
+    weights: Tensor  # (m,) squared gradient in each
+    exact_steps: int  # so many steps are exact for the quadratic model
+    critical_learning_rate: float
+    converges: bool  # in the quadratic model, over its positive modes
+    top_share: float  # of ‖g‖² in the modes above a tenth of λmax: the rest is the bulk
+    products: int
+
+    @property
+    def values(self) -> Tensor:
+        return self.losses
+
+    @property
+    def largest_relative_error(self) -> float | None:
+        """Of the predicted change of the loss, over the steps of the real run."""
+        if self.actual is None:
+            return None
+        real = self.actual[1:] - self.actual[0]
+        error = (self.losses[1 : len(self.actual)] - self.actual[1:]).abs()
+        return float((error / real.abs().clamp_min(1e-300)).max())
+
+    def __str__(self) -> str:
+        text = (
+            f"gradient descent, η = {self.learning_rate:.4g}, momentum {self.momentum:g}: loss "
+            f"{float(self.losses[0]):.5g} → {float(self.losses[-1]):.5g} in "
+            f"{len(self.losses) - 1} steps ({self.exact_steps} of them exact for the quadratic "
+            f"model); critical η {self.critical_learning_rate:.4g}; "
+            f"{self.top_share:.0%} of ‖g‖² in the top eigenspace"
+        )
+        if self.actual is not None:
+            text += f"; the real run reached {float(self.actual[-1]):.5g}"
+        return text
+
+    def plot(self) -> Any:
+        """Predicted and real loss against steps."""
+        figure, axes = _figure()
+        axes.plot(self.losses.tolist(), label="quadratic model", color="#0072b2")
+        if self.actual is not None:
+            axes.plot(self.actual.tolist(), "--", label="real run", color="#d55e00")
+        if self.exact_steps < len(self.losses) - 1:
+            axes.axvline(self.exact_steps, color="0.6", linestyle=":", label="exact up to here")
+        if not self.converges and float(self.losses.min()) > 0:
+            axes.set_yscale("log")
+        axes.set(
+            xlabel="step", ylabel="loss", title=f"η = {self.learning_rate:.3g} = "
+            f"{self.learning_rate / self.critical_learning_rate:.2f} × critical",
+        )  # fmt: skip
+        axes.legend(fontsize=8)
+        return tidy_log_axes(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalLearningRate(Result):
+    """2/λmax (with momentum μ: 2(1 + μ)/λmax), and what training just below and above it does."""
+
+    value: float
+    interval: Interval  # from the certified interval of λmax
+    sharpness: float  # λmax
+    momentum: float
+    ratios: tuple[float, ...]  # learning rates tried, over the critical one
+    growth: tuple[float, ...]  # measured growth a step of a deviation along the top eigenvector
+    expected: tuple[float, ...]  # what the quadratic model says
+    losses: tuple[Tensor, ...]  # plain gradient descent at those rates
+    products: int
+    converged: bool
+
+    @property
+    def confirmed(self) -> bool:
+        """Deviations shrink at every rate below and grow at every rate above."""
+        return all((g > 1) == (r > 1) for r, g in zip(self.ratios, self.growth, strict=True))
+
+    def __str__(self) -> str:
+        tried = ", ".join(
+            f"{r:.2f}×: ×{g:.3f} a step (expected ×{e:.3f})"
+            for r, g, e in zip(self.ratios, self.growth, self.expected, strict=True)
+        )
+        low, high = self.interval
+        state = "confirmed" if self.confirmed else "NOT confirmed"
+        return (
+            f"critical learning rate {self.value:.5g} [{low:.5g}, {high:.5g}], λmax = "
+            f"{self.sharpness:.5g}; {state} by training: {tried}"
+        )
+
+    def plot(self) -> Any:
+        """Growth of a deviation against the rate, and the loss of the runs below and above."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10.0, 3.8), layout="constrained")
+        growth, runs = figure.subplots(1, 2)
+        growth.plot(self.ratios, self.expected, "--", color="#777777", label="quadratic model")
+        growth.plot(self.ratios, self.growth, "o", color="#0072b2", label="measured in training")
+        growth.axhline(1.0, color="0.5", linewidth=0.7)
+        growth.axvline(1.0, color="#d55e00", linewidth=0.9, label="critical")
+        growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation",
+                   title=f"critical η = {self.value:.4g}")  # fmt: skip
+        for ratio, losses in zip(self.ratios, self.losses, strict=True):
+            runs.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
+        runs.set(xlabel="step", ylabel="loss", title="gradient descent at those rates")
+        least = min(float(losses.min()) for losses in self.losses)
+        if least > 0 and max(float(losses.max()) for losses in self.losses) > 10 * least:
+            runs.set_yscale("log")
+        for axes in (growth, runs):
+            axes.legend(fontsize=8)
+        return tidy_log_axes(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedCurvature(Result):
+    """Curvature read off a training trajectory."""
+
+    value: float  # the largest curvature seen (weights), or the rate of the decay (losses)
+    interval: Interval  # 95 %
+    values: Tensor  # (m,) Ritz values in the space the trajectory spans, or a rate a step
+    steps: int
+    source: str  # "weights" or "losses"
+    asymmetry: float  # ‖antisymmetric part‖/‖·‖ of the fitted matrix: how far from quadratic
+    directional: Tensor  # (T − 1,) sᵀy/sᵀs, the mean curvature along each step ("weights")
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"observed curvature {self.value:.5g} [{low:.5g}, {high:.5g}] from {self.source} of "
+            f"{self.steps} steps"
+        )
+
+    def plot(self) -> Any:
+        """Curvature along the trajectory."""
+        figure, axes = _figure()
+        series = self.directional if self.source == "weights" else self.values
+        axes.plot(np.arange(len(series)), series.tolist(), "o-", markersize=3, label="at each step")
+        axes.ticklabel_format(axis="y", useOffset=False)
+        axes.axhspan(*self.interval, alpha=0.2, label="95 % of the estimate")
+        axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
+        axes.legend(fontsize=8)
+        return figure
+
+
+def empty() -> Tensor:
+    return torch.empty(0, dtype=torch.float64)
+
+
+def _figure() -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2, 3.6), layout="constrained")
+    return figure, figure.add_subplot()

@@ -1,0 +1,510 @@
+"""``CurvaturePropagationAnalyzer``: how curvature moves from the loss back to the embedding."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.analysis.atlas.exact import largest_singular
+from curvatlas.analysis.propagation.capture import Capture, Node, capture
+from curvatlas.analysis.propagation.dense import Samples, Step, is_sum, propagate, samples_interact
+from curvatlas.analysis.propagation.matrix_free import (
+    FreeProducts,
+    Probed,
+    Product,
+    Sweep,
+    orthonormal,
+    probe,
+)
+from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
+from curvatlas.anatomy import anatomy_of
+from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.evaluation import call, evaluation
+from curvatlas.problem.losses import Loss, main_tensor
+from curvatlas.progress import track
+
+# -------------------------------------------------------------------------------------------------
+# From matrices or products to the entries of a flow.
+# -------------------------------------------------------------------------------------------------
+
+
+_SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
+Wanted = Callable[[Node], bool]  # which activations, and the sublayers that make them
+# A sweep of this many probes takes less time than one product an entry at 4 layers, a third of it
+# at 12, and knows traces twice as well (benchmarks/atlas_deep.py).
+SWEPT = 3
+_PARTS = ("total", "passed_on", "created_here")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an entry is called and where it stands."""
+
+    node: Node  # whose sublayer, or which activation
+    kind: str  # "sublayer" or "activation"
+    at: Node  # the activation whose coordinates the matrices have
+    name: str
+
+
+def tokens_of(tensor: Tensor, samples: int) -> int:
+    """Tokens of one sample: all axes between the samples' and the width."""
+    return max(1, math.prod(tensor.shape[:-1]) // samples)
+
+
+# --- dense ----------------------------------------------------------------------------------------
+
+
+def dense_entries(
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, keep: bool, wanted: Wanted
+) -> Iterator[FlowEntry]:
+    """Entries from the loss backwards: each sublayer after the activation it puts out."""
+    total = len(capture.nodes) + 1
+    for step in track(propagate(problem, batch, capture, view), "propagation", total=total):
+        if not wanted(step.node):
+            continue
+        if step.total is not None and step.created is not None:
+            place = Place(step.node, "activation", step.node, step.node.name)
+            passed = step.total - step.created
+            yield _dense(place, passed, step.created, step.slope, view, None, keep)
+        yield from _sublayer_entries(step, view, keep)
+
+
+def _sublayer_entries(step: Step, view: Samples, keep: bool) -> Iterator[FlowEntry]:
+    behind = None if step.total is None else float(torch.linalg.norm(step.total))
+    through = step.through
+    if step.node.kind == "residual":
+        through = through[:1]  # a sum passes the same matrix on to each of its inputs
+    for node, passed, made in through:
+        name = step.node.name if len(through) == 1 else f"{step.node.name} ← {node.name}"
+        place = Place(step.node, "sublayer", node, name)
+        yield _dense(place, passed, made, step.slope, view, behind, keep)
+
+
+def _dense(
+    place: Place,
+    passed: Tensor,
+    made: Tensor,
+    slope: Tensor,
+    view: Samples,
+    behind: float | None,
+    keep: bool,
+) -> FlowEntry:
+    total = passed + made
+    matrices = dict(zip(_PARTS, (total, passed, made), strict=True))
+    tokens = tokens_of(place.at.tensor, view.count)
+    width = total.shape[1] // tokens
+    blocks = total.reshape(view.count, tokens, width, tokens, width)
+    own = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
+    values = torch.linalg.eigvalsh(total) if total.shape[1] <= _SPECTRUM_UP_TO else None
+    if values is not None:
+        largest = float(values.abs().max())
+    else:
+        largest = max(largest_singular(one.double()) for one in total)
+    norm = float(torch.linalg.norm(total))
+    amplification = norm / behind if behind else None
+    return FlowEntry(
+        **_named(place),
+        **_kept(matrices if keep else {}),
+        measures={part: _exact_measure(matrix) for part, matrix in matrices.items()},
+        spectral_norm=largest,
+        spectral_interval=(largest, largest),
+        eigenvalues=None if values is None else values.cpu(),
+        token_trace=own.diagonal(dim1=1, dim2=2).sum(-1).cpu(),
+        token_norm=own.pow(2).sum((1, 2)).sqrt().cpu(),
+        gradient_scale=float(torch.linalg.norm(slope)),
+        amplification=amplification,
+        amplification_interval=None if amplification is None else (amplification, amplification),
+        exact=True,
+    )
+
+
+def _kept(matrices: dict[str, Tensor]) -> dict[str, Any]:
+    return {part: matrices[part].detach().cpu() if part in matrices else None for part in _PARTS}
+
+
+def _exact_measure(matrix: Tensor) -> Measure:
+    norm = float(torch.linalg.norm(matrix))
+    trace = float(matrix.diagonal(dim1=1, dim2=2).sum())
+    return Measure(
+        norm=norm, norm_interval=(norm, norm), trace=trace, trace_interval=(trace, trace)
+    )
+
+
+def _named(place: Place) -> dict[str, Any]:
+    node = place.node
+    return {
+        "name": place.name,
+        "sublayer": node.kind,
+        "layer": node.layer,
+        "place": place.kind,
+        "aliases": tuple(node.aliases) if place.kind == "activation" else (),
+        "module": node.module,
+        "shape": tuple(place.at.tensor.shape),
+    }
+
+
+# --- matrix-free ----------------------------------------------------------------------------------
+
+
+Probes = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # a basis, and the images of the parts
+
+
+def free_entries(
+    problem: Problem,
+    batch: Batch,
+    capture: Capture,
+    view: Samples,
+    *,
+    probes: int,
+    seed: int,
+    wanted: Wanted,
+    products: FreeProducts | None = None,
+) -> Iterator[FlowEntry]:
+    """The same entries, estimated from ``probes`` products each with what lies behind them."""
+    products = products or FreeProducts(problem, batch, capture)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    behind: dict[Node, Probed] = {}
+    known: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
+
+    def at(node: Node) -> Probes:
+        """The Hessian at an activation: what its readers create there, and the rest."""
+        basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
+        whole, created = products.total(node)(basis), products.created(node)(basis)
+        return basis, (whole.detach(), (whole - created).detach(), created.detach())
+
+    def through(passed: Product, made: Product, node: Node) -> Probes:
+        basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
+        moved, created = passed(basis).detach(), made(basis).detach()
+        return basis, (moved + created, moved, created)
+
+    def entry(place: Place, found: Probes) -> FlowEntry:
+        basis, images = found
+        probed = [probe(image, basis, view.count) for image in images]
+        behind.setdefault(place.node, probed[0])  # the activation comes before its sublayers
+        parts = dict(zip(_PARTS, probed, strict=True))
+        slope = products.slopes.get(place.node)
+        before = behind[place.node] if place.node in products.slopes else None
+        return _estimated(place, parts, slope, before)
+
+    for node in track(capture.last, "propagation: head"):
+        head = Node("head", "head", None, node.tensor)
+        if not wanted(head):
+            continue
+        name = "head" if len(capture.last) == 1 else f"head ← {node.name}"
+        yield entry(Place(head, "sublayer", node, name), through(*products.head(node), node))
+    nodes = [node for node in reversed(capture.nodes) if wanted(node)]
+    for node in track(nodes, "propagation"):
+        own = known.pop(node) if node in known else at(node)
+        yield entry(Place(node, "activation", node, node.name), own)
+        for parent, name in _inputs_of(node):
+            if is_sum(node):  # passes the very same matrix on and creates nothing
+                basis, (whole, _, created) = own
+                seen = basis, (whole, whole, torch.zeros_like(created))
+                # What only the sum reads has the sum's Hessian: the branch needs no products.
+                for branch in node.parents:
+                    if products.readers[branch] == [node] and branch not in capture.last:
+                        known[branch] = seen
+            elif products.readers[parent] == [node] and parent not in capture.last:
+                # The only reader of its input: all that the loss sees of the one, it sees of both.
+                seen = known[parent] = at(parent)
+            else:
+                passed, made = products.passed_by(node, parent), products.created_by(node, parent)
+                seen = through(passed, made, parent)
+            yield entry(Place(node, "sublayer", parent, name), seen)
+
+
+def sweep_entries(
+    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
+) -> Iterator[FlowEntry]:
+    """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
+
+    Where the model has no cut behind an activation (an encoder that every layer of a decoder
+    reads), and for the head, each entry takes products of its own as in ``free_entries``.
+    """
+    products = FreeProducts(problem, batch, capture)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    sweep = Sweep(products, view.count, probes=SWEPT * probes, generator=generator)
+    reached = capture.nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
+    beyond = set(capture.nodes[reached + 1 :])
+    yield from free_entries(
+        problem, batch, capture, view, probes=probes, seed=seed + 1, products=products,
+        wanted=lambda node: node.kind == "head" or node in beyond,
+    )  # fmt: skip
+    for node, site in track(sweep.activations(), "propagation", total=reached + 1):
+        slope = products.slopes[node]
+        own = site.found
+        place = Place(node, "activation", node, node.name)
+        yield _estimated(place, own, slope, None)
+        for parent, name in _inputs_of(node):
+            found = sweep.through(node, parent, site).found
+            place = Place(node, "sublayer", parent, name)
+            yield _estimated(place, found, slope, own["total"])
+
+
+def _inputs_of(node: Node) -> list[tuple[Node, str]]:
+    """The inputs that have an entry of the node's sublayer, and its name."""
+    # A sum passes the same matrix on to each of its inputs.
+    parents = node.parents[:1] if node.kind == "residual" else node.parents
+    if len(parents) == 1:
+        return [(parents[0], node.name)]
+    return [(parent, f"{node.name} ← {parent.name}") for parent in parents]
+
+
+def _estimated(
+    place: Place, found: dict[str, Probed], slope: Tensor | None, behind: Probed | None
+) -> FlowEntry:
+    whole = found["total"]
+    amplification, interval = None, None
+    if place.kind == "sublayer" and behind is not None and behind.norm_interval[0] > 0:
+        amplification = whole.norm / behind.norm
+        interval = (
+            whole.norm_interval[0] / behind.norm_interval[1],
+            whole.norm_interval[1] / behind.norm_interval[0],
+        )
+    return FlowEntry(
+        **_named(place),
+        total=None,
+        passed_on=None,
+        created_here=None,
+        measures={
+            part: Measure(
+                norm=p.norm, norm_interval=p.norm_interval,
+                trace=p.trace, trace_interval=p.trace_interval,
+            )
+            for part, p in found.items()
+        },
+        spectral_norm=math.sqrt(whole.spectral[0] * whole.spectral[1]),
+        spectral_interval=whole.spectral,
+        eigenvalues=None,
+        token_trace=whole.token_trace,
+        token_trace_error=whole.token_error,
+        token_norm=None,
+        gradient_scale=float("nan") if slope is None else float(torch.linalg.norm(slope.detach())),
+        amplification=amplification,
+        amplification_interval=interval,
+        exact=False,
+    )  # fmt: skip
+
+
+# Matrices alive at once while one sublayer is eliminated: the joint Hessian of a block's branch and
+# skip (4), Jacobian and second derivative, their products, the copies handed out, and those that
+# norms and spectra make (benchmarks/costs.py: 25 in use, the rest held by the allocator).
+ALIVE = 36
+# Blocks from which one sweep is cheaper than products at every entry: half of the time at 16, a
+# quarter at 32 (benchmarks/atlas_deep.py --depths).
+_SWEEP_FROM = 16
+_DENSE_UP_TO = 2048  # tokens · width beyond which products are cheaper than 2·n² entries
+
+
+class CurvaturePropagationAnalyzer:
+    """Exact account of second derivatives along the depth of any Transformer.
+
+    model: any ``nn.Module`` whose anatomy has attention, norm or feed-forward modules.
+    loss: ``"cross_entropy"``, ``"mse"`` or a callable (outputs, targets) → mean. None: cross-
+        entropy for integer targets, mean squared error for real ones; without targets,
+        cross-entropy if the model has a head and mean squared error otherwise.
+    budget: memory for dense matrices; beyond it (or 2048 entries a sample) products are used.
+    probes: products an entry when matrix-free. A sweep takes three times as many, for all entries.
+    sweep: whether a matrix-free account of all blocks comes from one sweep, linear in the depth
+        (norms less certain, traces more), or from products at every entry, quadratic in it.
+        None: the sweep from 16 blocks on.
+
+    Without targets the loss is that of the model's own predictions: for cross-entropy the most
+    likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None = None,
+        *,
+        budget: int | str | None = None,
+        probes: int = 8,
+        method: str = "auto",
+        sweep: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        if method not in ("auto", "dense", "matrix-free"):
+            raise ValueError(f"method is 'auto', 'dense' or 'matrix-free', got {method!r}.")
+        if probes < 3:
+            raise ValueError(f"an interval needs at least 3 probes, got {probes}.")
+        self.model = model
+        self.loss = loss
+        self.budget = budget
+        self.probes = probes
+        self.method = method
+        self.sweep = sweep
+        self.seed = seed
+        self.history: list[CurvatureFlow] = []
+
+    # --- the article's methods ------------------------------------------------------------------
+
+    def compute_layer_curvature(self, x: Any, layer: int | str, target: Any = None) -> FlowEntry:
+        """The Hessian of the loss with respect to one activation.
+
+        layer: a block's number (its output), or a name such as "embedding", "blocks.0.attention".
+        """
+        name = f"blocks.{layer}" if isinstance(layer, int) else layer
+        problem, _ = self._problem(x, target)
+        problem.check()
+        batch = next(problem.batches())
+        with problem.evaluating():
+            captured = capture(problem, batch)
+            known = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
+            if name not in known:
+                raise KeyError(f"there is no activation {name!r}; there are {', '.join(known)}.")
+            node = known[name]
+            entries = self._entries(problem, batch, captured, lambda other: other is node)[1]
+            for entry in entries:
+                if entry.place == "activation":
+                    return entry
+        raise KeyError(f"the activation {name!r} was not reached.")  # pragma: no cover
+
+    def analyze_curvature_flow(
+        self,
+        x: Any,
+        target: Any = None,
+        *,
+        step: int | None = None,
+        layers: int | Sequence[int] | None = None,
+    ) -> CurvatureFlow:
+        """Every sublayer and activation of one batch; kept in ``history`` for the figure.
+
+        x: the model's input, or a mapping of keyword arguments (``labels`` are its targets).
+        layers: the blocks to account for, by their numbers, or how many of them, evenly spaced
+            with the first and the last. None: all. What stands outside the blocks always counts.
+            Without matrices, a deep model's come from one sweep (see ``sweep``), linear in the
+            depth. Blocks asked for by number get products of their own, each through all that
+            lies behind it: their norms are known better and spectral norms bracketed closer.
+        """
+        problem, origin = self._problem(x, target)
+        problem.check()
+        batch = next(problem.batches())
+        with problem.evaluating():
+            captured = capture(problem, batch)
+            chosen = None if layers is None else _chosen_layers(layers, captured)
+            method, entries = self._entries(
+                problem,
+                batch,
+                captured,
+                None if chosen is None else lambda n: n.layer is None or n.layer in chosen,
+            )
+            found = list(entries)
+            loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
+        found.reverse()  # from the embedding to the head
+        flow = CurvatureFlow(
+            sublayers=tuple(e for e in found if e.place == "sublayer"),
+            activations=tuple(e for e in found if e.place == "activation"),
+            method=method,
+            loss=loss,
+            target=origin,
+            samples=batch.length,
+            step=step,
+        )
+        self.history.append(flow)
+        return flow
+
+    def visualize_curvature_flow(
+        self, path: str | os.PathLike[str] | None = None, *, flows: Any = None
+    ) -> Any:
+        """Four panels over layers (and steps, after several analyses); saved where told."""
+        from curvatlas.figures.flow import plot_flow
+
+        chosen = list(flows) if flows is not None else self.history
+        if not chosen:
+            raise ValueError("nothing to draw yet: call analyze_curvature_flow(x) first.")
+        figure = plot_flow(chosen)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+    # --- what stands behind them ----------------------------------------------------------------
+
+    def _entries(
+        self, problem: Problem, batch: Batch, captured: Capture, wanted: Wanted | None
+    ) -> tuple[str, Iterator[FlowEntry]]:
+        """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
+        every = wanted or (lambda _: True)
+        view = Samples(1 if samples_interact(batch, captured) else batch.length)
+        largest = max(node.tensor.numel() // view.count for node in captured.nodes)
+        room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
+        one = view.count * largest**2 * problem.dtype.itemsize
+        fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
+        if self.method == "dense" or (self.method == "auto" and fits):
+            everything = 6 * len(captured.nodes) * one
+            keep = everything <= room
+            return "dense", dense_entries(problem, batch, captured, view, keep=keep, wanted=every)
+        blocks = len({node.layer for node in captured.nodes if node.layer is not None})
+        deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
+        probes, seed = self.probes, self.seed
+        if wanted is None and deep:
+            found = sweep_entries(problem, batch, captured, view, probes=probes, seed=seed)
+        else:
+            found = free_entries(
+                problem, batch, captured, view, probes=probes, seed=seed, wanted=every
+            )
+        return "matrix-free", found
+
+    def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
+        if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
+            labels = x["labels"]
+            return self._of_batch(self._loss_for(labels), x), "labels"
+        if target is not None:
+            if isinstance(x, Mapping):
+                data: Any = {**{k: v for k, v in x.items() if k != "labels"}, "labels": target}
+                return self._of_batch(self._loss_for(target), data, shift=False), "given"
+            return self._of_batch(self._loss_for(target), (x, target)), "given"
+        return self._self_targets(x)
+
+    def _of_batch(self, loss: Any, batch: Any, shift: bool | None = None) -> Problem:
+        # One batch is looked into, which lies in this process.
+        return Problem(self.model, loss, [batch], shift=shift, distributed=False)
+
+    def _loss_for(self, target: Any) -> Any:
+        if self.loss is not None:
+            return self.loss
+        real = isinstance(target, Tensor) and target.is_floating_point()
+        return "mse" if real else "cross_entropy"
+
+    def _self_targets(self, x: Any) -> tuple[Problem, str]:
+        """Targets from the model's own outputs."""
+        loss = self.loss
+        if loss is None:
+            slices = anatomy_of(self.model).slices
+            has_head = any(s.sublayer == "head" or "head" in " ".join(s.tied) for s in slices)
+            loss = "cross_entropy" if has_head else "mse"
+        name = loss if isinstance(loss, str) else getattr(loss, "name", "")
+        if name not in ("cross_entropy", "mse"):
+            raise ValueError("a callable loss needs targets: pass target=.")
+        inputs = {k: v for k, v in x.items() if k != "labels"} if isinstance(x, Mapping) else x
+        with evaluation(self.model, stay_double=False), torch.no_grad():
+            values = dict(self.model.named_parameters())
+            outputs = main_tensor(call(self.model, values, inputs), name)
+        if name == "cross_entropy":
+            target, origin = outputs.argmax(-1), "the model's own most likely classes"
+        else:
+            target, origin = torch.zeros_like(outputs), "zero"
+        data = {**inputs, "labels": target} if isinstance(inputs, Mapping) else (inputs, target)
+        shift = False if isinstance(inputs, Mapping) else None
+        return self._of_batch(loss, data, shift=shift), origin
+
+
+def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:
+    """The numbers of the blocks asked for; an int spreads that many from the first to the last."""
+    known = sorted({node.layer for node in captured.nodes if node.layer is not None})
+    if isinstance(layers, int):
+        if layers < 1:
+            raise ValueError(f"layers is a number of blocks, at least 1, or a list; got {layers}.")
+        places = torch.linspace(len(known) - 1, 0, min(layers, len(known))).round().long().tolist()
+        return {known[place] for place in places} if known else set()
+    unknown = sorted(set(layers) - set(known))
+    if unknown:
+        raise ValueError(f"there are no blocks {unknown}; there are {known}.")
+    return set(layers)

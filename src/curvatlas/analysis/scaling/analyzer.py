@@ -1,0 +1,247 @@
+"""Scaling laws of loss and curvature, from real training runs.
+
+>>> analyzer = ScalingLawAnalyzer(lambda width: zoo.reference_vit(d_model=width))   # doctest: +SKIP
+>>> grid = analyzer.analyze_scaling_with_size([8, 12, 16, 24], [100, 200, 400, 800],
+...                                           output="runs/scaling")               # doctest: +SKIP
+>>> print(analyzer.predict_optimal_dataset_size(4000, target=0.5))                  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from curvatlas.analysis.scaling.cell import ScalingCell, run_cell
+from curvatlas.analysis.scaling.result import (
+    QUANTITIES,
+    DatasetPrediction,
+    PredictionComparison,
+    ScalingGrid,
+    compare_predictions,
+    refuse,
+    solutions,
+)
+from curvatlas.fits import PlanePowerLaw, plane_power_law, scaling_law
+from curvatlas.operators.curvature import Hessian
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.runs import Run, subject
+from curvatlas.spectra.estimate import Estimate
+from curvatlas.spectra.norms import spectral_norm
+from curvatlas.zoo.datasets import Dataset, Samples, digits
+
+Loss = str | Callable[[Any, Any], Tensor]
+Data = Dataset | tuple[Tensor, Tensor] | None
+
+
+class ScalingLawAnalyzer:
+    """Trains models that ``model_factory(size)`` makes, on growing data, and fits what it sees."""
+
+    def __init__(
+        self, model_factory: Callable[[Any], nn.Module], *, loss: Loss = "cross_entropy"
+    ) -> None:
+        self.model_factory = model_factory
+        self.loss = loss
+        self.grid: ScalingGrid | None = None
+
+    def compute_hessian_norm(
+        self, model: nn.Module, data: Any, targets: Any = None, *, loss: Loss | None = None,
+        rtol: float = 1e-3, seed: int = 0,
+    ) -> Estimate:  # fmt: skip
+        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified."""
+        given = data if targets is None else (data, targets)
+        problem = Problem(model, self.loss if loss is None else loss, given)
+        return spectral_norm(Hessian(problem), rtol=rtol, seed=seed)
+
+    def analyze_scaling_with_size(
+        self,
+        model_sizes: Sequence[Any],
+        dataset_sizes: Sequence[int],
+        *,
+        data: Data = None,
+        output: str | os.PathLike[str] | Run | None = None,
+        steps: int = 600,
+        lr: float = 5e-3,
+        batch_size: int = 32,
+        curvature_samples: int = 192,
+        products: int = 60,
+        seed: int = 0,
+        loss: Loss | None = None,
+    ) -> ScalingGrid:
+        """Train every pair of sizes, measure loss and curvature, fit the laws.
+
+        data: a ``Dataset``, or (inputs, targets) of which a fifth is held out (default: digits).
+        output: a run folder (or an open ``Run``, left open); each finished run is stored, and the
+            same call resumes it.
+        """
+        chosen = self.loss if loss is None else loss
+        found = _as_dataset(data)
+        sizes = _check_sizes(model_sizes, dataset_sizes, found.train.size)
+        options = {
+            "model_sizes": [_label(s) for s in model_sizes], "dataset_sizes": list(sizes),
+            "steps": steps, "lr": lr, "batch_size": batch_size, "seed": seed,
+            "curvature_samples": curvature_samples, "products": products,
+            "loss": chosen if isinstance(chosen, str) else getattr(chosen, "__name__", "callable"),
+        }  # fmt: skip
+        pairs = [(i, j) for j in range(len(sizes)) for i in range(len(model_sizes))]
+
+        def cell(i: int, j: int) -> ScalingCell:
+            return run_cell(
+                lambda: self._made(model_sizes[i]),
+                found.train.take(sizes[j]),
+                found.validation,
+                size=_label(model_sizes[i]), loss=chosen, steps=steps, lr=lr,
+                batch_size=batch_size, curvature_samples=curvature_samples, products=products,
+                seed=seed,
+            )  # fmt: skip
+
+        if output is None:
+            cells = [cell(i, j) for i, j in track(pairs, "scaling grid", total=len(pairs))]
+            self.grid = fit_grid(cells)
+        elif isinstance(output, Run):
+            self.grid = _stored(output, pairs, cell)
+        else:
+            with self._run(output, options, model_sizes, found, seed) as run:
+                self.grid = _stored(run, pairs, cell)
+        return self.grid
+
+    def _made(self, size: Any) -> nn.Module:
+        made = self.model_factory(size)
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"model_factory({size!r}) gave a {type(made).__name__}, expected an nn.Module."
+            )
+        return made
+
+    def _run(
+        self, output: str | os.PathLike[str], options: dict[str, Any], sizes: Sequence[Any],
+        data: Dataset, seed: int,
+    ) -> Run:  # fmt: skip
+        prints = []
+        for size in sizes:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                prints.append(subject.of_model(self._made(size)))
+        return Run.create(
+            output,
+            options=options,
+            model_fingerprint=subject.of_data([json.dumps(prints)]),
+            data_fingerprint=subject.of_data([tuple(data.train), tuple(data.validation)]),
+        )
+
+    def predict_optimal_dataset_size(
+        self,
+        model_size: Any,
+        target: float | None = None,
+        *,
+        quantity: str = "validation_loss",
+        grid: ScalingGrid | None = None,
+        factor: float = 4.0,
+        seed: int = 0,
+    ) -> DatasetPrediction:
+        """Samples D at which ``quantity`` reaches ``target``, or the compute-optimal D.
+
+        model_size: a size of the grid, or a number of parameters N. Without a target: the D that
+        balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond
+        ``factor`` times the measured sizes are refused.
+        """
+        given = self._grid(grid)
+        parameters = _parameters_of(given, model_size)
+        known = [float(cell.parameters) for cell in given.cells]
+        refuse("the model size N", parameters, (min(known), max(known)), factor)
+        centre, draws = solutions(given, parameters, target, quantity, seed)
+        sizes = [float(cell.samples) for cell in given.cells]
+        measured = (min(sizes), max(sizes))
+        refuse("the predicted data size D", centre, measured, factor)
+        low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
+        return DatasetPrediction(
+            value=centre,
+            interval=(min(float(low), centre), max(float(high), centre)),
+            parameters=parameters,
+            quantity=quantity,
+            target=target,
+            measured_range=measured,
+            factor=factor,
+            extrapolated=not measured[0] <= centre <= measured[1],
+        )
+
+    def compare_predictions(self, grid: ScalingGrid | None = None) -> PredictionComparison:
+        """Hold out the largest data size; predict its losses by loss, by curvature, by neither."""
+        return compare_predictions(self._grid(grid))
+
+    def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
+        found = self.grid if grid is None else grid
+        if found is None:
+            raise ValueError("no runs yet: call analyze_scaling_with_size first or pass grid=.")
+        return found
+
+
+def _stored(
+    run: Run, pairs: Sequence[tuple[int, int]], cell: Callable[[int, int], ScalingCell]
+) -> ScalingGrid:
+    cells = [
+        run.step(f"cell.n{i}.d{j}", functools.partial(cell, i, j))
+        for i, j in track(pairs, "scaling grid", total=len(pairs))
+    ]
+    return run.step("grid", lambda: fit_grid(cells))
+
+
+def fit_grid(cells: Sequence[ScalingCell]) -> ScalingGrid:
+    """The laws of a set of runs."""
+    n, d = [c.parameters for c in cells], [c.samples for c in cells]
+    planes: dict[str, PlanePowerLaw] = {}
+    if len(set(n)) > 1 and len(set(d)) > 1 and len(cells) >= 4:
+        for name in QUANTITIES:
+            values = [float(getattr(c, name)) for c in cells]
+            if all(math.isfinite(v) and v > 0 for v in values):
+                planes[name] = plane_power_law(n, d, values)
+    law = None
+    if len(cells) >= 7 and min(len(set(n)), len(set(d))) >= 3:
+        law = scaling_law(n, d, [c.validation_loss for c in cells])
+    return ScalingGrid(cells=tuple(cells), law=law, planes=planes)
+
+
+def _parameters_of(grid: ScalingGrid, size: Any) -> float:
+    for cell in grid.cells:
+        if cell.size == _label(size):
+            return float(cell.parameters)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
+        raise ValueError(f"{size!r} is neither a size of the grid nor a number of parameters.")
+    return float(size)
+
+
+def _label(size: Any) -> str:
+    return str(size)
+
+
+def _as_dataset(data: Data) -> Dataset:
+    if data is None:
+        return digits()
+    if isinstance(data, Dataset):
+        return data
+    samples = Samples(*data)
+    held = max(2, samples.size // 5)
+    classes = 0 if samples.targets.is_floating_point() else int(samples.targets.max()) + 1
+    return Dataset(
+        name="data",
+        train=Samples(samples.inputs[held:], samples.targets[held:]),
+        validation=samples.take(held),
+        classes=classes,
+    )
+
+
+def _check_sizes(models: Sequence[Any], sizes: Sequence[int], available: int) -> list[int]:
+    if not models or not sizes:
+        raise ValueError("give at least one model size and one data size.")
+    for size in sizes:
+        if not 2 <= size <= available:
+            raise ValueError(f"data sizes must lie in 2 … {available} (the data), got {size}.")
+    return [int(size) for size in sizes]

@@ -1,0 +1,166 @@
+"""The ``curvatlas`` command: parses arguments, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the computation failed, 2 wrong use or unreadable input, 3 stopped by the time
+budget, 130 interrupted; after 3 and 130 the same command goes on.
+Nothing heavy is imported before a command runs: ``curvatlas --help`` does not load PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from curvatlas.budget import ran_out, readable
+from curvatlas.cli import execution
+from curvatlas.cli.analyze import analyze
+from curvatlas.cli.atlas import atlas
+from curvatlas.cli.demo import demo
+from curvatlas.cli.landscape import landscape
+from curvatlas.cli.machine import bench, doctor
+from curvatlas.cli.options import Interrupted
+from curvatlas.cli.report import check, report
+from curvatlas.cli.scaling import scaling
+from curvatlas.cli.train import train
+from curvatlas.cli.verify import verify
+from curvatlas.errors import PeerError, is_wrong_input
+
+# -------------------------------------------------------------------------------------------------
+# The commands, one a file; each imports what it needs when it runs.
+# -------------------------------------------------------------------------------------------------
+
+
+# in the order a newcomer meets them
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "demo": demo,
+    "analyze": analyze,
+    "atlas": atlas,
+    "landscape": landscape,
+    "scaling": scaling,
+    "train": train,
+    "verify": verify,
+    "report": report,
+    "check": check,
+    "bench": bench,
+    "doctor": doctor,
+}
+
+
+# typer ≥ 0.26 carries its own click: its exceptions are found from the one it exports
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="curvatlas",
+    help="The whole second-order picture of a Transformer: exact where exact is possible, "
+    "with an error bar where it is not.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _name, _function in COMMANDS.items():
+    # the whole first line in the list of commands, which would cut it short by itself
+    _summary = (_function.__doc__ or "").strip().split("\n")[0]
+    app.command(name=_name, short_help=_summary)(_function)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from curvatlas import __version__
+
+        print(f"curvatlas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if hasattr(signal, "SIGTERM"):
+        signal.signal(signal.SIGTERM, _terminate)
+    code = _run(given)
+    execution.leave()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) went away: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    command = typer.main.get_command(app)
+    try:
+        execution.begin(arguments)
+        code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
+    except Interrupted as interruption:
+        _complain(str(interruption))
+        return _INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    except BrokenPipeError:
+        return 0
+    except _UsageError as error:
+        return _wrong_use(error)
+    except Exception as error:
+        if debug:
+            raise
+        return _failure(error)
+    if code == _INTERRUPTED:  # before there was a run to resume
+        _complain("interrupted")
+    return code if isinstance(code, int) else 0
+
+
+def _wrong_use(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "curvatlas"
+    _complain(f"{error.format_message()} See '{where} --help'.")
+    return 2
+
+
+def _failure(error: Exception) -> int:
+    """One line, and 2 when what the user gave is at fault, 1 when the computation is."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    ours = is_wrong_input(error)
+    if isinstance(error, KeyError):
+        message = str(error.args[0]) if error.args else message
+    elif isinstance(error, OSError) and error.strerror:
+        message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif ran_out(error):
+        asked = re.search(r"allocate (\d+) bytes", message)
+        wanted = f" (asked for {readable(int(asked[1]))} at once)" if asked else ""
+        message = (
+            f"out of memory{wanted}: start again with a smaller --memory, fewer --samples or a "
+            "smaller --batch-size; what was computed is kept."
+        )
+    elif not ours and not isinstance(error, PeerError):
+        message = f"{type(error).__name__}: {message} (--debug shows where)"
+    _complain(message)
+    full = isinstance(error, OSError) and error.errno in (28, 122)
+    return 2 if ours and not full else 1
+
+
+def _complain(message: str) -> None:
+    print(f"curvatlas: {message}", file=sys.stderr)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt  # ends as Ctrl-C does: the run is kept and can be resumed

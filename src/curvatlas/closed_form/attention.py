@@ -1,0 +1,126 @@
+"""Self-attention whose Hessian is written out: every block of queries, keys, values, output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvatlas.closed_form.block import ClosedFormBlock, block_hessian, combine_masks
+from curvatlas.closed_form.evaluation import evaluate
+from curvatlas.closed_form.families import Workspace
+from curvatlas.closed_form.result import BlockHessian
+from curvatlas.engines.tangent.block import Part, check_spec, weight_shapes
+from curvatlas.engines.tangent.losses import Loss
+from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.results import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMoments(Result):
+    """Central moments of the tokens under each row of A (THEORY 2.1).
+
+    M1_i = Σ_j A_ij x_j,  M2_i = Σ_j A_ij x̃x̃ᵀ,  M3_i = Σ_j A_ij x̃ ⊗ x̃ ⊗ x̃,  x̃ = x_j − M1_i.
+    """
+
+    M1: Tensor  # (B, heads, L, d)
+    M2: Tensor  # (B, heads, L, d, d)
+    M3: Tensor  # (B, heads, L, d, d, d)
+    attention: Tensor  # A (B, heads, L, L)
+
+
+class SelfAttentionHessian(ClosedFormBlock):
+    """Self-attention Z = Att(X) with its exact Hessian.
+
+    ``output_projection=None``: a single head of value size d_model has none, others have one.
+    ``softmax=False``: A = QKᵀ/√d_k on the allowed positions (linear attention).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 1,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        *,
+        output_projection: bool | None = None,
+        bias: bool = False,
+        causal: bool = False,
+        softmax: bool = True,
+        n_kv_heads: int | None = None,
+        scale: float | None = None,
+        rope_base: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        spec = BlockSpec(
+            d_model=d_model,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            d_k=d_k,
+            d_v=d_v,
+            norm="none",
+            causal=causal,
+            softmax=softmax,
+            scale=scale,
+            rope_base=rope_base,
+            residual=False,
+        )
+        check_spec(spec)
+        if output_projection is None:
+            output_projection = n_heads > 1 or spec.value_size != d_model
+        names = set(weight_shapes(spec))
+        if not output_projection:
+            names -= {"output_weight", "output_bias"}
+        if not bias:
+            names = {name for name in names if not name.endswith("_bias")}
+        super().__init__(spec, frozenset(names), dropout=dropout)
+
+    def compute_attention_hessian(
+        self,
+        x: Tensor,
+        target: Tensor,
+        loss: str | Loss = "mse",
+        *,
+        part: Part = "total",
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        budget: int | float | str | None = None,
+        out: Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> BlockHessian:
+        r"""Loss, attention weights and every block QQ, QK, …, VV (OO) of the Hessian.
+
+        For one head, MSE with c = 2/(L d) and s = 1/√d_k (THEORY 2.1, compact form of §7):
+
+            QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
+
+        and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``.
+        """
+        found = self.derivatives(
+            x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
+        )
+        return block_hessian(found, part=part, out=out, workspace=workspace)
+
+    def moments(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> AttentionMoments:
+        """First three central moments of the tokens x (L, d) or (B, L, d) under every row of A."""
+        if not self.spec.softmax:
+            raise ValueError(
+                "moments need softmax attention: without it the rows of A are no weights."
+            )
+        batched = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
+        weights = {name: p.detach() for name, p in self.weights.items()}
+        allowed = combine_masks(mask, key_padding_mask, batched)
+        A = evaluate(self.spec, weights, batched, allowed).attention
+        M1 = A @ batched.unsqueeze(1)
+        offsets = batched[:, None, None] - M1.unsqueeze(-2)  # (B, H, L, L, d)
+        weighted = A.unsqueeze(-1) * offsets
+        M2 = weighted.mT @ offsets
+        M3 = torch.einsum("bhija,bhijc,bhije->bhiace", weighted, offsets, offsets)
+        return AttentionMoments(M1=M1, M2=M2, M3=M3, attention=A)

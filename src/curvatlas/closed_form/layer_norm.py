@@ -1,0 +1,247 @@
+"""LayerNorm and RMSNorm with Jacobian, second derivative and parameter Hessian written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.closed_form.result import BlockHessian, ZeroStructure
+from curvatlas.engines.tangent.losses import Loss, resolve_loss
+from curvatlas.engines.tangent.norm import norm_hessian, norm_jacobian, norm_second, normalize
+from curvatlas.engines.tangent.reading import map_norm
+from curvatlas.engines.tangent.structure import Norm
+from curvatlas.results import Result
+
+N = TypeVar("N", bound="LayerNormHessian")
+
+
+class LayerNormHessian(nn.Module):
+    """y = γ ⊙ (x − μ)/√(var + ε) + β over the last axis, with its exact derivatives.
+
+    ``norm="rms"`` is RMSNorm (no mean, no β). ``normalized_shape`` is the width d.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | list[int],
+        eps: float = 1e-5,
+        *,
+        norm: Norm = "layer",
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(
+                f"the closed form normalises over one axis of positive width, got {tuple(shape)}."
+            )
+        if norm not in ("layer", "rms"):
+            raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}.")
+        if eps < 0:
+            raise ValueError(f"eps must not be negative, got {eps!r}.")
+        self.normalized_shape, self.eps, self.norm = tuple(shape), float(eps), norm
+        has_bias = elementwise_affine and norm == "layer"
+        self.weight = nn.Parameter(torch.ones(shape[0])) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros(shape[0])) if has_bias else None
+
+    @classmethod
+    def from_module(cls: type[N], module: nn.Module) -> N:
+        """Wrap ``nn.LayerNorm``, ``nn.RMSNorm`` or a Llama-style RMSNorm, sharing its memory."""
+        mapped = map_norm(module)
+        made = cls.__new__(cls)
+        LayerNormHessian.__init__(made, mapped.size, mapped.eps, norm=mapped.norm)
+        made.weight = None if mapped.weight is None else nn.Parameter(mapped.weight)
+        made.bias = None if mapped.bias is None else nn.Parameter(mapped.bias)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, d) → (…, d)."""
+        n, _ = normalize(x, eps=self.eps, norm=self.norm)
+        y = n if self.weight is None else n * self.weight
+        return y if self.bias is None else y + self.bias
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """n (…, d), 1/σ (…, 1) and γ (d,) of checked tokens."""
+        d = self.normalized_shape[0]
+        if x.ndim < 1 or x.shape[-1] != d:
+            raise ValueError(f"x must end in {d}, got {tuple(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be of a floating dtype, got {x.dtype}.")
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError("x holds NaN or infinity: no derivative is defined there.")
+        gamma = torch.ones(d, dtype=x.dtype, device=x.device)
+        if self.weight is not None:
+            gamma = self.weight.detach()
+            if gamma.dtype != x.dtype:
+                raise TypeError(f"x is {x.dtype}, the weight {gamma.dtype}: convert one of them.")
+            if gamma.device != x.device:
+                raise ValueError(f"x is on {x.device}, the weight on {gamma.device}: move one.")
+        n, inv_std = normalize(x.detach(), eps=self.eps, norm=self.norm)
+        return n, inv_std, gamma
+
+    def compute_jacobian(self, x: Tensor) -> Tensor:
+        r"""∂y/∂x of every token, J = diag(γ)(C − n nᵀ/d)/σ:  (…, d) → (…, d, d).
+
+        Both terms of the P(X)·M(X) form, γ included; C = I − 11ᵀ/d (I for RMSNorm).
+        """
+        n, inv_std, gamma = self._statistics(x)
+        return gamma.unsqueeze(-1) * norm_jacobian(n, inv_std, norm=self.norm)
+
+    def compute_hessian(self, x: Tensor, *, cotangent: Tensor | None = None) -> Tensor:
+        r"""∂²y_a/∂x_b∂x_c of every token:  (…, d) → (…, d, d, d), or its contraction.
+
+        −γ_a (J_ab n_c + J_ac n_b + J_bc n_a)/(dσ) with J without γ. With ``cotangent`` δ (…, d):
+        Σ_a δ_a ∂²y_a = Ψ(γ ⊙ δ) (…, d, d), in O(d²) per token.
+        """
+        n, inv_std, gamma = self._statistics(x)
+        if cotangent is None:
+            return gamma[:, None, None] * norm_hessian(n, inv_std, norm=self.norm)
+        if cotangent.shape != x.shape:
+            raise ValueError(
+                f"cotangent must have x's shape {tuple(x.shape)}, got {tuple(cotangent.shape)}."
+            )
+        return norm_second(n, inv_std, gamma * cotangent.detach(), norm=self.norm)
+
+    def compute_hessian_wrt_weight(
+        self, x: Tensor, target: Tensor, loss: str | Loss = "mse"
+    ) -> BlockHessian:
+        r"""The true Hessian over (γ, β):  γγ = Σ diag(n)Λ diag(n),  γβ = Σ diag(n)Λ,  ββ = ΣΛ.
+
+        y is linear in γ and β, so the functional part is exactly zero and the outer part is the
+        whole Hessian. x (d,), (L, d) or (B, L, d); ``result.block("weight", "bias")``.
+        """
+        if self.weight is None:
+            raise ValueError("this norm has no weight: its parameter Hessian is empty.")
+        n, _, gamma = self._statistics(x)
+        y = n * gamma if self.bias is None else n * gamma + self.bias.detach()
+        lead = (1,) * (3 - x.ndim)
+        outputs = y.view(*lead, *y.shape)
+        given = target.view(*lead, *target.shape)
+        seeds = resolve_loss(loss).seeds(outputs, given)
+        tokens = n.reshape(-1, n.shape[-1])
+        d = tokens.shape[-1]
+        rows = [torch.diag_embed(tokens)]  # ∂y/∂γ = diag(n), ∂y/∂β = I
+        if self.bias is not None:
+            rows.append(torch.eye(d, dtype=n.dtype, device=n.device).expand(len(tokens), d, d))
+        directions = torch.cat(rows, 1)  # (n, P, d)
+        columns = directions.permute(1, 0, 2).reshape(-1, *outputs.shape)  # (P, B, L, d)
+        moved = seeds.product(columns).reshape(columns.shape[0], -1)
+        H = columns.reshape(columns.shape[0], -1) @ moved.mT
+        names = ("weight",) if self.bias is None else ("weight", "bias")
+        zero = tuple((a, b) for i, a in enumerate(names) for b in names[i:])
+        return BlockHessian(
+            loss=float(seeds.value),
+            names=names,
+            block_sizes=dict.fromkeys(names, d),
+            structure=ZeroStructure(zeros={"total": (), "outer": (), "functional": zero}),
+            parts={"total": H, "outer": H, "functional": torch.zeros_like(H)},
+        )
+
+
+class RMSNormHessian(LayerNormHessian):
+    """``LayerNormHessian`` with norm="rms"."""
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...] | list[int],
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__(normalized_shape, eps, norm="rms", elementwise_affine=elementwise_affine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormVerification(Result):
+    """Largest relative errors of the closed forms against double backward."""
+
+    jacobian: float
+    hessian: float
+    contraction: float
+    weight_hessian: float
+    tolerance: float
+    passed: bool
+
+    def __str__(self) -> str:
+        word = "agrees" if self.passed else "DISAGREES"
+        return (
+            f"closed form {word} with double backward: Jacobian {self.jacobian:.1e}, Hessian "
+            f"{self.hessian:.1e}, contraction {self.contraction:.1e}, weight Hessian "
+            f"{self.weight_hessian:.1e} (relative; tolerance {self.tolerance:.1e})"
+        )
+
+
+def verify_layernorm_hessian(
+    d_model: int = 8,
+    length: int = 4,
+    *,
+    eps: float = 1e-5,
+    norm: Norm = "layer",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> NormVerification:
+    """Compare every closed form of a random norm with double backward at random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device="cpu")
+
+    layer = LayerNormHessian(d_model, eps, norm=norm).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(random(d_model))
+    x, target, cotangent = random(length, d_model), random(length, d_model), random(length, d_model)
+    point = x.clone().requires_grad_(True)
+    rows = [_gradient(y, [point]) for y in layer(point).reshape(-1)]
+    jacobian = torch.stack(rows).view(length, d_model, length, d_model)
+    own = torch.stack([jacobian[i, :, i] for i in range(length)])
+    tensor = torch.stack(
+        [
+            torch.stack([_second(layer, x[i], _unit(d_model, a, x)) for a in range(d_model)])
+            for i in range(length)
+        ]
+    )
+    contraction = torch.stack([_second(layer, x[i], cotangent[i]) for i in range(length)])
+    parameters: list[Tensor] = list(layer.parameters())
+    loss = (layer(x) - target).square().mean()
+    first = _gradient(loss, parameters, create_graph=True)
+    weight = torch.stack([_gradient(entry, parameters) for entry in first])
+    found = (
+        (layer.compute_jacobian(x), own),
+        (layer.compute_hessian(x), tensor),
+        (layer.compute_hessian(x, cotangent=cotangent), contraction),
+        (layer.compute_hessian_wrt_weight(x, target).H, weight),
+    )
+    errors = [float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in found]
+    tolerance = 200 * torch.finfo(dtype).eps
+    return NormVerification(
+        jacobian=errors[0],
+        hessian=errors[1],
+        contraction=errors[2],
+        weight_hessian=errors[3],
+        tolerance=tolerance,
+        passed=max(errors) <= tolerance,
+    )
+
+
+def _unit(d: int, a: int, like: Tensor) -> Tensor:
+    unit = torch.zeros(d, dtype=like.dtype)
+    unit[a] = 1.0
+    return unit
+
+
+def _second(layer: LayerNormHessian, token: Tensor, cotangent: Tensor) -> Tensor:
+    point = token.clone().requires_grad_(True)
+    first = _gradient((layer(point) * cotangent).sum(), [point], create_graph=True)
+    return torch.stack([_gradient(entry, [point]) for entry in first])
+
+
+def _gradient(value: Tensor, points: list[Tensor], *, create_graph: bool = False) -> Tensor:
+    found = torch.autograd.grad(value, points, retain_graph=True, create_graph=create_graph)
+    return torch.cat([g.reshape(-1) for g in found])

@@ -1,0 +1,190 @@
+"""What a closed form returns: the three parts of a Hessian with their blocks by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from curvatlas.engines.tangent.block import PARTS, Part
+from curvatlas.results import Result
+
+_FIELDS = {"H": "total", "H_outer": "outer", "H_functional": "functional"}
+_LETTERS = {
+    "Q": "query_weight",
+    "K": "key_weight",
+    "V": "value_weight",
+    "O": "output_weight",
+    "W1": "up_weight",
+    "W2": "down_weight",
+    "gamma": "weight",
+    "beta": "bias",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroStructure(Result):
+    """Blocks (a, b) that vanish whatever the weights are, for each part of the Hessian.
+
+    Derived from the formula of the block (``curvatlas.closed_form.block``), never from the numbers.
+    """
+
+    zeros: dict[str, tuple[tuple[str, str], ...]]  # part → pairs, a not after b
+
+    def is_zero(self, a: str, b: str, part: Part = "total") -> bool:
+        """Whether block (a, b) of ``part`` is structurally zero."""
+        pairs = self.zeros[part]
+        return (a, b) in pairs or (b, a) in pairs
+
+    def __str__(self) -> str:
+        lines = []
+        for part, pairs in self.zeros.items():
+            listed = ", ".join(f"({a}, {b})" for a, b in pairs) or "none"
+            lines.append(f"{part}: {listed}")
+        return "structurally zero blocks\n  " + "\n  ".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockHessian(Result):
+    """Hessian of a loss over the parameters ``names``, in the order of the flat vector.
+
+    ``H`` is there from the start, ``H_outer`` and ``H_functional`` are assembled when first asked
+    for (from the weights of the time of the call). ``result["H"]``, ``result["QK"]`` and
+    ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks.
+    """
+
+    loss: float
+    names: tuple[str, ...]
+    block_sizes: dict[str, int]
+    structure: ZeroStructure
+    attention: Tensor | None = None  # A (B, heads, L, L)
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    _source: Callable[[Part], Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def H(self) -> Tensor:
+        """H = H_o + H_f (P, P)."""
+        return self.part("total")
+
+    @property
+    def H_outer(self) -> Tensor:
+        """H_o = Jᵀ Λ J (P, P)."""
+        return self.part("outer")
+
+    @property
+    def H_functional(self) -> Tensor:
+        """H_f = Σ_z δ_z ∂²Z_z (P, P)."""
+        return self.part("functional")
+
+    def part(self, part: Part) -> Tensor:
+        """One of the three matrices."""
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        if part not in self.parts:
+            if self._source is None:
+                raise KeyError(f"this result was saved without its {part} part.")
+            self.parts[part] = self._source(part)
+        return self.parts[part]
+
+    def keys(self) -> tuple[str, ...]:
+        """What ``result[...]`` knows by name, besides blocks such as ``"QK"``."""
+        return (*_FIELDS, "loss", "names", "block_sizes", "structure", "attention")
+
+    def __getitem__(self, key: str) -> Any:
+        """``result["H_outer"]``, ``result["loss"]``, or a block as ``result["QK"]``."""
+        if key in _FIELDS:
+            return self.part(cast(Part, _FIELDS[key]))
+        if len(key) == 2 and set(key) <= set("QKVO"):
+            return self.block(key[0], key[1])
+        if key in self.keys():
+            return getattr(self, key)
+        raise KeyError(f"no entry {key!r}: use H, H_outer, H_functional, or a block such as 'QK'.")
+
+    def offset(self, name: str) -> tuple[int, int]:
+        """(start, size) of a parameter; "Q", "query" and "query_weight" mean the same."""
+        full = _LETTERS.get(name, name)
+        full = full if full in self.block_sizes else f"{full}_weight"
+        if full not in self.block_sizes:
+            raise KeyError(f"no parameter {name!r}: this Hessian has {', '.join(self.names)}.")
+        start = 0
+        for other in self.names:
+            if other == full:
+                break
+            start += self.block_sizes[other]
+        return start, self.block_sizes[full]
+
+    def block(self, a: str, b: str, part: Part = "total") -> Tensor:
+        """Block (a, b) as a view (size of a, size of b)."""
+        (row, rows), (column, columns) = self.offset(a), self.offset(b)
+        return self.part(part)[row : row + rows, column : column + columns]
+
+    def diagonal(self, part: Part = "total") -> Tensor:
+        """The diagonal (P,)."""
+        return self.part(part).diagonal()
+
+    def trace(self, part: Part = "total") -> dict[str, float]:
+        """The trace of every diagonal block."""
+        return {name: float(self.block(name, name, part).trace()) for name in self.names}
+
+    def frobenius(self, part: Part = "total") -> Tensor:
+        """Frobenius norms of all blocks (names × names)."""
+        rows = [
+            torch.stack([torch.linalg.norm(self.block(a, b, part)) for b in self.names])
+            for a in self.names
+        ]
+        return torch.stack(rows)
+
+    def matvec(self, v: Tensor, part: Part = "total") -> Tensor:
+        """H v for v (P,) or columns (P, k)."""
+        return self.part(part) @ v
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._complete()._base_dict()
+
+    def _base_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
+        plain.pop("_source", None)
+        return plain
+
+    def save(self, path: Any, *, keep_previous: bool = False) -> Any:
+        """Write the result with all three parts to one file."""
+        return Result.save(self._complete(), path, keep_previous=keep_previous)
+
+    def _complete(self) -> BlockHessian:
+        """A copy with every part computed and nothing left to compute."""
+        if self._source is None:
+            return self
+        parts: dict[str, Tensor] = {part: self.part(part) for part in PARTS}
+        return dataclasses.replace(self, parts=parts, _source=None)
+
+    def __str__(self) -> str:
+        size = sum(self.block_sizes.values())
+        norms = {part: float(torch.linalg.norm(m)) for part, m in self.parts.items()}
+        listed = ", ".join(f"‖{p}‖ = {n:.4g}" for p, n in norms.items())
+        blocks = len(self.names)
+        return f"Hessian of {size} parameters in {blocks} blocks, loss {self.loss:.6g}: {listed}"
+
+    def plot(self, part: Part = "total") -> Any:
+        """Heat map of log10 |entries| with the blocks marked; returns the figure."""
+        from matplotlib.figure import Figure
+
+        matrix = self.part(part).abs().cpu()
+        floor = float(matrix.max()) * 1e-12 or 1.0
+        figure = Figure(figsize=(7, 6), layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(matrix.clamp_min(floor).log10().numpy(), cmap="viridis")
+        edges = torch.tensor([0, *self.block_sizes.values()]).cumsum(0).tolist()
+        for edge in edges[1:-1]:
+            axes.axhline(edge - 0.5, color="white", linewidth=0.4)
+            axes.axvline(edge - 0.5, color="white", linewidth=0.4)
+        middles = [(a + b) / 2 for a, b in pairwise(edges)]
+        axes.set_xticks(middles, self.names, rotation=90, fontsize=6)
+        axes.set_yticks(middles, self.names, fontsize=6)
+        axes.set_title(f"log10 |H| ({part})")
+        figure.colorbar(image, ax=axes)
+        return figure

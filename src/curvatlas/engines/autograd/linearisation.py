@@ -1,0 +1,493 @@
+"""One batch, linearised: graphs kept alive so that each product costs only its own backward passes.
+
+Every product runs reverse over reverse. Forward over reverse and torch.func.hessian are silently
+wrong through affine LayerNorm or padded embeddings in some compositions; this one is right in all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, once_differentiable
+
+from curvatlas.budget import readable
+from curvatlas.errors import DifferentiationError, ProblemError
+from curvatlas.problem import Batch, Problem, checkpointing, large_heads
+from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
+from curvatlas.problem.evaluation import check_finite_loss, listed
+from curvatlas.problem.large_heads import HiddenLogits
+from curvatlas.problem.losses import Rebuild
+
+# -------------------------------------------------------------------------------------------------
+# What an autograd graph holds: its memory, and nodes that would break a second derivative.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSize:
+    """Bytes of the distinct storages a graph keeps alive, and how many tensors it saves."""
+
+    bytes: int
+    tensors: int
+    custom: frozenset[str] = frozenset()  # hand-written torch.autograd.Function nodes
+
+    @property
+    def mean_bytes(self) -> float:
+        """Average size of a saved tensor: small ones are dominated by the cost of a call."""
+        return self.bytes / max(self.tensors, 1)
+
+
+# Our own nodes: tested against double backward, so that they need no probe by differences.
+_TRUSTED = checkpointing.TRUSTED_NODES | large_heads.TRUSTED_NODES
+_saved_names: dict[str, tuple[str, ...]] = {}
+
+
+def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = ()) -> GraphSize:
+    """Size of everything reachable from ``roots`` backwards, without ``excluding``'s storages."""
+    known = {t.untyped_storage().data_ptr() for t in excluding}
+    storages: dict[int, int] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
+    tensors = 0
+    custom: set[str] = set()
+    once: set[str] = set()  # of these, the ones marked once_differentiable
+    refused = False
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind = node.name()
+        refused = refused or kind == "torch::autograd::Error"
+        if kind == "torch::autograd::WarnNotImplemented":
+            raise DifferentiationError(_without_formula(node))
+        if isinstance(node, BackwardCFunction) and kind not in _TRUSTED:
+            custom.add(kind)
+            if _differentiable_once(node):
+                once.add(kind.removesuffix("Backward"))
+        for tensor in _saved_tensors(node):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                tensors += 1
+                storages[storage.data_ptr()] = storage.nbytes()
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    if refused:
+        # Such a node has no edges: autograd would skip it and return zeros without a word.
+        named = f"{', '.join(sorted(once))}: " if once else ""
+        raise DifferentiationError(
+            f"{named}an autograd.Function marked once_differentiable has no second derivative: "
+            "replace it by plain PyTorch operations, or write its backward in them and remove the "
+            "mark."
+        )
+    return GraphSize(bytes=sum(storages.values()), tensors=tensors, custom=frozenset(custom))
+
+
+def _differentiable_once(node: Any) -> bool:
+    """Whether the node's Function has a backward behind ``once_differentiable``."""
+    backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
+    place = getattr(backward, "__globals__", {}).get("__name__")
+    return hasattr(backward, "__wrapped__") and place == once_differentiable.__module__
+
+
+def _without_formula(node: Any) -> str:
+    """What to say of an operator that drops gradients; torch names it in a warning only."""
+    with warnings.catch_warnings(record=True) as said, contextlib.suppress(RuntimeError, TypeError):
+        warnings.simplefilter("always")
+        node(torch.zeros((), device="cpu"))
+    names = [str(warning.message).split(": an autograd kernel")[0] for warning in said]
+    return (
+        f"the custom operator {names[0] if names else 'of torch.library'} has no derivative, and "
+        "gradients through it are dropped: register one with torch.library.register_autograd, or "
+        "call it on detached tensors where its result is a constant."
+    )
+
+
+def _saved_tensors(node: Any) -> list[Tensor]:
+    kind = node.name()
+    names = _saved_names.get(kind)
+    if names is None:
+        # dir() on a node costs 50 µs; once per kind of node is enough.
+        names = tuple(n for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors")
+        _saved_names[kind] = names
+    found: list[Tensor] = []
+    for name in names:
+        value = getattr(node, name, None)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(v for v in value if isinstance(v, Tensor))
+    return found
+
+
+# Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
+# running several columns through one vmapped pass wins, up to about a megabyte in flight per
+# tensor; above it the columns run one by one (benchmarks/products.py: 1.2 k-parameter GPT 12 ms a
+# column alone, 0.4 ms in a block of 64; 1 M-parameter GPT 2.1 gradients alone, 2.9 in blocks of 8).
+BATCHED_BELOW_BYTES = 60_000
+IN_FLIGHT_BYTES = 1_000_000
+
+Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
+
+
+class Linearisation:
+    """Leaves, outputs and loss slope of one batch; subclasses add the graph of their product."""
+
+    def __init__(
+        self, problem: Problem, batch: Batch, names: Sequence[str], *, logit_room: int | None = None
+    ) -> None:
+        self.batch = batch
+        self.leaves = problem.leaves(names)
+        self._problem = problem
+        self.outputs = self._predicted(logit_room)
+        self._names = tuple(names)
+        self.unused: frozenset[str] = frozenset()
+        self._build()
+        self.size: GraphSize = graph_size(
+            [*self._roots(), *differentiable_leaves(self.outputs)[0]],
+            excluding=problem.own_tensors(),
+        )
+        self.columns_at_once = 1
+        # Logits in chunks and checkpointed blocks are worked through a column at a time.
+        single = isinstance(self.outputs, HiddenLogits) or problem.checkpoint_activations
+        if self.size.mean_bytes < BATCHED_BELOW_BYTES and not single:
+            self.columns_at_once = max(
+                8, min(256, int(IN_FLIGHT_BYTES / max(self.size.mean_bytes, 1)))
+            )
+
+    def _predicted(self, logit_room: int | None) -> Any:
+        return self._problem.predictions(self.batch, self.leaves, logit_room=logit_room)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that stays in use: the graph, the outputs, and as much again for their slopes."""
+        outputs = differentiable_leaves(self.outputs)[0]
+        return self.size.bytes + 2 * sum(z.numel() * z.element_size() for z in outputs)
+
+    def _build(self) -> None:
+        raise TypeError(f"{type(self).__name__} builds no graph.")
+
+    def _roots(self) -> list[Tensor | None]:
+        raise TypeError(f"{type(self).__name__} keeps no graph.")
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        """The operator of this batch's mean loss times columns, restricted to ``rows``."""
+        raise TypeError(f"{type(self).__name__} has no product.")
+
+    def _loss(self) -> Tensor:
+        loss = self._problem.loss.value(self.outputs, self.batch.targets)
+        check_finite_loss(float(loss.detach()), self.batch.index)
+        self._require_path(loss.requires_grad)
+        return loss
+
+    def _gradients(
+        self, roots: list[Tensor], cotangents: list[Tensor] | None
+    ) -> dict[str, Tensor | None]:
+        """Jᵀ cotangents by parameter, with the graph that differentiates it once more."""
+        grads = torch.autograd.grad(
+            roots, list(self.leaves.values()), cotangents, create_graph=True, allow_unused=True
+        )
+        self.unused = frozenset(n for n, g in zip(self._names, grads, strict=True) if g is None)
+        self._require_path(len(self.unused) < len(self._names))
+        return dict(zip(self._names, grads, strict=True))
+
+    def _fixed_slopes(self, outputs: list[Tensor], rebuild: Rebuild) -> list[Tensor]:
+        """δ = ∂ℓ/∂Z, once the loss is known to be a number."""
+        value, slopes = self._problem.loss.fixed_slopes(outputs, rebuild, self.batch.targets)
+        check_finite_loss(value, self.batch.index)
+        return slopes
+
+    def _require_path(self, found: bool) -> None:
+        if not found:
+            raise ProblemError(
+                f"no gradient path from the loss to any of {listed(list(self._names))}: is the "
+                "output detached, computed under no_grad, or independent of them?"
+            )
+
+    def _pull(
+        self, roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
+        chosen = [i for i, root in enumerate(roots) if root.requires_grad]
+        if not chosen:
+            return [None] * len(inputs)
+        outputs = [roots[i] for i in chosen]
+        given = [cotangents[i] for i in chosen]
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+        count = given[0].shape[0]
+        if count == 1:
+            single = torch.autograd.grad(outputs, inputs, [c[0] for c in given], **options)
+            return [None if t is None else t.unsqueeze(0) for t in single]
+        if self.columns_at_once > 1:
+            try:
+                return list(
+                    torch.autograd.grad(outputs, inputs, given, is_grads_batched=True, **options)
+                )
+            except RuntimeError:
+                self.columns_at_once = 1  # an operation without a batching rule: one by one
+        single_columns = [
+            torch.autograd.grad(outputs, inputs, [c[k] for c in given], **options)
+            for k in range(count)
+        ]
+        return [
+            None if parts[0] is None else torch.stack(parts)
+            for parts in zip(*single_columns, strict=True)
+        ]
+
+
+class HessianLinearisation(Linearisation):
+    """H v = ∂(gᵀv)/∂θ on the kept graph of the gradient g: 6 units, a gradient is 3."""
+
+    def _build(self) -> None:
+        self._slopes = self._gradients([self._loss()], None)
+
+    def _roots(self) -> list[Tensor | None]:
+        return list(self._slopes.values())
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        used = [n for n in columns if self._slopes[n] is not None]
+        roots = [slope for n in used if (slope := self._slopes[n]) is not None]
+        return self._pull(roots, [self.leaves[n] for n in rows], [columns[n] for n in used])
+
+
+class FunctionalLinearisation(HessianLinearisation):
+    """H_f v = ∂(gᵀv)/∂θ with g = Jᵀδ and the output slope δ = ∂ℓ/∂Z held fixed."""
+
+    def _build(self) -> None:
+        outputs, rebuild = differentiable_leaves(self.outputs)
+        self._require_path(any(z.requires_grad for z in outputs))
+        deltas = self._fixed_slopes(outputs, rebuild)
+        self._slopes = self._gradients(outputs, deltas)
+
+
+class OuterLinearisation(Linearisation):
+    """Jᵀ Λ J v on the kept graph of u ↦ Jᵀu: 4 units.
+
+    Jᵀu is linear in u, so differentiating it with respect to u gives J v without forward mode.
+    """
+
+    def _build(self) -> None:
+        outputs, rebuild = differentiable_leaves(self.outputs)
+        self._require_path(any(z.requires_grad for z in outputs))
+        self._z = outputs
+        self._u = [torch.zeros_like(z).requires_grad_(True) for z in outputs]
+        self._transposed = self._gradients(outputs, self._u)
+        self._lambda = self._output_product(rebuild)
+
+    def _output_product(self, rebuild: Rebuild) -> Callable[[list[Tensor]], list[Tensor]]:
+        return output_curvature(self._problem.loss, self._z, rebuild, self.batch.targets)
+
+    def _roots(self) -> list[Tensor | None]:
+        return [*self._transposed.values(), *self._z]
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        used = [n for n in columns if self._transposed[n] is not None]
+        roots = [t for n in used if (t := self._transposed[n]) is not None]
+        moved = self._pull(roots, self._u, [columns[n] for n in used])  # J v at the outputs
+        count = next(iter(columns.values())).shape[0]
+        tangents = [
+            z.new_zeros(count, *z.shape) if t is None else t
+            for t, z in zip(moved, self._z, strict=True)
+        ]
+        weighted = self._lambda(tangents)
+        return self._pull(self._z, [self.leaves[n] for n in rows], weighted)
+
+
+# -------------------------------------------------------------------------------------------------
+# Which linearisations stay in memory: as many as the budget allows, the rest made anew.
+#
+# A batch too large for the budget is cut into samples; the weights by valid targets keep it exact.
+# -------------------------------------------------------------------------------------------------
+
+
+Make = Callable[[Batch, Sequence[str]], Linearisation]
+
+# What a product allocates beside the linearisation it works on, in sizes of that: measured 1.2 to
+# 1.4 for H and H_f, 0.4 to 0.7 for H_o, on GPTs with a vocabulary of 50 to 8000. What comes of it
+# against budgets: benchmarks/memory.py.
+TRANSIENT = 1.4
+# Share of the budget that is planned for; the rest covers what the allocator cannot reuse, measured
+# at 26 % of the planned bytes when two batches are kept.
+PLANNED = 0.7
+PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
+
+
+class KeptLinearisations:
+    """Iterating gives every batch's (count, linearisation), kept from pass to pass if it fits."""
+
+    def __init__(
+        self,
+        make: Make,
+        problem: Problem,
+        names: Sequence[str],
+        *,
+        budget: int,
+        probe_bytes: int,
+        probe_samples: int,
+    ) -> None:
+        self._make = make
+        self._problem = problem
+        self.names = tuple(names)
+        self._kept: dict[int, Linearisation] = {}
+        self._note_weights()
+        bytes_of = problem.dtype.itemsize
+        size = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+        self._vector_bytes = sum(size[name] for name in self.names) * bytes_of
+        # A graph saves activations only; the slopes it ends in are one flat vector more.
+        self._sample_bytes = max(probe_bytes, 1) / probe_samples
+        self._budget = budget
+        self._kept_bytes = 0.0
+        self._first_pass = True
+        self.unused: frozenset[str] = frozenset(self.names)
+        self._warned = False
+        self._columns = 0
+        self.plan_for(1)
+
+    def plan_for(self, columns: int) -> None:
+        """Leave room for that many columns in and out; graphs that no longer fit are dropped."""
+        if columns <= self._columns:
+            return
+        self._columns = columns
+        # The columns by parameter and their products, the pieces of one product, the caller's own.
+        self._room = PLANNED * self._budget - (2 * columns + 2) * self._vector_bytes
+        before = getattr(self, "_most_samples", None)
+        self._most_samples = self._samples_that_fit()
+        if whole := self._problem.held and self._whole_fits():
+            self._most_samples = self._problem.largest_samples
+        self._keep_all = whole or (self._problem.held and self._all_fit())
+        if self._problem.held and self._problem.separable and not self._keep_all:
+            # Smaller pieces need less room beside what is kept: keeping all of them saves a
+            # forward and a backward pass in every product.
+            widest = self._most_samples
+            while self._most_samples > 1 and not self._keep_all:
+                self._most_samples = (self._most_samples + 1) // 2
+                self._keep_all = self._all_fit()
+            if not self._keep_all:
+                self._most_samples = widest
+        self._largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
+        overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
+        if before != self._most_samples or (overfull and not self._keep_all):
+            self._kept.clear()
+            self._kept_bytes = 0.0
+
+    def _whole_fits(self) -> bool:
+        """Whether one graph of all data fits: nothing is ever built beside it or in its place.
+
+        So the allocator wastes less, and the slopes exist once. Measured on GPTs of 0.1 to 135 M
+        parameters: 0.2 to 1.11 of vectors + (1 + TRANSIENT) · graph.
+        """
+        batches = list(islice(self._problem.batches(), 2))
+        if len(batches) != 1:
+            return False
+        vectors = (2 * self._columns + 1) * self._vector_bytes
+        graph = self._problem.units(batches[0]) * self._sample_bytes
+        return vectors + (1 + TRANSIENT) / PLANNED_WHOLE * graph <= self._budget
+
+    def _all_fit(self) -> bool:
+        largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
+        return self._total() + TRANSIENT * largest <= self._room
+
+    def _samples_that_fit(self) -> int:
+        room = self._room / (1 + TRANSIENT) - self._vector_bytes
+        fitting = int(room / self._sample_bytes)
+        if not self._problem.separable:  # the batch is one unit: it cannot be cut
+            largest = self._problem.largest_samples
+            if fitting < largest and not self._warned and self._problem.loss.additive:
+                self._warned = True
+                least = (1 + TRANSIENT) * self._estimate(largest)
+                warnings.warn(
+                    f"the budget of {readable(self._budget)} is too small for a batch, which needs "
+                    f"about {readable(least / PLANNED)}, and its samples cannot be told apart: "
+                    "working beyond it (smaller batches, or batch_axis= where the samples lie).",
+                    stacklevel=6,
+                )
+            return largest
+        if fitting < 1 and not self._warned:
+            self._warned = True
+            vectors = (2 * self._columns + 2) * self._vector_bytes
+            least = (1 + TRANSIENT) * self._estimate(1) + vectors
+            warnings.warn(
+                f"the budget of {readable(self._budget)} is too small for one sample, which needs "
+                f"about {readable(least / PLANNED)}: working sample by sample beyond it "
+                "(checkpoint_activations=True makes a Problem's samples smaller).",
+                stacklevel=6,
+            )
+        return min(max(1, fitting), self._problem.largest_samples)
+
+    def _total(self) -> float:
+        return sum(self._estimate(self._problem.units(piece)) for piece in self._pieces())
+
+    def _estimate(self, samples: int) -> float:
+        return self._vector_bytes + samples * self._sample_bytes
+
+    def _pieces(self) -> Iterator[Batch]:
+        """The batches, cut where one alone would not fit."""
+        loss = self._problem.loss
+        for batch in self._problem.batches():
+            step = self._most_samples
+            if self._problem.units(batch) <= step:
+                yield batch
+                continue
+            for start in range(0, batch.samples, step):
+                piece = batch.part(start, min(start + step, batch.samples), loss.count)
+                if piece.count > 0:
+                    yield piece
+
+    def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
+        built = False
+        for place, batch in enumerate(self._pieces()):
+            found = self._kept.get(place)
+            if found is None:
+                built = True
+                found = self._make(batch, self.names)
+                if self._first_pass:
+                    self.unused &= found.unused
+                size = found.held_bytes + self._vector_bytes
+                self._largest = max(self._largest, size)  # longer sequences than the probe's
+                if self._may_keep(size):
+                    self._kept[place] = found
+                    self._kept_bytes += size
+            yield batch.count, found
+            found = None  # let go of it before the next one is built
+        self._first_pass = False
+        if built:
+            # Forward passes may leave something in the model, such as a count of its calls.
+            self._problem.settle()
+            self._note_weights()
+
+    def _may_keep(self, size: int) -> bool:
+        if self._keep_all:
+            return True
+        # Leave room to rebuild the largest batch beside what is kept.
+        needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
+        return self._problem.held and needed <= self._room
+
+    def _note_weights(self) -> None:
+        self.version = self._problem.weights_version()
+        tensors = [t for t in self._problem.own_tensors() if not t.is_inference()]
+        self._writes = [(tensor, tensor._version) for tensor in tensors]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a weight, a buffer or a tensor of the loss has changed since the last pass.
+
+        Or was written to and has its old values again: autograd refuses such a graph.
+        """
+        if self._problem.weights_version() != self.version:
+            return True
+        return any(tensor._version != count for tensor, count in self._writes)
+
+    def columns_that_fit(self) -> int:
+        """How many columns fit through one vmapped pass."""
+        rebuilt = 0.0 if self._keep_all else self._largest
+        room = self._room - self._kept_bytes - rebuilt
+        return max(1, min(256, int(room / (TRANSIENT * self._largest))))
+
+    def __repr__(self) -> str:
+        return f"{len(self._kept)} batches kept ({readable(self._kept_bytes)})"

@@ -1,0 +1,593 @@
+r"""Matrix-free derivatives of one Transformer block, written out by hand (THEORY 9).
+
+``linearise`` evaluates a block once and keeps its activations; every product after that is a
+sequence of matrix products and few elementwise passes, no autograd graph anywhere:
+
+    block = linearise(spec, weights, x)            # block.output (n, L, d)
+    gradients, delta_x = block.gradient(delta)     # keeps the adjoints too
+    moved = block.push(tangents, x_dot)            # J v
+    rates, rate_x = block.pull(rate, moved)        # R{gradient}: H v for rate = Λ J v
+
+The Hessian is linear in the seeds (Λ, δ) at the output: ``pull`` without a tangent uses Λ alone
+(outer part), with ``rate=None`` the adjoints alone (functional part). Tangents are mappings of
+weight names to (K, *shape) tensors, K directions at once; a weight left out has tangent zero, and
+zero costs nothing: the product with one block (i, j) of the Hessian is ``push`` of W_j alone and
+``pull`` of W_i alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from curvatlas.engines.tangent.attention import Attention, AttentionTangent
+from curvatlas.engines.tangent.feed_forward import FeedForward, FeedForwardTangent, check_activation
+from curvatlas.engines.tangent.linear import Way, Workspace, add, stage_number
+from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+
+# -------------------------------------------------------------------------------------------------
+# What a block and its directions must look like before anything is computed.
+# -------------------------------------------------------------------------------------------------
+
+
+def weight_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
+    """The shape every weight of ``spec`` would have, present or not."""
+    d, queries = spec.d_model, spec.n_heads * spec.key_size
+    keys, values = spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "query_weight": (queries, d),
+        "key_weight": (keys, d),
+        "value_weight": (values, d),
+        "query_bias": (queries,),
+        "key_bias": (keys,),
+        "value_bias": (values,),
+        "output_weight": (d, spec.n_heads * spec.value_size),
+        "output_bias": (d,),
+    }
+    if spec.d_ff is not None:
+        f = spec.d_ff
+        if spec.gated:
+            shapes |= {"gate_weight": (f, d), "gate_bias": (f,)}
+        shapes |= {"up_weight": (f, d), "up_bias": (f,)}
+        shapes |= {"down_weight": (d, f), "down_bias": (d,)}
+    if spec.residual:
+        shapes |= {"norm1_weight": (d,), "norm1_bias": (d,)}
+        if spec.d_ff is not None:
+            shapes |= {"norm2_weight": (d,), "norm2_bias": (d,)}
+    return shapes
+
+
+def check_spec(spec: BlockSpec) -> None:
+    """Raise on sizes and choices that no block can have."""
+    d, heads, shared = spec.d_model, spec.n_heads, spec.kv_heads
+    if min(d, heads, shared) < 1 or (spec.d_ff is not None and spec.d_ff < 1):
+        raise ValueError(f"sizes must be positive: {spec}.")
+    if heads % shared:
+        raise ValueError(
+            f"n_kv_heads={shared} must divide n_heads={heads}: each serves as many queries."
+        )
+    if d % heads and (spec.d_k is None or spec.d_v is None):
+        raise ValueError(f"n_heads={heads} must divide d_model={d}, or give d_k and d_v.")
+    if min(spec.key_size, spec.value_size) < 1:
+        raise ValueError("d_k and d_v must be positive.")
+    if spec.norm not in NORMS:
+        raise ValueError(f"unknown norm {spec.norm!r}: choose one of {', '.join(NORMS)}.")
+    if spec.eps < 0:
+        raise ValueError(f"eps must not be negative, got {spec.eps!r}.")
+    check_activation(spec.activation)
+    if not spec.residual and spec.d_ff is not None:
+        raise ValueError("residual=False is the bare attention layer Z = Att(X): it has no d_ff.")
+
+
+def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
+    """Raise when spec, weights and input x (n, L, d) do not fit together."""
+    check_spec(spec)
+    if x.ndim != 3 or x.shape[-1] != spec.d_model or x.numel() == 0:
+        raise ValueError(
+            f"the input must be (samples, tokens, {spec.d_model}), got {tuple(x.shape)}."
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"the input must be of a floating dtype, got {x.dtype}.")
+    shapes = weight_shapes(spec)
+    if unknown := set(weights) - set(shapes):
+        name = sorted(unknown)[0]
+        reason = "this block has no such part" if name in WEIGHT_NAMES else "unknown name"
+        raise ValueError(f"weight {name!r}: {reason}; expected some of {', '.join(shapes)}.")
+    for name, weight in weights.items():
+        if tuple(weight.shape) != shapes[name]:
+            raise ValueError(f"{name} must be {shapes[name]}, got {tuple(weight.shape)}.")
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{name} is {weight.dtype}, the input {x.dtype}: convert one of them.")
+        if weight.device != x.device:
+            raise ValueError(f"{name} is on {weight.device}, the input on {x.device}.")
+    needed = ["query_weight", "key_weight", "value_weight"]
+    if spec.d_ff is not None:
+        needed += ["up_weight", "down_weight", *(["gate_weight"] if spec.gated else [])]
+    if missing := [name for name in needed if name not in weights]:
+        raise ValueError(f"the block misses {', '.join(missing)}.")
+    if "output_weight" not in weights:
+        if spec.n_heads * spec.value_size != spec.d_model or spec.n_heads != 1:
+            raise ValueError(
+                "without output_weight the attention needs one head with d_v = d_model, got "
+                f"{spec.n_heads} heads of size {spec.value_size} for d_model={spec.d_model}."
+            )
+        if "output_bias" in weights:
+            raise ValueError("output_bias without output_weight: give both or neither.")
+
+
+def check_directions(
+    weights: Weights,
+    tangents: Weights,
+    x_dot: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> int:
+    """The number K of directions, after checking that all tangents agree on it."""
+    counts: dict[str, int] = {}
+    for name, tangent in tangents.items():
+        if name not in weights:
+            raise ValueError(f"a tangent for {name!r}, which the block does not have.")
+        if tangent.ndim != weights[name].ndim + 1 or tangent.shape[1:] != weights[name].shape:
+            raise ValueError(
+                f"the tangent of {name} must be (K, {', '.join(map(str, weights[name].shape))}), "
+                f"got {tuple(tangent.shape)}."
+            )
+        if tangent.dtype != dtype:
+            raise TypeError(f"the tangent of {name} is {tangent.dtype}, the block {dtype}.")
+        counts[name] = tangent.shape[0]
+    if x_dot is not None:
+        if x_dot.ndim != 4 or x_dot.shape[1:] != shape:
+            raise ValueError(
+                f"the input's tangent must be (K, {', '.join(map(str, shape))}), "
+                f"got {tuple(x_dot.shape)}."
+            )
+        counts["x"] = x_dot.shape[0]
+    if not counts:
+        raise ValueError("no direction given: pass a tangent of a weight or of the input.")
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"the tangents disagree on the number of directions: {counts}.")
+    return next(iter(counts.values()))
+
+
+# -------------------------------------------------------------------------------------------------
+# A sublayer: attention or feed-forward with its residual path and its norm.
+#
+#     post-norm  y = norm(x + f(x))        pre-norm  y = x + f(norm(x))        bare  y = f(x)
+#
+# A block is two of these in a row and a stack is many, so the chain rule is written once, here.
+# -------------------------------------------------------------------------------------------------
+
+
+# A value or tangent that the way back forms again in a workspace, or already has (K, N, d).
+Formed = Callable[[Workspace], Tensor]
+FormedTangent = Callable[[Workspace], "Tensor | None"]
+
+
+def _forgotten(_: Workspace) -> Tensor:
+    raise ValueError("this sublayer's output was given away.")
+
+
+@dataclass
+class SublayerTangent:
+    """What the way back needs of the way forward, and the output's tangent."""
+
+    output: Tensor | None  # (K, N, d)
+    output_again: FormedTangent  # the same on the way back
+    inner_dot: FormedTangent  # the inner map's input tangent on the way back
+    inner: AttentionTangent | FeedForwardTangent
+    norm: NormTangent | None
+
+
+class Sublayer:
+    """One sublayer at its input x (N, d).
+
+    ``make_inner`` builds the inner map at its input; ``make_norm`` the norm (None: no norm).
+    ``norm_name`` is the prefix of the norm's weights, ``names`` are the inner map's weights.
+    ``x_again`` gives x once more when a product needs it.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        x_again: Formed,
+        make_inner: Callable[[Tensor], Attention | FeedForward],
+        make_norm: Callable[[Tensor], Normalization] | None,
+        *,
+        norm_name: str,
+        names: frozenset[str],
+        norm_first: bool,
+        residual: bool,
+        turn: int = 0,
+    ) -> None:
+        self.norm_first, self.residual, self.names = norm_first, residual, names
+        self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
+        self._shared = f"{norm_name}.pulled{turn}"  # free until the way back
+        self._own = stage_number() + "out"
+        self.keeps_output = True  # False: nobody asks for the output or its tangent again
+        self.norm: Normalization | None = None
+        fresh = Workspace(keep=False)
+        inner_input, self.inner_again = x, x_again
+        if norm_first and make_norm is not None:
+            self.norm = make_norm(x)
+            inner_input, self.inner_again = self.norm.value(fresh), self.norm.value
+        self.inner = make_inner(inner_input)
+        y = self.inner.value()
+        if residual:
+            y = y + x
+        self.output: Tensor = y
+        self.output_again: Formed = lambda _: y
+        if not norm_first and make_norm is not None:
+            self.norm = make_norm(y)
+            self.output, self.output_again = self.norm.value(fresh), self.norm.value
+
+    def forget_output(self) -> None:
+        """Do not keep the output or its tangents: what follows has taken what it needs."""
+        self.keeps_output = False
+        self.output_again = _forgotten
+
+    @property
+    def normalizes_input(self) -> bool:
+        """Whether the inner map sees the input only through the norm."""
+        return self.norm is not None and self.norm_first
+
+    def push(
+        self,
+        x_dot: Tensor | None,
+        x_dot_again: FormedTangent,
+        dots: Mapping[str, Tensor],
+        space: Workspace,
+    ) -> SublayerTangent:
+        """The tangent of the output for K directions; ``x_dot`` (K, N, d)."""
+        state: NormTangent | None = None
+        inner_dot, again = x_dot, x_dot_again
+        if self.norm is not None and self.norm_first:
+            inner_dot, state = self.norm.push(x_dot, dots, space)
+            again = partial(self.norm.tangent, state)
+        normalizes_output = self.norm is not None and not self.norm_first
+        key = self._own if self.keeps_output and not normalizes_output else self._shared
+        x = self.inner_again(space)
+        moved, inner = self.inner.push(x, inner_dot, dots, space, key=key)
+        if self.residual:
+            moved = add(moved, x_dot)
+        if self.norm is None or self.norm_first:
+            kept = moved
+            return SublayerTangent(moved, lambda _: kept, again, inner, state)
+        moved, state = self.norm.push(moved, dots, space)
+        output_again = partial(self.norm.tangent, state)
+        return SublayerTangent(moved, output_again, again, inner, state)
+
+    def pull(
+        self,
+        rate: Tensor | None,
+        tangent: SublayerTangent | None,
+        way: Way,
+        *,
+        needs_input: bool,
+    ) -> Tensor | None:
+        """Rδ_x from Rδ_y, finding the rates of the wanted weights.
+
+        With ``tangent`` (and adjoints recorded before) this is R of the way back: products with
+        the Hessian. Without it, plain vector-Jacobian products.
+        """
+        state = None if tangent is None else tangent.norm
+        if self.norm is not None and not self.norm_first:
+            rate = self.norm.pull(rate, state, way)
+            if not (needs_input or way.record or way.wanted & self.names):
+                return None
+        before = self.norm if self.norm_first else None
+        through = needs_input or (before is not None and bool(way.wanted & self.norm_names))
+        inner_rate = self.inner.pull(
+            rate,
+            None if tangent is None else tangent.inner,  # type: ignore[arg-type]
+            way,
+            x=self.inner_again(way.space),
+            x_dot=None if tangent is None else tangent.inner_dot(way.space),
+            needs_input=through,
+        )
+        if before is not None and through:
+            inner_rate = before.pull(inner_rate, state, way)
+        if not needs_input:
+            return None
+        return add(inner_rate, rate) if self.residual else inner_rate
+
+
+Part = Literal["total", "outer", "functional"]
+PARTS: tuple[Part, ...] = ("total", "outer", "functional")
+
+_ATTENTION = frozenset(WEIGHT_NAMES[:8])
+_FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
+
+
+@dataclass
+class BlockTangent:
+    """One push through a block: the output's tangent and what ``pull`` needs of the inside."""
+
+    output: Tensor | None  # (K, n, L, d); None is zero
+    output_again: FormedTangent  # the same (K, N, d) on the way back
+    sublayers: list[SublayerTangent]
+    directions: int
+
+
+def linearise(
+    spec: BlockSpec, weights: Weights, x: Tensor, mask: Tensor | None = None
+) -> LinearisedBlock:
+    """Evaluate the block at x (n, L, d) or (L, d) and keep what its derivatives need.
+
+    ``mask`` is boolean with True where attention is allowed, (n, L) for padding keys or (n, L, L),
+    or floating and added to the logits; ``spec.causal`` comes on top.
+    """
+    return LinearisedBlock(spec, weights, x, mask)
+
+
+class LinearisedBlock:
+    """A block at one input; see ``linearise``.
+
+    ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
+    workspace every result lives in a buffer that the next product overwrites. Neighbours that share
+    one differ in ``turn`` (0 or 1).
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        weights: Weights,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        space: Workspace | None = None,
+        turn: int = 0,
+        x_again: Formed | None = None,
+    ) -> None:
+        x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
+        if mask is not None and mask.ndim == 1:
+            mask = mask.unsqueeze(0)
+        check_block(spec, weights, x)
+        self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
+        self.spec = spec
+        # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
+        self.turn = turn = turn if spec.d_ff is None else 2
+        self.space = space if space is not None else Workspace(keep=False)
+        self.samples, self.length, self.width = x.shape
+        tokens = x.reshape(-1, self.width)
+        again = x_again if x_again is not None else lambda _: tokens
+        self.sublayers = _sublayers(spec, self.weights, tokens, again, self.samples, mask, turn)
+        self.shape = x.shape
+        self._output: Tensor | None = self.sublayers[-1].output.view_as(x)
+        for sublayer in self.sublayers:
+            del sublayer.output  # the next sublayer keeps what it needs of it
+        self.recorded = False
+
+    @property
+    def output(self) -> Tensor:
+        """Z (n, L, d)."""
+        if self._output is None:
+            raise ValueError("this block has given its output away.")
+        return self._output
+
+    def give_output(self) -> Tensor:
+        """Z (n, L, d), and forget it: a stack needs no block's output but the last one's."""
+        output, self._output = self.output, None
+        return output
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The block's weights, in the order of ``WEIGHT_NAMES``."""
+        return tuple(self.weights)
+
+    def gradient(
+        self, delta: Tensor, *, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """∂ℓ/∂W of the wanted weights and δ_x (n, L, d) from δ_Z (n, L, d); keeps the adjoints.
+
+        Every later product with ``total`` or ``functional`` part uses these adjoints; a block
+        takes one δ in its life.
+        """
+        if self.recorded:
+            raise ValueError("this block already keeps an adjoint: linearise again for another.")
+        # Fresh memory, also under a keeping workspace: these tensors stay.
+        names = frozenset(self.weights if wanted is None else wanted)
+        way = Way(Workspace(keep=False), names, record=True)
+        rate = self._pull(delta.reshape(1, -1, self.width).clone(), None, way, needs_input=True)
+        self.recorded = True
+        assert rate is not None
+        found = self._complete(way, 1)
+        return {name: value[0] for name, value in found.items()}, rate[0].view(self.shape)
+
+    def push(
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None = None,
+        *,
+        x_dot_again: FormedTangent | None = None,
+    ) -> BlockTangent:
+        """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d).
+
+        ``x_dot_again`` gives the input's tangent (K, N, d) once more on the way back, for a caller
+        whose ``x_dot`` does not live that long.
+        """
+        dtype = next(iter(self.weights.values())).dtype
+        directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
+        return self.push_checked(tangents, x_dot, directions, x_dot_again)
+
+    def push_checked(
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None,
+        directions: int,
+        x_dot_again: FormedTangent | None,
+    ) -> BlockTangent:
+        """``push`` of tangents that are known to fit."""
+        moved = None if x_dot is None else self._tokens(x_dot)
+        given = moved
+        again = x_dot_again if x_dot_again is not None else lambda _: given
+        states = []
+        for sublayer in self.sublayers:
+            state = sublayer.push(moved, again, tangents, self.space)
+            states.append(state)
+            moved, again = state.output, state.output_again
+        shaped = None if moved is None else moved.view(directions, *self.shape)
+        return BlockTangent(shaped, again, states, directions)
+
+    def pull(
+        self,
+        rate: Tensor | None,
+        tangent: BlockTangent | None = None,
+        *,
+        wanted: Collection[str] | None = None,
+        needs_input: bool = True,
+        into: Mapping[str, Tensor] | None = None,
+        accumulate: bool = False,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """R{∂ℓ/∂W} (K, *shape) of the ``wanted`` weights and Rδ_x, from Rδ_Z (K, n, L, d).
+
+        Without ``tangent``: vector-Jacobian products of ``rate``. With it: the tangent of the
+        recorded adjoints' way back; ``rate=None`` is zero. Rδ_x is None when zero or not needed.
+        ``into``: tensors (K, *shape) that take the rates of the weights, or have them added.
+        """
+        names = frozenset(self.weights) if wanted is None else frozenset(wanted)
+        if unknown := names - set(self.weights):
+            raise ValueError(
+                f"the block has no weight {sorted(unknown)[0]!r}: it has {', '.join(self.weights)}."
+            )
+        if tangent is not None and not self.recorded:
+            raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
+        given = rate if rate is not None else tangent
+        directions = 1
+        way = Way(self.space, names, into or {}, accumulate=accumulate, turn=self.turn)
+        moved: Tensor | None = None
+        if given is not None:
+            directions = given.shape[0] if isinstance(given, Tensor) else given.directions
+            flat = None if rate is None else self._tokens(rate)
+            moved = self._pull(flat, tangent, way, needs_input=needs_input)
+        shaped = None if moved is None else moved.view(-1, *self.shape)
+        return self._complete(way, directions), shaped
+
+    def jvp(self, tangents: Weights, x_dot: Tensor | None = None) -> Tensor:
+        """J v (K, n, L, d)."""
+        state = self.push(tangents, x_dot)
+        if state.output is None:
+            return self._zeros(state.directions)
+        return state.output
+
+    def vjp(
+        self, delta: Tensor, *, wanted: Collection[str] | None = None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Jᵀu of the weights and of the input, for u (K, n, L, d)."""
+        found, rate_x = self.pull(delta, wanted=wanted)
+        assert rate_x is not None
+        return found, rate_x
+
+    def hvp(
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None = None,
+        *,
+        curvature: Callable[[Tensor], Tensor],
+        part: Part = "total",
+        wanted: Collection[str] | None = None,
+        needs_input: bool = True,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """H v, H_o v or H_f v of a loss whose δ went to ``gradient`` and whose Λ is ``curvature``.
+
+        ``curvature`` maps (K, n, L, d) to the same shape. Returns weights' rows (K, *shape) and
+        the input's (K, n, L, d).
+        """
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        state = self.push(tangents, x_dot)
+        rate = None
+        if part != "functional" and state.output is not None:
+            rate = curvature(state.output)
+        found, rate_x = self.pull(
+            rate, None if part == "outer" else state, wanted=wanted, needs_input=needs_input
+        )
+        if needs_input and rate_x is None:
+            rate_x = self._zeros(state.directions)
+        return found, rate_x
+
+    def _pull(
+        self, rate: Tensor | None, tangent: BlockTangent | None, way: Way, *, needs_input: bool
+    ) -> Tensor | None:
+        for index in reversed(range(len(self.sublayers))):
+            earlier = self.sublayers[:index]
+            reaches = needs_input or any(way.wanted & (s.names | s.norm_names) for s in earlier)
+            rate = self.sublayers[index].pull(
+                rate,
+                None if tangent is None else tangent.sublayers[index],
+                way,
+                needs_input=reaches,
+            )
+            if not reaches:
+                return None
+        return rate
+
+    def _zeros(self, directions: int) -> Tensor:
+        return self.weights["query_weight"].new_zeros(directions, *self.shape)
+
+    def _tokens(self, samples: Tensor) -> Tensor:
+        """(K, n, L, d) → (K, n·L, d), contiguous."""
+        return samples.reshape(samples.shape[0], -1, self.width).contiguous()
+
+    def _complete(self, way: Way, directions: int) -> dict[str, Tensor]:
+        """The wanted rates in order; one that nothing reached is zero."""
+        for name, weight in self.weights.items():
+            if name in way.wanted and name not in way.found:
+                target = way.into.get(name)
+                if target is None:
+                    target = weight.new_zeros(directions, *weight.shape)
+                elif not way.accumulate:
+                    target.zero_()
+                way.found[name] = target
+        return {name: way.found[name] for name in self.weights if name in way.wanted}
+
+
+def _sublayers(
+    spec: BlockSpec,
+    weights: Weights,
+    x: Tensor,
+    x_again: Formed,
+    samples: int,
+    mask: Tensor | None,
+    turn: int,
+) -> list[Sublayer]:
+    def make_norm(name: str) -> Callable[[Tensor], Normalization] | None:
+        if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(weights):
+            return None
+        return partial(Normalization, name, weights, norm=spec.norm, eps=spec.eps)
+
+    def make_attention(value: Tensor) -> Attention:
+        return Attention(spec, weights, value, samples=samples, mask=mask)
+
+    attention = Sublayer(
+        x,
+        x_again,
+        make_attention,
+        make_norm("norm1") if spec.residual else None,
+        norm_name="norm1",
+        names=_ATTENTION,
+        norm_first=spec.norm_first,
+        residual=spec.residual,
+        turn=turn,
+    )
+    if spec.d_ff is None:
+        return [attention]
+    feed_forward = Sublayer(
+        attention.output,
+        attention.output_again,
+        partial(FeedForward, spec, weights),
+        make_norm("norm2"),
+        norm_name="norm2",
+        names=_FEED_FORWARD,
+        norm_first=spec.norm_first,
+        residual=spec.residual,
+        turn=turn,
+    )
+    if feed_forward.normalizes_input:
+        attention.forget_output()
+    return [attention, feed_forward]

@@ -1,0 +1,320 @@
+r"""A linear layer y = x Wᵀ + b with its tangent and the tangent of its adjoint (THEORY 9).
+
+Forward tangent, adjoint, and the tangent R of the adjoint, W in PyTorch's (out, in) layout:
+
+    ẏ = ẋ Wᵀ + x Ẇᵀ + ḃ
+    δ_x = δ_y W                 R δ_x = Rδ_y W + δ_y Ẇ
+    ∂ℓ/∂W = δ_yᵀ x              R ∂ℓ/∂W = Rδ_yᵀ x + δ_yᵀ ẋ
+    ∂ℓ/∂b = Σ_i δ_y             R ∂ℓ/∂b = Σ_i Rδ_y
+
+Shapes: x (N, in), y and δ_y (N, out); everything with a dot or an R has a leading axis K of
+directions. ``None`` stands for zero everywhere, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+# -------------------------------------------------------------------------------------------------
+# Buffers that a sequence of products reuses.
+#
+# A CPU allocation of a megabyte is a system call and hundreds of page faults: in the first version
+# of these products fresh outputs took 40 % of the time. A workspace hands out the same memory
+# under
+# the same key again, product after product. Keys starting with a stage's own number live from the
+# way forward to the way back; the others are scratch shared by all stages of a stack ("wide" by
+# attention and feed-forward, which never run at the same time).
+# -------------------------------------------------------------------------------------------------
+
+
+_local = threading.local()
+
+
+def restart_numbers() -> None:
+    """Begin a new chain of stages in this thread."""
+    _local.numbers = count()
+
+
+def stage_number() -> str:
+    """A name no other stage of its chain has, the prefix of its private buffers."""
+    if not hasattr(_local, "numbers"):
+        restart_numbers()
+    return f"{next(_local.numbers)}."
+
+
+def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
+    """Tensors that follow each other in memory as one, along ``axis``; None when they do not."""
+    first, inner = parts[0], parts[0].stride()[axis:]
+    end, length = first.storage_offset(), 0
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        same = part.stride()[axis:] == inner and part.shape[axis + 1 :] == first.shape[axis + 1 :]
+        packed = part[0].is_contiguous() if axis else part.is_contiguous()
+        rows = axis == 0 or part.shape[0] == 1 or part.stride(0) == first.stride(0)
+        if not (same and packed and rows and part.storage_offset() == end):
+            return None
+        if part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.numel() // (part.shape[0] if axis else 1)
+        length += part.shape[axis]
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    return first.as_strided(shape, first.stride())
+
+
+class Workspace:
+    """Buffers by key; with ``keep=False`` every buffer is fresh and belongs to the caller."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def take(self, key: str, *shape: int, like: Tensor) -> Tensor:
+        """An uninitialised tensor; the same memory while ``key`` asks for no more than before."""
+        if not self.keep:
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        view = self._views.get((key, shape))
+        if view is None:
+            view = self._grow(key, math.prod(shape), like).view(shape)
+            self._views[key, shape] = view
+        return view
+
+    def _grow(self, key: str, size: int, like: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            # let the old memory go, with every view of it, before the new one comes
+            self._views = {k: v for k, v in self._views.items() if k[0] != key}
+            self._buffers.pop(key, None)
+            buffer = None
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._buffers[key] = buffer
+        return buffer[:size]
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+
+@dataclass
+class Way:
+    """One way back through the stages: what to find, where to put it, whether to keep adjoints."""
+
+    space: Workspace
+    wanted: frozenset[str]
+    into: Mapping[str, Tensor] = field(default_factory=dict)  # name → (K, *shape) to write to
+    found: dict[str, Tensor] = field(default_factory=dict)
+    record: bool = False
+    accumulate: bool = False  # add to what ``into`` holds instead of replacing it
+    turn: int = 0  # alternates from block to block: a result must not overwrite what it came from
+
+    def wants(self, names: Sequence[str]) -> bool:
+        """Whether the weights of one layer are wanted."""
+        return bool(names) and names[0] in self.wanted
+
+    def sums(self, name: str, terms: Tensor) -> None:
+        """The rate of a bias or gain: the sum of ``terms`` (K, N, d) over the tokens."""
+        self.give([name], [terms.shape[-1]], terms.sum(1))
+
+    def give(self, names: Sequence[str], sizes: Sequence[int], rate: Tensor) -> None:
+        """Take the rates (K, Σ sizes, …) of weights that lie side by side."""
+        pieces = [rate] if len(names) == 1 else torch.split(rate, list(sizes), 1)
+        for name, piece in zip(names, pieces, strict=True):
+            target = self.into.get(name)
+            if target is None:
+                self.found[name] = piece
+                continue
+            target.add_(piece) if self.accumulate else target.copy_(piece)
+            self.found[name] = target
+
+    def room(self, names: Sequence[str]) -> Tensor | None:
+        """Where the rates of these weights may be written at once; None: ``give`` them after."""
+        parts = [self.into[name] for name in names if name in self.into]
+        whole = adjoining(parts, 1) if parts and len(parts) == len(names) else None
+        if whole is not None:
+            self.found.update(zip(names, parts, strict=True))
+        return whole
+
+
+def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right where ``None`` is zero; written over ``left``."""
+    if left is None:
+        return right
+    return left if right is None else left.add_(right)
+
+
+class Linear:
+    """A linear layer; its input x (N, in) comes with each call, ``delta`` is its output's adjoint.
+
+    ``names`` are the prefixes of its weights, ``{name}_weight`` and ``{name}_bias``. Several names
+    are layers of one input taken together, their outputs side by side: larger matrix products.
+    """
+
+    def __init__(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> None:
+        self.weight_names = tuple(f"{name}_weight" for name in names)
+        self.bias_names = tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
+        self.sizes = tuple(weights[name].shape[0] for name in self.weight_names)
+        self.weight = _join([weights[name] for name in self.weight_names], 0)
+        self.bias: Tensor | None = None
+        if self.bias_names:
+            self.bias = _join([weights[name] for name in self.bias_names], 0)
+        self.delta: Tensor | None = None  # (N, out)
+
+    def value(self, x: Tensor) -> Tensor:
+        """(N, out)."""
+        if self.bias is None:
+            return x @ self.weight.T
+        return torch.addmm(self.bias, x, self.weight.T)
+
+    def push(
+        self, x: Tensor, x_dot: Tensor | None, dots: Mapping[str, Tensor], out: Tensor
+    ) -> Tensor | None:
+        """ẏ (K, N, out), written to ``out``; None when it is zero."""
+        weight_dot, bias_dot = _tangent(self.weight_names, dots), _tangent(self.bias_names, dots)
+        done = False
+        if x_dot is not None:
+            _times_shared(x_dot, self.weight.T, out, bias_dot)
+            done = True
+        if weight_dot is not None:
+            _shared_times(x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
+            done = True
+        if not done and bias_dot is not None:
+            out.copy_(bias_dot.unsqueeze(1).expand_as(out))
+            done = True
+        return out if done else None
+
+    def pull(
+        self,
+        rate: Tensor | None,
+        dots: Mapping[str, Tensor],
+        out: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> bool:
+        """Rδ_x (K, N, in) from Rδ_y ``rate``, written or added to ``out``; whether it now holds it.
+
+        ``dots`` empty: the adjoint alone.
+        """
+        if rate is not None:
+            _times_shared(rate, self.weight, out, None, accumulate=accumulate)
+            accumulate = True
+        weight_dot = None if self.delta is None else _tangent(self.weight_names, dots)
+        if weight_dot is not None:
+            assert self.delta is not None
+            _shared_times(self.delta, weight_dot, out, None, accumulate=accumulate)
+            accumulate = True
+        return accumulate
+
+    def rates(self, rate: Tensor | None, x: Tensor, x_dot: Tensor | None, way: Way) -> None:
+        """R ∂ℓ/∂W (K, out, in) and R ∂ℓ/∂b (K, out), those that are wanted and not zero."""
+        if way.record:
+            assert rate is not None
+            self.delta = rate[0]
+        moved = x_dot if self.delta is not None else None
+        if (rate is not None or moved is not None) and way.wants(self.weight_names):
+            self._weight_rate(rate, x, moved, way)
+        if rate is not None and way.wants(self.bias_names):
+            way.give(self.bias_names, self.sizes, rate.sum(1))
+
+    def _weight_rate(self, rate: Tensor | None, x: Tensor, moved: Tensor | None, way: Way) -> None:
+        given = rate if rate is not None else moved
+        assert given is not None
+        shape = (given.shape[0], *self.weight.shape)
+        # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
+        # 24 GFlop/s there (512 × 128, inner 512).
+        wide = x.dtype == torch.float64 and shape[0] == 1 and shape[1] > shape[2]
+        room = None if wide else way.room(self.weight_names)
+        if room is not None:
+            target = room
+        elif wide:
+            target = way.space.take("linear.wide", shape[0], shape[2], shape[1], like=x).mT
+        else:
+            target = torch.empty(shape, dtype=x.dtype, device=x.device)
+        accumulate = room is not None and way.accumulate
+        if rate is not None:
+            _transposed_times(rate, x, target, accumulate=accumulate)
+            accumulate = True
+        if moved is not None:
+            assert self.delta is not None
+            _shared_times(self.delta.T, moved, target, None, accumulate=accumulate)
+        if room is None:
+            own = wide and not way.into and way.space.keep
+            way.give(self.weight_names, self.sizes, target.clone() if own else target)
+
+
+def complete(names: Iterable[str], given: Container[str]) -> bool:
+    """Whether all or none of ``names`` are given: what layers taken together need."""
+    return len({name in given for name in names}) <= 1
+
+
+def _tangent(names: Sequence[str], dots: Mapping[str, Tensor]) -> Tensor | None:
+    parts = [dots[name] for name in names if name in dots]
+    return _join(parts, 1) if parts else None
+
+
+def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """The parts along ``axis``; neighbours in memory, as in a flat vector, are not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = adjoining(parts, axis)
+    return torch.cat(list(parts), axis) if whole is None else whole
+
+
+def _times_shared(
+    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool = False
+) -> None:
+    """out (+)= (K, N, a) @ (a, b) + bias (K, b), the directions as more rows of one GEMM."""
+    k, n, a = left.shape
+    rows, result = left.view(k * n, a), out.view(k * n, -1)
+    if accumulate:
+        result.addmm_(rows, right)
+    elif bias is not None and k == 1:
+        torch.addmm(bias[0], rows, right, out=result)
+    else:
+        torch.mm(rows, right, out=result)
+        if bias is not None:
+            out += bias.unsqueeze(1)
+
+
+def _shared_times(
+    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
+) -> None:
+    """out (+)= (a, N) @ (K, N, b) + bias (K, b), the left factor common to all directions."""
+    k = right.shape[0]
+    if k == 1:
+        if accumulate:
+            out[0].addmm_(left, right[0])
+        elif bias is not None:
+            torch.addmm(bias[0], left, right[0], out=out[0])
+        else:
+            torch.mm(left, right[0], out=out[0])
+        return
+    shared = left.expand(k, -1, -1)
+    if accumulate:
+        out.baddbmm_(shared, right)
+    else:
+        torch.bmm(shared, right, out=out)
+        if bias is not None:
+            out += bias.unsqueeze(1)
+
+
+def _transposed_times(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out (+)= leftᵀ right:  (K, N, a), (N, b) → (K, a, b)."""
+    if left.shape[0] == 1:
+        if accumulate:
+            out[0].addmm_(left[0].T, right)
+        else:
+            torch.mm(left[0].T, right, out=out[0])
+        return
+    shared = right.expand(left.shape[0], -1, -1)
+    if accumulate:
+        out.baddbmm_(left.mT, shared)
+    else:
+        torch.bmm(left.mT, shared, out=out)

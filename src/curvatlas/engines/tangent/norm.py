@@ -1,0 +1,307 @@
+r"""A normalisation y = γ ⊙ n(x) + β with its tangent and the tangent of its adjoint (THEORY 9).
+
+    ṅ = J ẋ,   ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇
+    δ_x = J(γ ⊙ δ_y)
+    R δ_x = J u + Ψ(γ ⊙ δ_y) ẋ,   u = γ ⊙ Rδ_y + γ̇ ⊙ δ_y
+    R ∂ℓ/∂γ = Σ_i (n ⊙ Rδ_y + ṅ ⊙ δ_y),   R ∂ℓ/∂β = Σ_i Rδ_y
+
+With J and Ψ of THEORY 3.2, Jδ·ẋ = δ·ṅ, everything over one common factor 1/σ, b = n·γδ_y and
+c = −(n·ẋ)/(dσ):
+
+    R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ.
+
+``None`` is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvatlas.engines.tangent.linear import Way, Workspace, stage_number
+from curvatlas.engines.tangent.structure import Norm
+
+# -------------------------------------------------------------------------------------------------
+# Normalisation layers: Jacobian and second derivative of each token's map, both in O(d).
+#
+# With σ = √(var + ε) and n = (x − μ)/σ the normalised token is d times the gradient of σ, so its
+# Jacobian is symmetric and its second derivative a fully symmetric tensor (THEORY 3.2):
+#
+#     J = (C − n nᵀ/d)/σ,      ∂²n_a/∂x_b∂x_c = −(J_ab n_c + J_ac n_b + J_bc n_a)/(d σ).
+#
+# RMSNorm is the same with C = I, μ = 0 and the mean square for var; ``norm="none"`` is the
+# identity.
+# The functions take n and 1/σ of ``normalize`` and leave γ, β to the caller: for y = γ ⊙ n + β the
+# Jacobian is diag(γ) J and the second derivative contracted with δ is Ψ(γ ⊙ δ).
+# -------------------------------------------------------------------------------------------------
+
+
+NORMS: tuple[Norm, ...] = ("layer", "rms", "none")
+
+
+def normalize(x: Tensor, *, eps: float, norm: Norm = "layer") -> tuple[Tensor, Tensor]:
+    """Normalised tokens and 1/σ:  (…, d) → n (…, d), inv_std (…, 1).
+
+    Biased variance, ε inside the root. With ε = 0 a token without variance has no derivative
+    and is refused.
+    """
+    if norm == "none":
+        return x, torch.ones_like(x[..., :1])
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}.")
+    centred = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    spread = centred.square().mean(-1, keepdim=True)
+    if eps == 0:
+        _refuse_constant_tokens(x, spread, norm)
+    inv_std = torch.rsqrt(spread + eps)
+    return centred * inv_std, inv_std
+
+
+def _refuse_constant_tokens(x: Tensor, spread: Tensor, norm: Norm) -> None:
+    # A constant token has a variance of rounding size, not exactly zero.
+    floor = (4.0 * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)).square()
+    constant = (spread <= floor) if norm == "layer" else (spread == 0)
+    if bool(constant.any()):
+        where = tuple(int(i) for i in constant[..., 0].nonzero()[0]) if x.ndim > 1 else (0,)
+        what = "no variance" if norm == "layer" else "zero length"
+        raise ValueError(
+            f"token {where} has {what} and eps=0: the normalisation is not differentiable there; "
+            "use eps > 0 or drop the token."
+        )
+
+
+def norm_jacobian(n: Tensor, inv_std: Tensor, *, norm: Norm = "layer") -> Tensor:
+    """J = (C − n nᵀ/d)/σ of every token, without γ:  (…, d), (…, 1) → (…, d, d)."""
+    d = n.shape[-1]
+    if norm == "none":
+        return _identity_like(n).expand(*n.shape, d)
+    identity = _identity_like(n)
+    base = identity - 1.0 / d if norm == "layer" else identity
+    return (base - n.unsqueeze(-1) * (n.unsqueeze(-2) / d)) * inv_std.unsqueeze(-1)
+
+
+def norm_jacobian_product(n: Tensor, inv_std: Tensor, v: Tensor, *, norm: Norm = "layer") -> Tensor:
+    """J v (= Jᵀ v) in O(d):  (C v − n · mean(n ⊙ v))/σ.  ``v`` may have extra leading axes."""
+    if norm == "none":
+        return v
+    along = (n * v).mean(-1, keepdim=True)
+    centred = v - v.mean(-1, keepdim=True) if norm == "layer" else v
+    return (centred - n * along) * inv_std
+
+
+def norm_second(n: Tensor, inv_std: Tensor, delta: Tensor, *, norm: Norm = "layer") -> Tensor:
+    """Ψ(δ) = Σ_a δ_a ∂²n_a = −[(Jδ)nᵀ + n(Jδ)ᵀ + (nᵀδ) J]/(dσ):  (…, d) each → (…, d, d)."""
+    d = n.shape[-1]
+    if norm == "none":
+        return n.new_zeros(*n.shape, d)
+    pulled = norm_jacobian_product(n, inv_std, delta, norm=norm)
+    outer = pulled.unsqueeze(-1) * n.unsqueeze(-2)
+    along = (n * delta).sum(-1)[..., None, None]
+    jacobian = norm_jacobian(n, inv_std, norm=norm)
+    return (outer + outer.mT + along * jacobian) * (-inv_std / d).unsqueeze(-1)
+
+
+def norm_second_product(
+    n: Tensor, inv_std: Tensor, delta: Tensor, v: Tensor, *, norm: Norm = "layer"
+) -> Tensor:
+    """Ψ(δ) v in O(d):  −[Jδ (n·v) + n (Jδ·v) + (n·δ) Jv]/(dσ).  Leading axes broadcast."""
+    if norm == "none":
+        return torch.zeros_like(delta * v)
+    pulled = norm_jacobian_product(n, inv_std, delta, norm=norm)
+    pushed = norm_jacobian_product(n, inv_std, v, norm=norm)
+    total = (
+        pulled * (n * v).sum(-1, keepdim=True)
+        + n * (pulled * v).sum(-1, keepdim=True)
+        + pushed * (n * delta).sum(-1, keepdim=True)
+    )
+    return total * (-inv_std / n.shape[-1])
+
+
+def norm_hessian(n: Tensor, inv_std: Tensor, *, norm: Norm = "layer") -> Tensor:
+    """The third-order tensor ∂²n_a/∂x_b∂x_c of every token:  (…, d) → (…, d, d, d)."""
+    d = n.shape[-1]
+    if norm == "none":
+        return n.new_zeros(*n.shape, d, d)
+    jacobian = norm_jacobian(n, inv_std, norm=norm)
+    ab_c = jacobian.unsqueeze(-1) * n[..., None, None, :]
+    total = ab_c + ab_c.transpose(-1, -2) + ab_c.transpose(-1, -3)
+    return total * (-inv_std / d)[..., None, None]
+
+
+def _identity_like(n: Tensor) -> Tensor:
+    return torch.eye(n.shape[-1], dtype=n.dtype, device=n.device)
+
+
+@dataclass
+class NormTangent:
+    """What the way back needs of the way forward, for K directions."""
+
+    n_dot: Tensor | None  # ṅ (K, N, d)
+    along: Tensor | None  # n·ẋ (K, N, 1)
+    weight_dot: Tensor | None  # γ̇ (K, d)
+    bias_dot: Tensor | None  # β̇ (K, d)
+
+
+_STILL = NormTangent(None, None, None, None)
+
+
+class Normalization:
+    """One norm at its input x (N, d); ``name`` is the prefix of its weights."""
+
+    def __init__(
+        self, name: str, weights: Mapping[str, Tensor], x: Tensor, *, norm: Norm, eps: float
+    ) -> None:
+        self.name, self.norm, self._key = name, norm, stage_number()
+        self.weight_name, self.bias_name = f"{name}_weight", f"{name}_bias"
+        self.weight, self.bias = weights.get(self.weight_name), weights.get(self.bias_name)
+        self.n, self.inv_std = normalize(x, eps=eps, norm=norm)
+        self.delta: Tensor | None = None  # δ_y (N, d)
+        self._along: Tensor | None = None  # b = n·(γ δ_y) (N, 1)
+
+    def value(self, space: Workspace) -> Tensor:
+        """y (N, d); formed from n whenever it is needed, cheaper than keeping both."""
+        if self.weight is None and self.bias is None:
+            return self.n
+        y = space.take("norm.value", *self.n.shape, like=self.n)
+        if self.weight is None:
+            return torch.add(self.n, self.bias, out=y)  # type: ignore[arg-type]
+        torch.mul(self.n, self.weight, out=y)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def push(
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+    ) -> tuple[Tensor | None, NormTangent]:
+        """ẏ (K, N, d) and what ``pull`` needs."""
+        n_dot, along = self._push_normalized(x_dot, space)
+        weight_dot, bias_dot = dots.get(self.weight_name), dots.get(self.bias_name)
+        state = NormTangent(n_dot, along, weight_dot, bias_dot)
+        return self.tangent(state, space), state
+
+    def tangent(self, state: NormTangent, space: Workspace) -> Tensor | None:
+        """ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇, formed again on the way back like ``value``."""
+        n_dot, weight_dot, bias_dot = state.n_dot, state.weight_dot, state.bias_dot
+        if n_dot is not None and self.weight is None and weight_dot is None and bias_dot is None:
+            return n_dot
+        given = next((t for t in (n_dot, weight_dot, bias_dot) if t is not None), None)
+        if given is None:
+            return None
+        y = space.take(self.name + ".y", given.shape[0], *self.n.shape, like=self.n)
+        done = n_dot is not None
+        if n_dot is not None and self.weight is not None:
+            torch.mul(n_dot, self.weight, out=y)
+        elif n_dot is not None:
+            y.copy_(n_dot)
+        if weight_dot is not None:
+            gain = weight_dot.unsqueeze(1)
+            y.addcmul_(self.n, gain) if done else torch.mul(self.n, gain, out=y)
+            done = True
+        if bias_dot is not None:
+            shift = bias_dot.unsqueeze(1)
+            y.add_(shift) if done else y.copy_(shift.expand_as(y))
+        return y
+
+    def pull(self, rate: Tensor | None, tangent: NormTangent | None, way: Way) -> Tensor | None:
+        """Rδ_x (K, N, d) from Rδ_y; the tangent adds the second-order terms. Finds γ and β too."""
+        state = tangent if tangent is not None and self.delta is not None else _STILL
+        first = next((t for t in (rate, state.n_dot, state.weight_dot) if t is not None), None)
+        if first is None:
+            return None
+        shape = (first.shape[0], *self.n.shape)
+        if self.bias_name in way.wanted and rate is not None:
+            way.sums(self.bias_name, rate)
+        scratch = way.space.take("norm.scratch", *shape, like=self.n)
+        crossed = self._crossed(rate, state, scratch)
+        if self.weight_name in way.wanted and crossed is not None:
+            way.sums(self.weight_name, crossed)
+        along = None if crossed is None else self._row_sums(crossed)
+        pulled = way.space.take(f"{self.name}.pulled{way.turn}", *shape, like=self.n)
+        pulled = self._through_jacobian(rate, state, along, pulled, scratch)
+        if way.record:
+            assert rate is not None
+            assert along is not None
+            self.delta, self._along = rate[0], along[0]
+        return pulled
+
+    def _push_normalized(
+        self, x_dot: Tensor | None, space: Workspace
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """ṅ = (Cẋ − n (n·ẋ)/d)/σ and n·ẋ."""
+        if x_dot is None:
+            return None, None
+        if self.norm == "none":  # a copy: the caller's buffer does not live until the way back
+            return space.take(self._key + "n", *x_dot.shape, like=self.n).copy_(x_dot), None
+        scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
+        along = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True)
+        n_dot = space.take(self._key + "n", *x_dot.shape, like=self.n)
+        if self.norm == "layer":
+            torch.sub(x_dot, x_dot.mean(-1, keepdim=True), out=n_dot)
+            n_dot.addcmul_(self.n, along, value=-1.0 / self.n.shape[-1])
+        else:
+            torch.addcmul(x_dot, self.n, along, value=-1.0 / self.n.shape[-1], out=n_dot)
+        return n_dot.mul_(self.inv_std), along
+
+    def _crossed(self, rate: Tensor | None, state: NormTangent, out: Tensor) -> Tensor | None:
+        """n ⊙ Rδ_y + ṅ ⊙ δ_y: its token sum is γ's rate, its product with γ the row sums."""
+        if rate is not None:
+            torch.mul(rate, self.n, out=out)
+        if state.n_dot is not None:
+            assert self.delta is not None
+            if rate is None:
+                torch.mul(state.n_dot, self.delta, out=out)
+            else:
+                out.addcmul_(state.n_dot, self.delta)
+        return None if rate is None and state.n_dot is None else out
+
+    def _row_sums(self, crossed: Tensor) -> Tensor:
+        """γ · crossed (K, N, 1)."""
+        if self.weight is None:
+            return crossed.sum(-1, keepdim=True)
+        return (crossed @ self.weight).unsqueeze(-1)
+
+    def _through_jacobian(
+        self,
+        rate: Tensor | None,
+        state: NormTangent,
+        along: Tensor | None,
+        out: Tensor,
+        scratch: Tensor,
+    ) -> Tensor:
+        """R δ_x of the module's last equation, written to ``out``."""
+        share = -1.0 / self.n.shape[-1]
+        turn: Tensor | None = None  # c (K, N, 1)
+        if state.along is not None:
+            assert self.delta is not None
+            assert self._along is not None
+            turn = state.along * self.inv_std * share
+            along = turn * self._along if along is None else torch.addcmul(along, turn, self._along)
+        if turn is not None and self.delta is not None:
+            if rate is None:
+                torch.mul(self.delta, turn, out=out)
+            else:
+                torch.addcmul(rate, self.delta, turn, out=out)
+        elif rate is not None:
+            out.copy_(rate)
+        else:
+            out.zero_()
+        if self.weight is not None:
+            out *= self.weight
+        if state.weight_dot is not None:
+            assert self.delta is not None
+            gain = state.weight_dot.unsqueeze(1)
+            out.addcmul_(self.delta, gain)
+            torch.mul(self.delta, gain, out=scratch)
+            turned = scratch.mul_(self.n).sum(-1, keepdim=True)
+            along = turned if along is None else along + turned
+        if self.norm == "none":
+            return out
+        if self.norm == "layer":
+            out -= out.mean(-1, keepdim=True)
+        if along is not None:
+            out.addcmul_(self.n, along, value=share)
+        if state.n_dot is not None:
+            assert self._along is not None
+            out.addcmul_(state.n_dot, self._along, value=share)
+        return out.mul_(self.inv_std)

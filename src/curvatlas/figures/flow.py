@@ -1,0 +1,254 @@
+"""Curvature flow for papers: two heat maps, lines by layer, final bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
+from curvatlas.figures.drawing import (  # fmt: skip
+    BLUE,
+    PathLike,
+    new_figure,
+    plain_numbers,
+    saved,
+    tidy_log_axes,
+)
+from curvatlas.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from curvatlas.figures.drawing import Array
+
+# -------------------------------------------------------------------------------------------------
+# Four panels of a curvature flow: what attention creates, slopes, the stream, the whole map.
+# -------------------------------------------------------------------------------------------------
+
+
+_COLOURS = {
+    "attention": "#0072b2",
+    "ffn": "#e69f00",
+    "norm": "#009e73",
+    "residual": "#999999",
+    "head": "#cc79a7",
+    "embedding": "#56b4e9",
+}
+
+
+def plot_flow(flows: Sequence[CurvatureFlow]) -> Any:
+    """One flow, or the same model at several steps (lines from light to dark)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 8.2), layout="constrained")
+    panels = figure.subplots(2, 2)
+    _created(panels[0, 0], flows)
+    _slopes(panels[0, 1], flows)
+    _stream(panels[1, 0], flows)
+    _map(figure, panels[1, 1], flows)
+    return tidy_log_axes(figure)
+
+
+def _shade(k: int, count: int) -> float:
+    return 1.0 if count == 1 else 0.35 + 0.65 * k / (count - 1)
+
+
+def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+    for k, flow in enumerate(flows):
+        for kind in ("attention", "ffn", "norm"):
+            by_layer: dict[int, float] = {}
+            for entry in flow.sublayers:
+                if entry.sublayer == kind and entry.layer is not None:
+                    square = by_layer.get(entry.layer, 0.0)
+                    by_layer[entry.layer] = square + entry.measures["created_here"].norm ** 2
+            if by_layer:
+                layers = sorted(by_layer)
+                axes.plot(
+                    layers, [np.sqrt(by_layer[i]) for i in layers], marker="o", markersize=3,
+                    color=_COLOURS[kind], alpha=_shade(k, len(flows)),
+                    label=kind if k == len(flows) - 1 else None,
+                )  # fmt: skip
+    known = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
+    places, labels = _thinned([str(layer) for layer in known], 16)
+    axes.set_xticks([known[i] for i in places], labels, fontsize=7)
+    axes.set_xlabel("layer")
+    _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
+
+
+def _slopes(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+    for k, flow in enumerate(flows):
+        entries = flow.stream
+        axes.plot(
+            range(len(entries)), [e.gradient_scale for e in entries], marker="o", markersize=3,
+            color="#0072b2", alpha=_shade(k, len(flows)),
+            label=_step(flow) if len(flows) > 1 else "‖∂ℓ/∂stream‖",
+        )  # fmt: skip
+    _stream_ticks(axes, flows[-1].stream)
+    _finish(axes, flows, "norm of the gradient", "gradient scale along the stream")
+
+
+def _stream(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+    for k, flow in enumerate(flows):
+        entries = flow.stream
+        places = list(range(len(entries)))
+        values = np.array([e.norm for e in entries])
+        ends = np.array([e.interval for e in entries])
+        shade = _shade(k, len(flows))
+        axes.plot(
+            places, values, marker="o", markersize=3, color="#d55e00", alpha=shade,
+            label=_step(flow) if len(flows) > 1 else "‖∂²ℓ/∂stream²‖$_F$",
+        )  # fmt: skip
+        axes.fill_between(places, ends[:, 0], ends[:, 1], color="#d55e00", alpha=0.15 * shade)
+    _stream_ticks(axes, flows[-1].stream)
+    _finish(axes, flows, "Frobenius norm", "curvature of the residual stream")
+
+
+def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+    if len(flows) > 1:
+        entries = [list(flow.stream) for flow in flows]
+        values = np.array([[e.norm for e in row] for row in entries])
+        names = [_short(e) for e in entries[-1]]
+        rows = [_step(flow) for flow in flows]
+        title = "curvature of the stream over steps"
+    else:
+        rows, found = flows[0].matrix("norm")
+        values = found.numpy()
+        layers = sorted({e.layer for e in flows[0].sublayers if e.layer is not None})
+        names = [str(layer) for layer in layers]
+        title = "curvature at each sublayer's input"
+        axes.set_xlabel("layer")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exponents = np.log10(values)
+    exponents[~np.isfinite(exponents)] = np.nan
+    axes.set_facecolor("0.8")
+    image = axes.imshow(exponents, cmap="viridis", aspect="auto")
+    axes.set_yticks(*_thinned(rows, 24), fontsize=7)
+    axes.set_xticks(*_thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
+    axes.set_title(title, fontsize=10)
+    label = "log$_{10}$ ‖S‖$_F$"
+    if np.isnan(exponents).any():
+        label += "\ngrey: not told from zero"
+    figure.colorbar(image, ax=axes, label=label, shrink=0.9)
+
+
+def _thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
+    """Every k-th name, so that at most ``most`` are written."""
+    step = -(-len(names) // most)
+    places = list(range(0, len(names), max(step, 1)))
+    return places, [names[i] for i in places]
+
+
+def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -> None:
+    axes.set_yscale("log")
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.25)
+    if len(flows) <= 8:
+        axes.legend(fontsize=7)
+
+
+def _stream_ticks(axes: Any, entries: Sequence[FlowEntry]) -> None:
+    axes.set_xticks(*_thinned([_short(e) for e in entries], 16), fontsize=7)
+    axes.set_xlabel("after block")
+
+
+def _short(entry: FlowEntry) -> str:
+    return "emb." if entry.layer is None else str(entry.layer)
+
+
+def _step(flow: CurvatureFlow) -> str:
+    return "batch" if flow.step is None else f"step {flow.step}"
+
+
+def visualize_curvature_flow(
+    flow: Result | Sequence[Result] | Mapping[str, Any], *, path: PathLike | None = None
+) -> Figure:
+    """Curvature and gradient scale over layers and steps: two heat maps, lines, final bars.
+
+    flow: a ``CurvatureFlow`` or several of one model (``analyzer.history``): then the layers are
+    the residual stream, the embedding and every block's output. Or a mapping with ``curvature`` and
+    ``gradient`` (steps, layers), and optionally ``layers`` (names), ``steps`` (numbers) and
+    ``interval`` ((steps, layers), (steps, layers)).
+    """
+    content = flow if isinstance(flow, Mapping) else _stream_of(flow)
+    curvature = _matrix(content, "curvature")
+    gradient = _matrix(content, "gradient")
+    if gradient.shape != curvature.shape:
+        raise ValueError(
+            f"curvature is {curvature.shape}, gradient {gradient.shape}: make them one."
+        )
+    count, layers = curvature.shape
+    names = [str(name) for name in content.get("layers") or range(layers)]
+    steps = [float(step) for step in content.get("steps") or range(count)]
+    figure = new_figure(11.5, 7.2)
+    (a, b), (c, d) = figure.subplots(2, 2)
+    for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, "gradient norm")):
+        _draw_map(figure, axes, matrix, names, steps, label)
+    for index in range(layers):
+        shade = index / max(layers - 1, 1)
+        c.plot(steps, curvature[:, index], color=(0.1 + 0.75 * shade, 0.45, 0.7 - 0.5 * shade),
+               marker="o" if count < 20 else None, label=names[index])  # fmt: skip
+    c.set(xlabel="step", ylabel="curvature", title="curvature of each layer")
+    if (curvature > 0).all():
+        c.set_yscale("log")
+    c.legend(fontsize=8, ncols=1 + layers // 9)
+    d.bar(range(layers), curvature[-1], color=BLUE, yerr=_last_interval(content, curvature))
+    d.set(ylabel="curvature", title=f"at step {steps[-1]:g}")
+    d.set_xticks(range(layers), names, rotation=45 if layers > 6 else 0, ha="right")
+    return saved(figure, path)
+
+
+def _stream_of(flow: Any) -> Mapping[str, Any]:
+    """The residual stream of one or several ``CurvatureFlow`` as matrices."""
+    flows = list(flow) if isinstance(flow, (list, tuple)) else [flow]
+    if not flows or not all(hasattr(one, "stream") for one in flows):
+        raise ValueError("give a CurvatureFlow, a list of them, or a mapping of matrices.")
+    streams = [one.stream for one in flows]
+    if len({tuple(entry.name for entry in stream) for stream in streams}) != 1:
+        raise ValueError("the flows are of different models: their layers have other names.")
+    return {
+        "curvature": [[entry.norm for entry in stream] for stream in streams],
+        "gradient": [[entry.gradient_scale for entry in stream] for stream in streams],
+        "layers": [entry.name for entry in streams[0]],
+        "steps": [index if one.step is None else one.step for index, one in enumerate(flows)],
+        "interval": [
+            [[entry.interval[end] for entry in stream] for stream in streams] for end in (0, 1)
+        ],
+    }
+
+
+def _matrix(content: Mapping[str, Any], key: str) -> Array:
+    if key not in content:
+        raise ValueError(f"the curvature flow has no {key!r}: it has {sorted(content)}.")
+    matrix = np.asarray(plain_numbers(content[key]), dtype=np.float64)
+    if matrix.ndim == 1:
+        matrix = matrix[None]
+    if matrix.ndim != 2 or not matrix.size:
+        raise ValueError(f"{key} must be a (steps, layers) matrix, got shape {matrix.shape}.")
+    return matrix
+
+
+def _draw_map(
+    figure: Any, axes: Any, matrix: Array, names: list[str], steps: list[float], label: str
+) -> None:
+    from matplotlib.colors import LogNorm
+
+    positive = matrix[matrix > 0]
+    norm = LogNorm(positive.min(), positive.max()) if positive.size == matrix.size else None
+    image = axes.imshow(matrix.T, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label=label)
+    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
+    axes.set_xticks(shown, [f"{steps[index]:g}" for index in shown])
+    every = -(-len(names) // 24)
+    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set(xlabel="step", ylabel="layer", title=f"{label} by layer and step")
+
+
+def _last_interval(content: Mapping[str, Any], curvature: Array) -> Array | None:
+    bounds = content.get("interval")
+    if bounds is None:
+        return None
+    low, high = (np.asarray(plain_numbers(side), dtype=np.float64) for side in bounds)
+    return np.stack([curvature[-1] - low[-1], high[-1] - curvature[-1]])

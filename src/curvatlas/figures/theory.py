@@ -1,0 +1,137 @@
+"""Pictures of the theory: looseness of bounds, growth rates, spectra. matplotlib loads on use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from curvatlas.theory.statements import Outcome
+
+if TYPE_CHECKING:
+    from curvatlas.theory.norm_bounds import CurvatureBounds
+
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+
+
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """An empty figure with axes in a row; never tied to a window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "figures need matplotlib: install curvatlas with the 'figures' extra."
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def _quiet_minor_ticks(axis: Any) -> None:
+    """No labels between the decades: on short ranges they run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for side in (axis.xaxis, axis.yaxis):
+        if side.get_scale() == "log":
+            low, high = side.get_view_interval()
+            if low > 0 and high / low > 100:
+                side.set_minor_formatter(NullFormatter())
+            else:
+                side.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+                side.set_minor_formatter(NullFormatter())
+
+
+def bounds_figure(found: CurvatureBounds) -> Any:
+    """The bounds beside the exact norm, and the matrix of group bounds."""
+    import numpy as np
+
+    figure, (left, right) = new_figure(9.5, 3.6, 2)
+    names = ["exact", "token-structured", "data-free", "printed"]
+    values = [found.exact, found.token_structured, found.data_free, found.printed]
+    left.barh(names, values, color=_COLOURS[:4])
+    left.set_xscale("log")
+    left.invert_yaxis()
+    left.set_xlabel("bound on ‖H‖₂")
+    for place, value in enumerate(values):
+        left.text(value, place, f" {value:.3g}", va="center", fontsize=8)
+    left.margins(x=0.25)
+    matrix = found.token_matrix.detach().cpu().numpy()
+    shown = right.imshow(np.log10(np.maximum(matrix, matrix.max() * 1e-8)), cmap="viridis")
+    right.set_xticks(range(len(found.token_names)), found.token_names, fontsize=7, rotation=90)
+    right.set_yticks(range(len(found.token_names)), found.token_names, fontsize=7)
+    right.set_title("token-structured bound of each pair", fontsize=9)
+    figure.colorbar(shown, ax=right, label="log10")
+    return figure
+
+
+def looseness_figure(outcome: Outcome) -> Any:
+    """Distribution of bound/true by kind of block, with the contract's lines."""
+    figure, (axis,) = new_figure(7.0, 3.6)
+    ratios: dict[str, list[float]] = outcome.series["ratios"]
+    axis.boxplot(list(ratios.values()), whis=(0, 100), widths=0.5)
+    axis.set_xticks(range(1, len(ratios) + 1), list(ratios))
+    axis.set_xlim(0.5, len(ratios) + 1.0)  # room for the words beside the boxes
+    for level, text in ((1.0, "violated below"), (3.0, "median allowed"), (6.0, "worst allowed")):
+        axis.axhline(level, color="#bbbbbb", linewidth=0.8, linestyle="--")
+        axis.text(len(ratios) + 0.98, level, text, fontsize=7, va="bottom", ha="right")
+    axis.set_yscale("log")
+    axis.set_yticks([1, 1.5, 2, 3, 4, 6], ["1", "1.5", "2", "3", "4", "6"])
+    axis.set_ylabel("token-structured bound / true ‖H‖")
+    count = sum(len(v) for v in ratios.values())
+    axis.set_title(f"{count} random blocks; box: quartiles, whiskers: all", fontsize=9)
+    return figure
+
+
+def growth_figure(outcome: Outcome) -> Any:
+    """Block norms against a scale on log-log axes, one panel a part; slopes in the legend."""
+    panels: dict[str, dict[str, list[float]]] = outcome.series["panels"]
+    scales: list[float] = outcome.series["scales"]
+    slopes: dict[str, dict[str, float]] = outcome.series.get("slopes", {})
+    figure, axes = new_figure(4.6 * len(panels), 3.8, len(panels))
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        for colour, (name, values) in zip(_COLOURS * 3, curves.items(), strict=False):
+            slope = slopes.get(title, {}).get(name)
+            label = name if slope is None else f"{name}  slope {slope:.2f}"
+            axis.plot(scales, values, marker="o", markersize=3, color=colour, label=label)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        _quiet_minor_ticks(axis)
+        axis.set_xlabel(outcome.series.get("xlabel", "scale t"))
+        axis.set_ylabel(outcome.series.get("ylabel", "Frobenius norm of the block"))
+        axis.set_title(title, fontsize=9)
+        axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def spectrum_figure(outcome: Outcome) -> Any:
+    """Computed eigenvalues against the closed form, sorted."""
+    figure, (axis,) = new_figure(6.5, 3.6)
+    computed: list[float] = outcome.series["computed"]
+    predicted: list[float] = outcome.series["predicted"]
+    places = range(1, len(computed) + 1)
+    axis.plot(places, computed, "o", color=_COLOURS[0], markersize=5, label="eigenvalues of H")
+    axis.plot(places, predicted, "x", color=_COLOURS[1], markersize=6, label="closed form")
+    axis.axhline(0.0, color="#bbbbbb", linewidth=0.8)
+    axis.set_xlabel("rank")
+    axis.set_ylabel("eigenvalue")
+    # A linear part as high as two decades keeps the ticks around zero apart.
+    smallest = max(abs(v) for v in computed) * 1e-3
+    axis.set_yscale("symlog", linthresh=smallest, linscale=2.0)
+    axis.yaxis.labelpad = 10
+    axis.set_title(outcome.series.get("title", ""), fontsize=9)
+    axis.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def lines_figure(outcome: Outcome) -> Any:
+    """Plain curves: series["x"], series["curves"], labels and scales as given."""
+    figure, (axis,) = new_figure(6.0, 3.8)
+    for colour, (name, values) in zip(_COLOURS, outcome.series["curves"].items(), strict=False):
+        axis.plot(outcome.series["x"], values, marker="o", markersize=3, color=colour, label=name)
+    axis.set_xscale(outcome.series.get("xscale", "linear"))
+    axis.set_yscale(outcome.series.get("yscale", "linear"))
+    _quiet_minor_ticks(axis)
+    axis.set_xlabel(outcome.series.get("xlabel", ""))
+    axis.set_ylabel(outcome.series.get("ylabel", ""))
+    axis.legend(fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,761 @@
+"""Problem: what is differentiated. A model, a loss, data, and the parameters that vary."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from curvatlas import parallel
+from curvatlas.anatomy import Anatomy, anatomy_of
+from curvatlas.errors import ProblemError
+from curvatlas.problem import fingerprint, large_heads
+from curvatlas.problem.batches import (
+    HOLD_BYTES,
+    Batch,
+    batches_of,
+    checked,
+    described,
+    sample_digests,
+    shapes,
+    size_in_bytes,
+)
+from curvatlas.problem.checkpointing import checkpointed
+from curvatlas.problem.cross_entropy import Reduction
+from curvatlas.problem.evaluation import (
+    as_it_was,
+    call,
+    check_finite_loss,
+    check_mode,
+    check_same_loss,
+    check_same_parameters,
+    check_weights,
+    evaluation,
+    fresh_leaf,
+    kinds,
+    refuse_sharded,
+    unwrap,
+    whole_parameters,
+)
+from curvatlas.problem.fingerprint import LiveTensors, content
+from curvatlas.problem.losses import Loss, main_tensor
+from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
+from curvatlas.problem.objective import Objective, OwnLoss, explained, settled
+from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
+from curvatlas.problem.sample_axis import SampleAxes
+
+# -------------------------------------------------------------------------------------------------
+# From a user's data to checked batches: labels shifted, targets counted, this process's share.
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What one look at all data tells."""
+
+    held: list[Batch] | None  # None: too large to hold
+    total: float  # valid targets
+    seen: int  # batches
+    kinds: frozenset[tuple[torch.Size, ...]]  # shapes of their tensors
+
+
+@dataclass
+class LastPass:
+    """The batches that a complete pass over shared data has seen, in order, and their samples."""
+
+    digest: bytes = b""
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """The batches of ``data``, made anew at every pass."""
+
+    data: Iterable[Any]
+    objective: Objective
+    device: torch.device
+    sharded: bool  # every process sees the same data and takes its own share
+    finder: SampleAxes  # of the samples in a batch
+    last_pass: LastPass = field(default_factory=LastPass)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches(self.data)
+
+    def batches(self, raws: Iterable[Any]) -> Iterator[Batch]:
+        """Raw batches, from the first one on, as checked ones."""
+        loss = self.objective.loss
+        dealt = 0  # samples so far
+        compared = self.sharded and parallel.world_size() > 1
+        seen = hashlib.blake2b(digest_size=16)
+        for index, raw in enumerate(raws):
+            if compared:
+                seen.update(content(raw))
+            if self.sharded and not loss.additive and not _is_mine(index):
+                continue
+            inputs, labels = self.objective.parted(raw, index)
+            inputs = checked(inputs, what="inputs", device=self.device, index=index)
+            labels = checked(labels, what="targets", device=self.device, index=index)
+            inputs, targets = self.objective.assembled(
+                inputs, labels, mapping=isinstance(raw, Mapping)
+            )
+            batch = Batch(
+                inputs=inputs,
+                targets=targets,
+                count=loss.count(targets),
+                index=index,
+                finder=self.finder,
+            )
+            if self.sharded and loss.additive:
+                # one where they cannot be told apart: the batch goes to one process as it is
+                first, last = _my_share(dealt, batch.samples)
+                dealt += batch.samples
+                seen.update(f"{batch.samples};".encode())
+                if first == last:
+                    continue
+                batch = batch.part(first, last, loss.count)
+            yield batch
+        if compared:
+            self.last_pass.digest = seen.digest()
+
+    def first_pass(self, raws: Iterable[Any]) -> FirstPass:
+        """Check and count; hold the batches when they are small enough."""
+        held: list[Batch] | None = []
+        total, bytes_so_far, seen = 0.0, 0, 0
+        kinds: set[tuple[torch.Size, ...]] = set()
+        for batch in self.batches(raws):
+            seen += 1
+            total += batch.count
+            kinds.add(shapes(batch))
+            bytes_so_far += size_in_bytes(batch)
+            if held is not None:
+                held.append(batch)
+                if bytes_so_far > HOLD_BYTES:
+                    held = None
+        return FirstPass(held, total, seen, frozenset(kinds))
+
+
+def _is_mine(index: int) -> bool:
+    return index % parallel.world_size() == parallel.rank()
+
+
+def _my_share(dealt: int, samples: int) -> tuple[int, int]:
+    """First and last of this process's samples in a batch that comes after ``dealt`` others.
+
+    Samples are dealt one after the other to the processes in turn, over the bounds of batches, so
+    that batches smaller than the group are shared as evenly as large ones. As many as fall to a
+    process in one batch lie side by side there: a batch is cut, not shuffled.
+    """
+    world, rank = parallel.world_size(), parallel.rank()
+
+    def taken(up_to: int) -> int:
+        """How many of the first samples have gone to the ranks before and up to this one."""
+        return up_to // world * (rank + 1) + min(up_to % world, rank + 1)
+
+    last = taken(dealt + samples) - taken(dealt)
+    mine = (dealt + samples - rank - 1) // world - (dealt - rank - 1) // world
+    return last - mine, last
+
+
+class Problem:
+    r"""The objective L(θ) = Σ_b c_b ℓ_b(θ) / Σ_b c_b over batches b with c_b valid targets.
+
+    Weighting by valid targets makes uneven batches and padding exact: the result is that of one big
+    batch. The flat vector θ follows ``model.named_parameters()`` (trainable ones; tied ones once).
+
+    model: any ``nn.Module`` that can be differentiated twice; wrappers (DDP, compile) are removed.
+        Or a function of its parameters, ``model(parameters, inputs)``, with ``parameters={name:
+        tensor}``.
+    loss: ``"cross_entropy"``, ``"mse"``, ``"bce_with_logits"``, a loss of ``torch.nn`` (module or
+        function; a sum stays a sum), any ``(outputs, targets) -> mean``, or ``"model"``: the loss
+        that a Hugging Face model computes from its labels (also the default, for such a model).
+    data: one batch, a list of batches or a re-iterable loader. A batch is ``(inputs, targets)`` or
+        a mapping with ``labels``, which mean what they mean to the model: the loss is held to
+        the model's own on the first batch. NumPy arrays are copied, floats into the parameters'
+        dtype. A mapping of inputs is passed by keyword, or as one argument where the model takes
+        one and none of the keys.
+    parameters: names, globs, roles, regular expressions (``re.compile``, searched in the names) or
+        parameters that vary; the others are held fixed.
+    count: number of valid targets of a callable loss (default: entries, ignoring −100).
+    reduction: ``"sum"`` for a callable loss that returns a sum over the targets.
+    shift: whether targets are next-token labels, to be moved by one (default: as the model does
+        it for ``labels`` of a mapping; targets of a pair stay where they are).
+    keep_float64: keep float64 models in float64 where libraries round to float32 inside
+        (Llama's norms, eager softmax); False follows the model as it is.
+    checkpoint_activations: keep only the inputs of the model's repeated blocks and compute what is
+        inside again when a product needs it: slower, with the memory of one block at a time.
+    distributed: sum over the process group's ranks (default: when one is initialised). Ranks that
+        differ in weights, buffers or loss are refused, whenever a sum is taken.
+    shard: every rank passes the same data and works on its own share of the samples; ranks that
+        see other data are refused.
+    """
+
+    _state: tuple[object, bytes] | None  # version and digest of weights, buffers and loss
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any],
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None = None,
+        data: Any = None,
+        *,
+        parameters: Parameters | Mapping[str, Tensor] | None = None,
+        count: Callable[[Any], float] | None = None,
+        reduction: Reduction | None = None,
+        shift: bool | None = None,
+        keep_float64: bool = True,
+        checkpoint_activations: bool = False,
+        batch_axis: int | None = None,
+        distributed: bool | None = None,
+        shard: bool = False,
+    ) -> None:
+        self.keep_float64 = keep_float64
+        self.checkpoint_activations = checkpoint_activations
+        self.distributed = parallel.world_size() > 1 if distributed is None else distributed
+        self._shard = shard and self.distributed
+        self._batch_axis = batch_axis
+        self._separable: bool | None = None
+        self._held: list[Batch] | None = None
+        self._total: float | None = None
+        self._steady: object = None  # the weights whose loss was seen to be the same twice
+        self._read_data(
+            lambda: self._prepare(model, loss, data, parameters, count, reduction, shift)
+        )
+
+    def _prepare(
+        self,
+        model: nn.Module | Callable[..., Any],
+        loss: str | Callable[[Any, Any], Tensor] | Loss | None,
+        data: Any,
+        parameters: Parameters | Mapping[str, Tensor] | None,
+        count: Callable[[Any], float] | None,
+        reduction: Reduction | None,
+        shift: bool | None,
+    ) -> None:
+        """The model, the parameters that vary, the loss and the data, before the first pass."""
+        module, varying = as_module(model, parameters)
+        self._set_model(unwrap(module))
+        refuse_sharded(self._everything)
+        if not self._everything:
+            raise ProblemError(f"{type(self.model).__name__} has no parameters.")
+        self.parameter_names = choose_parameters(self.model, self._everything, varying)
+        first = self._everything[self.parameter_names[0]]
+        self.dtype, self.device = first.dtype, first.device
+        if data is None:
+            raise ProblemError("no data: pass Problem(model, loss, data).")
+        self.data = batches_of(data, dtype=self.dtype)
+        if loss is None or (isinstance(loss, str) and loss == "model"):
+            refuse_options(count=count, reduction=reduction)
+            self._requested: tuple[Loss | None, bool | None] = (None, shift)
+        else:
+            self._requested = (as_loss(loss, count=count, reduction=reduction), shift)
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Names, shapes and places of the parameters in the flat vector."""
+        shapes = [self._everything[name].shape for name in self.parameter_names]
+        return Layout(self.parameter_names, shapes)
+
+    @property
+    def size(self) -> int:
+        """P, the length of the flat vector."""
+        return self.layout.size
+
+    @functools.cached_property
+    def anatomy(self) -> Anatomy:
+        """Every parameter slice with its layer, sublayer and role."""
+        return anatomy_of(self.model, list(self.parameter_names), run=self._run_briefly)
+
+    def _run_briefly(self, model: nn.Module) -> None:
+        """Call a copy of the model on two samples, or on the first batch if it cannot be cut."""
+        batch = next(self.all_batches(), None)
+        if batch is None:
+            raise ProblemError("this process has no batch to read the roles on: give it some data.")
+        try:
+            call(model, {}, batch.part(0, min(2, batch.samples), self.loss.count).inputs)
+        except Exception:  # whatever the model says of a cut batch, the batch itself is right
+            call(model, {}, batch.inputs)
+
+    @property
+    def parameters(self) -> Tensor:
+        """θ as a flat vector (P,), a copy."""
+        return torch.cat([self._everything[n].detach().reshape(-1) for n in self.parameter_names])
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """All parameters of the live model by name, also those that do not vary."""
+        return dict(self._everything)
+
+    def own_tensors(self) -> list[Tensor]:
+        """Parameters and buffers: memory that is there without any graph."""
+        return [*self._everything.values(), *self.model.buffers()]
+
+    def weights_version(self) -> tuple[bytes, bytes]:
+        """Changes with any value of the weights, the buffers or the loss's own tensors."""
+        with as_it_was(self.model):
+            weights = self._model_tensors.fingerprint()
+        if self._gathered is not None and self._gathered != weights:
+            raise ProblemError(
+                "the sharded weights have changed since the Problem gathered them: make a new "
+                "Problem after each update."
+            )
+        return weights, self._loss_tensors.fingerprint()
+
+    @property
+    def all_parameters(self) -> Mapping[str, Tensor]:
+        """The model's parameters by name, those held fixed too, gathered where they are sharded."""
+        return self._everything
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the objective beside model, loss and data."""
+        return {
+            "shift": self._requested[1],
+            "keep_float64": self.keep_float64,
+            "shard": self._shard,
+        }
+
+    @property
+    def data_digest(self) -> bytes:
+        """Of the batches of the last pass, where every rank has to see the same (``shard``)."""
+        return self._stream.last_pass.digest
+
+    def content(self) -> list[Any]:
+        """Everything that decides the numbers: weights, buffers, loss, parameters and data.
+
+        The data count as a set of samples over all processes, however they are dealt.
+        """
+        samples = sum(sample_digests(batch) for batch in self.batches())
+        if self.distributed:
+            samples = sum(parallel.from_every_process(samples % 2**61))
+        options = {name: value for name, value in self.options.items() if name != "shard"}
+        state = fingerprint.state_of(self)
+        return [list(self.parameter_names), options, state, self.total_count, samples % 2**61]
+
+    def mark(self, version: tuple[bytes, bytes] | None = None) -> parallel.Mark | None:
+        """What this process's part of a sum rests on; None without others to compare with.
+
+        version: the weights' version where the caller has just asked for it.
+        """
+        if not self.spread:
+            return None
+        version = version or self.weights_version()
+        if self._state is None or self._state[0] != version:
+            self._state = version, fingerprint.content(fingerprint.state_of(self))
+        digest = hashlib.blake2b(self._state[1] + self.data_digest, digest_size=16)
+        return parallel.Mark(digest.digest())
+
+    def refuse_differing_ranks(self) -> None:
+        """Say on every rank what it is that differs; called by all of them together."""
+        fingerprint.refuse_differing(self)
+
+    def settle(self) -> None:
+        """After a forward pass: what it has left in the model's attributes is no weight."""
+        self._model_tensors.settle()
+
+    def _set_model(self, model: nn.Module) -> None:
+        self.model = model
+        self._model_tensors = LiveTensors(model)
+        self._generation = self._model_tensors.generation
+        self._named = whole_parameters(model)
+        self._kinds = kinds(self._named)
+        self._head = large_heads.HeadSearch(model)
+        self._state = None
+        sharded = any(hasattr(p, "placements") for p in model.parameters())
+        self._gathered = self._model_tensors.fingerprint() if sharded else None
+
+    @property
+    def _everything(self) -> dict[str, Tensor]:
+        """The live model's parameters by name, also after some were replaced."""
+        self._model_tensors.follow()
+        if self._generation != self._model_tensors.generation and self._gathered is None:
+            named = whole_parameters(self.model)
+            check_same_parameters(self._kinds, named)
+            self._generation, self._named = self._model_tensors.generation, named
+            self._head = large_heads.HeadSearch(self.model)
+        return self._named
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def _read_data(self, prepare: Callable[[], None] | None = None) -> None:
+        """First pass: check and count; hold the batches when they are small enough.
+
+        Here the processes of a group meet: they hear of each other's errors, and whether they hold
+        the same (``fingerprint.py``).
+        """
+
+        def read() -> list[int]:
+            if prepare is not None:
+                prepare()
+            raws = iter(self.data)
+            first = next(raws, None)
+            self._objective = self._settled(first)
+            self.sample_axes = SampleAxes(self._without_data(), self._batch_axis)
+            self._stream = BatchStream(
+                self.data, self._objective, self.device, self._shard, self.sample_axes
+            )
+            total, seen = 0.0, 0
+            if first is not None:
+                summary = self._stream.first_pass(itertools.chain([first], raws))
+                self._held, self._batch_kinds = summary.held, summary.kinds
+                total, seen = summary.total, summary.seen
+            self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
+            self._counted = self._loss_tensors.fingerprint()
+            if isinstance(self.loss, CallableLoss) and (self.distributed or seen > 1):
+                self._check_callable(self.loss)
+            bits = struct.unpack("<q", struct.pack("<d", total))[0]
+            if not together:
+                return [bits, seen]
+            digest = fingerprint.content(fingerprint.facts_of(self))
+            return [bits, seen, *parallel.halves(digest)]
+
+        together = self.spread
+        ranks = parallel.shared(read, 4) if together else [read()]
+        if any(row[2:] != ranks[0][2:] for row in ranks):
+            self.refuse_differing_ranks()
+        total = sum(struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in ranks)
+        if not sum(row[1] for row in ranks):
+            raise ProblemError("the data are empty: there is no batch to differentiate.")
+        if total <= 0:
+            raise ProblemError("no valid target in the data: every target is ignored.")
+        self._total = self._summed_total = total
+
+    def _check_callable(self, loss: CallableLoss) -> None:
+        batch = next((b for b in self.batches() if b.length > 1), None)
+        if batch is None:
+            return
+        try:
+            with self.evaluating(), torch.no_grad():
+                outputs = self.outputs(batch, {})
+                parts_fit = loss.value(outputs, batch.targets).isfinite()
+        except (ProblemError, RuntimeError, TypeError, ValueError, IndexError):
+            return  # said where the first number is asked for
+        if parts_fit:
+            loss.check_weights(outputs, batch.targets)
+
+    def _settled(self, first: Any) -> Objective:
+        """The objective of data that begin with the raw batch ``first`` (None: no data)."""
+        loss, shift = self._requested
+        if first is None:
+            return Objective(loss or OwnLoss(), self.model, shift)
+
+        def forward(inputs: Any) -> Any:
+            moved = checked(inputs, what="inputs", device=self.device, index=0)
+            batch = Batch(inputs=moved, targets=None, count=1.0, index=0)
+            with self.evaluating(), torch.no_grad():
+                return self._called(batch, {})
+
+        raw = dict(first) if isinstance(first, Mapping) else first
+        on_device = tree_map(lambda t: t.to(self.device) if torch.is_tensor(t) else t, raw)
+        return settled(self.model, loss, shift, on_device, forward)
+
+    @property
+    def loss(self) -> Loss:
+        """The loss that is differentiated."""
+        return self._objective.loss
+
+    def _sum(
+        self,
+        fill: Callable[[Tensor], None],
+        shape: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        def marked(total: Tensor) -> parallel.Mark | None:
+            fill(total)
+            return self.mark()
+
+        return parallel.summed(
+            marked,
+            shape,
+            dtype=dtype or self.dtype,
+            device=device or self.device,
+            distributed=self.distributed,
+            differ=self.refuse_differing_ranks,
+        )
+
+    def batches(self, *, ignored: bool = False) -> Iterator[Batch]:
+        """The batches with at least one valid target, in order; ``ignored``: the others as well."""
+        self._count_again()
+        for batch in self._held if self._held is not None else self._stream:
+            if batch.count > 0 or ignored:
+                yield batch
+
+    def all_batches(self) -> Iterator[Batch]:
+        """``batches`` of all ranks where every rank sees the same data, else this rank's own."""
+        if not self._shard or parallel.world_size() == 1:
+            return self.batches()
+        return (batch for batch in replace(self._stream, sharded=False) if batch.count > 0)
+
+    @property
+    def held(self) -> bool:
+        """Whether the batches are in memory, the same in every pass."""
+        return self._held is not None
+
+    @property
+    def total_count(self) -> float:
+        """Σ_b c_b, the number of valid targets over all batches (and ranks)."""
+        self._count_again()
+        assert self._total is not None
+        return self._total
+
+    @property
+    def normaliser(self) -> float:
+        """What Σ_b c_b ℓ_b is divided by: the number of valid targets, or 1 where L is a sum."""
+        return self.total_count / self._summed_total if self.loss.summed else self.total_count
+
+    def _count_again(self) -> None:
+        """Follow the loss's own tensors: class weights weigh the targets."""
+        version = self._loss_tensors.fingerprint()
+        if version == self._counted:
+            return
+        if self._held is None:
+            self._read_data()
+            return
+        counts = [self.loss.count(batch.targets) for batch in self._held]
+        if counts != [batch.count for batch in self._held]:
+            if self.distributed or (self.loss.summed and self._summed_total != self._total):
+                raise ProblemError("the loss's weights have changed: make a new Problem.")
+            self._held = [replace(b, count=c) for b, c in zip(self._held, counts, strict=True)]
+            self._total = self._summed_total = sum(counts)
+        self._counted = version
+
+    def require_mean(self, purpose: str) -> None:
+        """Refuse a loss that is a sum where samples are compared with their mean."""
+        if self.loss.summed:
+            raise ProblemError(
+                f"{purpose} compares samples with their mean and {self.loss.name} is a sum: use "
+                "the same loss with reduction='mean'."
+            )
+
+    @property
+    def spread(self) -> bool:
+        """Whether the data lie on several processes, each of which knows its own."""
+        return self.distributed and parallel.world_size() > 1
+
+    def require_one_process(self, purpose: str, *, maker: str = "Problem") -> None:
+        """Refuse data on several processes where one has to know all of them.
+
+        maker: what the caller made, which takes ``distributed``.
+        """
+        if self.spread:
+            raise ProblemError(
+                f"{purpose} needs all data in one process, and these are spread over "
+                f"{parallel.world_size()}: make the {maker} with distributed=False, or call it "
+                "outside the process group."
+            )
+
+    @property
+    def separable(self) -> bool:
+        """Whether batches may be cut into samples.
+
+        The loss has to be a sum over targets, and a probe has to find the samples apart in model
+        and loss (``sample_axis.py``); it runs once, when this is asked for the first time.
+        """
+        if self._separable is None:
+            layouts = (b.layout for b in itertools.islice(self.batches(), 8) if b.length > 1)
+            self._separable = self.loss.additive and next(layouts, ...) is not None
+        return self._separable
+
+    @property
+    def largest_samples(self) -> int:
+        """The most ``units`` of any batch."""
+        if self._held is not None:
+            return max((self.units(batch) for batch in self._held), default=1)
+        first = next(self.batches(), None)
+        layout = None if first is None else first.layout
+        place, axis = 0, 0
+        if layout is not None and self.separable:
+            axes = enumerate(layout.leaves)
+            place, axis = next((i, a) for i, a in axes if a is not None)
+        return max((k[place][axis] for k in self._batch_kinds if len(k[place]) > axis), default=1)
+
+    def units(self, batch: Batch) -> int:
+        """A measure of a batch's size: its samples, or its length where they are not told apart."""
+        return batch.samples if self.separable else batch.length
+
+    def with_data(self, data: Any) -> Problem:
+        """The same model, loss and parameters on other data."""
+        loss, shift = self._requested
+        other = Problem(
+            self.model,
+            loss,
+            data,
+            parameters=list(self.parameter_names),
+            shift=shift,
+            keep_float64=self.keep_float64,
+            checkpoint_activations=self.checkpoint_activations,
+            batch_axis=self._batch_axis,
+            distributed=self.distributed,
+            shard=self._shard,
+        )
+        other.sample_axes.learn(self.sample_axes)
+        return other
+
+    def with_model(self, model: nn.Module) -> Problem:
+        """The same problem for a copy of the model with other weights."""
+        other = Problem.__new__(Problem)
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
+        # these belong to the model they were made for
+        other._set_model(model)
+        other._loss_tensors = LiveTensors(self.loss, beside=other._model_tensors)
+        other._objective = replace(self._objective, model=model)
+        other.sample_axes = SampleAxes(other._without_data(), self._batch_axis)
+        other.sample_axes.learn(self.sample_axes)
+        other._stream = replace(self._stream, objective=other._objective, finder=other.sample_axes)
+        if self._held is not None:
+            other._held = [batch.attached(other.sample_axes) for batch in self._held]
+        other._steady = None
+        return other
+
+    def _without_data(self) -> Problem:
+        """Model, parameters and loss only: what batches may hold on to."""
+        other = Problem.__new__(Problem)
+        data = ("data", "sample_axes", "_held", "_stream")
+        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in data})
+        return other
+
+    def with_batches(self, batches: Iterable[Batch]) -> Problem:
+        """The same problem on some of this process's own batches.
+
+        A loss that is a sum is scaled to all targets, so that the batches' shares of them weigh
+        their operators to the whole, as for a mean.
+        """
+        other = Problem.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        other._held = list(batches)
+        other.distributed, other._steady, other._separable = False, None, None
+        other._total = sum(batch.count for batch in other._held)
+        if other._total <= 0:
+            raise ProblemError("no valid target in the chosen batches.")
+        return other
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The scope in which the model is called and differentiated."""
+        strict = self.keep_float64 and self.dtype == torch.float64
+        with evaluation(self.model, stay_double=strict), explained():
+            yield
+
+    def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Fresh leaf tensors that share the weights' memory, for the parameters that vary."""
+        chosen = self.parameter_names if names is None else tuple(names)
+        return {name: fresh_leaf(self._everything[name]) for name in chosen}
+
+    def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
+        """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
+        return self.read(self._called(batch, leaves), batch)
+
+    def model_outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
+        """The part of the model's output that the loss reads, axes as the model has them."""
+        return self.loss.outputs_of(self._called(batch, leaves))
+
+    def read(self, raw: Any, batch: Batch) -> Any:
+        """What the loss reads of a model's return value, checked against the targets."""
+        outputs = self.loss.arranged(self.loss.outputs_of(raw), batch.targets)
+        self.loss.check(outputs, batch.targets)
+        return outputs
+
+    def _called(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
+        values = {n: leaves[n] if n in leaves else p.detach() for n, p in self._everything.items()}
+        try:
+            scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
+            with scope(self.model):
+                return call(self.model, values, batch.inputs)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            if isinstance(error, ProblemError):
+                raise  # it says what is wrong, and where
+            if isinstance(error, RuntimeError) and "not enough memory" in str(error):
+                raise
+            raise ProblemError(
+                f"the model fails on batch {batch.index} with inputs {described(batch.inputs)} "
+                f"(parameters are {self.dtype}): {error}"
+            ) from error
+
+    def predictions(
+        self, batch: Batch, leaves: Mapping[str, Tensor], *, logit_room: int | None = None
+    ) -> Any:
+        """``outputs``, or hidden states and the head's weights where the logits are too large.
+
+        logit_room: bytes for parts of the logits (default 64 MiB; logits within half of it are
+        made whole).
+        """
+        room = large_heads.logit_room(None) if logit_room is None else logit_room
+
+        def read(some: Batch, values: Mapping[str, Tensor]) -> Tensor:
+            return main_tensor(self._called(some, values), self.loss.name)
+
+        def on_one_sample() -> Callable[[], Tensor]:
+            return functools.partial(read, batch.part(0, 1, self.loss.count), {})
+
+        last = None
+        if self.loss.factored and not self._objective.labels_in_call:
+            last = self._head.beyond(room // 2, batch.targets, self._everything, on_one_sample)
+        if last is None:
+            return self.outputs(batch, leaves)
+        with large_heads.without(last):
+            hidden = read(batch, leaves)
+        logits = large_heads.factored_logits(last, hidden, self._everything, leaves, room)
+        if logits.shape[:-1] != batch.targets.shape or batch.targets.is_floating_point():
+            return self.outputs(batch, leaves)  # another layout, or class probabilities
+        self.loss.check(logits, batch.targets)
+        return logits
+
+    def check(self) -> None:
+        """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
+        check_same_parameters(self._kinds, self._everything)
+        check_weights({name: self._everything[name] for name in self.parameter_names})
+        check_mode(self.model)
+        batch = next(self.batches(), None)
+        if batch is None or self._steady == (version := self.weights_version()):
+            return
+        with self.evaluating(), torch.no_grad():
+            values = [
+                float(self.loss.value(self.predictions(batch, {}), batch.targets)) for _ in "ab"
+            ]
+        check_finite_loss(values[0], batch.index)
+        check_same_loss(values[0], values[1], eps=torch.finfo(self.dtype).eps)
+        self._steady = version
+
+    def value(self) -> float:
+        """L(θ), the mean loss over all valid targets."""
+
+        def fill(total: Tensor) -> None:
+            self.check()
+            with self.evaluating(), torch.no_grad():
+                for batch in self.batches():
+                    value = float(self.loss.value(self.predictions(batch, {}), batch.targets))
+                    check_finite_loss(value, batch.index)
+                    total += batch.count * value
+
+        scalar = self._sum(fill, [1], dtype=torch.float64, device=torch.device("cpu"))
+        return float(scalar) / self.normaliser
+
+    def gradient(self) -> Tensor:
+        """∇L(θ) as a flat vector (P,)."""
+
+        def fill(total: Tensor) -> None:
+            self.check()
+            with self.evaluating():
+                for batch in self.batches():
+                    leaves = self.leaves()
+                    loss = self.loss.value(self.predictions(batch, leaves), batch.targets)
+                    check_finite_loss(float(loss.detach()), batch.index)
+                    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                    total.add_(self.layout.join(grads, like=total), alpha=batch.count)
+
+        return self._sum(fill, [self.size]).div_(self.normaliser)
+
+    def __repr__(self) -> str:
+        size = f"{self.total_count:.0f} targets"
+        return f"Problem({type(self.model).__name__}, {self.loss.name}, P={self.size}, {size})"

@@ -1,0 +1,169 @@
+"""Warnings, other results, and how to reproduce the run."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from curvatlas.report.contents import (
+    Contents,
+    Section,
+    as_interval,
+    as_number,
+    stage_words,
+    with_interval,
+)
+from curvatlas.report.markup import Markup, join, number, table, tag
+
+# -------------------------------------------------------------------------------------------------
+# What was analysed: the model, its parameters by role, the data.
+# -------------------------------------------------------------------------------------------------
+
+
+_MOST_ROLES = 14
+
+
+def subject(contents: Contents) -> Section | None:
+    entries = contents.of_kind("Subject")
+    if not entries:
+        return None
+    first = entries[0].content
+    lead = tag(
+        "p",
+        tag("strong", first.get("name")),
+        f" is a {first.get('model')} with ",
+        tag("strong", f"{int(as_number(first.get('parameters')) or 0):,} parameters"),
+        f", measured on {first.get('data')} in {first.get('dtype')} on {first.get('device')}.",
+    )
+    rows: list[list[object]] = [
+        [stage_words(entry.stage) or "as given", *_numbers(entry.content)] for entry in entries
+    ]
+    losses = table(
+        ["weights", str(first.get("loss_name") or "loss"), "gradient norm", "targets", "batches"],
+        rows,
+        caption="The loss at which curvature was measured",
+    )
+    return Section(
+        identifier="subject",
+        title="What was analysed",
+        body=join(lead, losses, _roles(first)),
+    )
+
+
+def _numbers(content: dict[str, Any]) -> list[object]:
+    keys = ("loss", "gradient_norm", "targets", "batches")
+    return [number(as_number(content.get(key)) or 0.0, 4) for key in keys]
+
+
+def _roles(content: dict[str, Any]) -> Markup | None:
+    sizes: dict[str, int] = {}
+    for entry in content.get("roles") or []:
+        size = int(as_number(entry.get("parameters")) or 0)
+        role = str(entry.get("role")).removesuffix("_bias")  # a bias counts with its weight
+        sizes[role] = sizes.get(role, 0) + size
+    total, largest = sum(sizes.values()), max(sizes.values(), default=0)
+    if not total:
+        return None
+    rows: list[list[object]] = []
+    for role, size in sorted(sizes.items(), key=lambda item: -item[1])[:_MOST_ROLES]:
+        bar = tag("span", class_="share", style=f"width:{100 * size / largest:.1f}%")
+        rows.append([role, f"{size:,}", f"{size / total:.1%}", bar])
+    left_out = len(sizes) - len(rows)
+    more = tag("p", f"and {left_out} smaller roles.") if left_out else None
+    head: list[object] = ["role", "parameters", "share", ""]
+    return join(table(head, rows, caption="Parameters by role, biases with their weights"), more)
+
+
+_MISSED = 0.06  # above this the bound on an overlooked eigenvalue is worth a word
+
+# classes that have a section of their own
+_SHOWN = {
+    "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
+    "TrainingHistory", "Atlas", "Verification", "CurvatureFlow", "Advice",
+    "CriticalLearningRate", "TrustRadius", "LandscapeConvergence", "PredictedTrajectory",
+    "TaylorExpansion",
+}  # fmt: skip
+
+
+def cautions(contents: Contents) -> Section | None:
+    warnings = [str(warning) for warning in contents.manifest["warnings"]]
+    status, error = contents.manifest["status"], contents.manifest["error"]
+    if status != "complete":
+        said = f" ({error})" if error else ""
+        warnings.insert(0, f"This run is {status}{said}: what is missing was not computed.")
+    for entry in contents.entries:
+        if entry.content.get("converged") is False:
+            warnings.append(f"{entry.name} did not converge within its budget.")
+        missed = as_number(entry.content.get("missed_probability"))
+        if missed is not None and missed > _MISSED:
+            warnings.append(
+                f"{entry.name}: the chance that an eigenvalue further out was overlooked is "
+                f"bounded only by {missed:.0%}."
+            )
+    if not warnings:
+        return None
+    items = [tag("li", warning) for warning in warnings]
+    return Section(
+        identifier="warnings", title="Warnings", body=tag("ul", items, class_="cautions")
+    )
+
+
+def others(contents: Contents) -> Section | None:
+    rows: list[list[object]] = []
+    for entry in contents.entries:
+        if entry.kind in _SHOWN or entry.content.get("quantity") == "trace":
+            continue
+        for key, value in entry.content.items():
+            shown = _simple(key, value, entry.content)
+            if shown is not None:
+                rows.append([entry.name, key, shown])
+    if not rows:
+        return None
+    return Section(
+        identifier="others",
+        title="Other results",
+        body=table(["step", "field", "value"], rows, caption="Results without a picture"),
+    )
+
+
+def _simple(key: str, value: Any, content: dict[str, Any]) -> object | None:
+    if key in ("kind", "interval") or isinstance(value, (dict, list)) or value is None:
+        return None
+    number = as_number(value)
+    if number is not None and not isinstance(value, int):
+        return with_interval(
+            number, as_interval(content.get("interval")) if key == "value" else None
+        )
+    return value if isinstance(value, (bool, int)) else str(value)
+
+
+def reproduction(contents: Contents) -> Section:
+    manifest = contents.manifest
+    command = shlex.join(manifest["command"]) if manifest["command"] else "(run from Python)"
+    versions = {"curvatlas": manifest["version"], **manifest["environment"]}
+    settings: dict[str, object] = {
+        **{f"option {key}": _option(value) for key, value in manifest["options"].items()},
+        **versions,
+        **{f"{key} fingerprint": value for key, value in manifest["fingerprints"].items() if value},
+        "started": manifest["created"],
+        "last written": manifest["updated"],
+    }
+    seconds: list[list[object]] = [
+        [name, step["kind"], float(step["seconds"])] for name, step in manifest["steps"].items()
+    ]
+    return Section(
+        identifier="reproduce",
+        title="How to reproduce",
+        body=join(
+            tag("pre", tag("code", command), tabindex=0),
+            tag("p", "The same command on the same machine gives the same numbers."),
+            tag("details", tag("summary", "Settings and versions"),
+                table(["setting", "value"], [[key, value] for key, value in settings.items()])),
+            tag("details", tag("summary", "Steps and their time"),
+                table(["step", "result", "seconds"], seconds)),
+        ),
+    )  # fmt: skip
+
+
+def _option(value: Any) -> str:
+    return "–" if value is None else str(value)

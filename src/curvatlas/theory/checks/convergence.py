@@ -1,0 +1,246 @@
+"""Theorem 7: how much one more sample changes the loss landscape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.figures.theory import lines_figure
+from curvatlas.theory import reference
+from curvatlas.theory.statements import (
+    CORRECTED,
+    FALSE,
+    HOLDS,
+    Effort,
+    Outcome,
+    judge,
+    spread,
+    statement,
+)
+
+_DERIVATION = "docs/theory/derivations.md#one-more-sample"
+_SLACK = 1.0 + 1e-9
+
+
+def _quadratic_samples(effort: Effort, trial: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """Samples ℓ_i(w) = c_i + ½ΔᵀH_iΔ around a shared stationary w*; Δ, k+1 Hessians, M, L."""
+    generator = effort.generator(trial)
+    k, p = 3 + trial % 8, 4
+    h = torch.randn(k + 1, p, p, generator=generator, dtype=torch.float64)
+    h = 0.5 * (h + h.mT)
+    offset = torch.rand(k + 1, generator=generator, dtype=torch.float64)
+    delta = torch.randn(p, generator=generator, dtype=torch.float64)
+    bound = float(torch.linalg.matrix_norm(h, 2).max())
+    return delta, h, offset, bound, float(offset.max())
+
+
+@statement(
+    name="loss-difference-identity",
+    source="Petrov et al., draft, displayed loss difference before Theorem 7",
+    title="The second-order expansion of L_{k+1} − L_k",
+    formula="L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k+1), so the quadratic term is ½Δᵀ(H_{k+1} − "
+    "H̄_k)Δ/(k+1);"
+    " printed without 1/(k+1)",
+    assumptions="common stationary point, exact quadratic samples",
+    tested_by="both forms on random quadratic samples",
+    verdict=CORRECTED,
+    counterexample="printed term too large by the factor k+1",
+    derivation=_DERIVATION,
+)
+def loss_difference(effort: Effort) -> Outcome:
+    printed, corrected = [], []
+    for trial in range(effort.trials(20, 200)):
+        delta, h, offset, _, _ = _quadratic_samples(effort, trial)
+        losses = offset + 0.5 * torch.einsum("a,iab,b->i", delta, h, delta)
+        k = len(h) - 1
+        true = float(losses.mean() - losses[:k].mean())
+        constant = float(offset[k] - offset[:k].mean()) / (k + 1)
+        bend = float(0.5 * delta @ (h[k] - h[:k].mean(0)) @ delta)
+        printed.append(abs(constant + bend - true) / abs(true))
+        corrected.append(abs(constant + bend / (k + 1) - true) / abs(true))
+    return Outcome(
+        verdict=judge(printed=max(printed) < 1e-9, corrected=max(corrected) < 1e-9),
+        figure=f"printed off by {spread(printed)}; corrected {max(corrected):.0e}",
+        numbers={"printed": max(printed), "corrected": max(corrected)},
+    )
+
+
+@statement(
+    name="theorem-7-quadratic",
+    source="Petrov et al., Theorem 7",
+    title="|L_{k+1}(w) − L_k(w)| ≤ (2L + M‖w − w*‖²)/(k+1)",
+    formula="|L_{k+1} − L_k| ≤ (2L + M‖Δ‖²)/(k+1), and already ≤ (L + M‖Δ‖²)/(k+1)",
+    assumptions="Assumption 1 (w* stationary for L_k and L_{k+1}), 0 ≤ ℓ(w*) ≤ L, quadratic model",
+    tested_by="random quadratic samples; a pair of samples that attains the sharper constant",
+    verdict=HOLDS,
+    derivation=_DERIVATION,
+)
+def theorem_7(effort: Effort) -> Outcome:
+    ratios, sharper = [], []
+    for trial in range(effort.trials(200, 5000)):
+        delta, h, offset, m, top = _quadratic_samples(effort, trial)
+        losses = offset + 0.5 * torch.einsum("a,iab,b->i", delta, h, delta)
+        k = len(h) - 1
+        difference = abs(float(losses.mean() - losses[:k].mean()))
+        square = float(delta @ delta)
+        ratios.append(difference * (k + 1) / (2 * top + m * square))
+        sharper.append(difference * (k + 1) / (top + m * square))
+    # ℓ_1 = −½M w², ℓ_2 = L + ½M w²: L_2 − L_1 = (L + M w²)/2, the bound with L exactly
+    k, m, top, w = 1, 3.0, 0.7, 0.4
+    first, second = -0.5 * m * w**2, top + 0.5 * m * w**2
+    attained = abs((first + second) / 2 - first) * (k + 1) / (top + m * w**2)
+    return Outcome(
+        verdict=judge(printed=max(*ratios, *sharper) <= _SLACK and abs(attained - 1) < 1e-12),
+        figure=f"difference/bound up to {max(ratios):.3f} (2L), {max(sharper):.3f} (L);"
+        f" the pair attains {attained:.6f} of the bound with L",
+        numbers={"largest": max(ratios), "sharper": max(sharper), "attained": attained},
+    )
+
+
+@statement(
+    name="theorem-7-segment",
+    source="Petrov et al., Theorem 7 (M taken at w*)",
+    title="M must bound the Hessian on the whole segment, not at w* only",
+    formula="with M = ‖H(w*)‖: fails for ℓ = a w⁴ (H(0) = 0); with M = max over [w*, w]: holds",
+    assumptions="Assumption 1",
+    tested_by="ℓ_1 = 0, ℓ_2 = a w⁴ at w = 1",
+    verdict=CORRECTED,
+    counterexample="a = 1: difference 0.5 while the bound with M(w*) = 0 and L = 0 is 0",
+    derivation=_DERIVATION,
+)
+def theorem_7_segment(effort: Effort) -> Outcome:
+    a, w, k = 1.0, 1.0, 1
+    difference = abs((0.0 + a * w**4) / 2 - 0.0)
+    at_optimum = 0.0 * w**2 / (k + 1)
+    points = torch.linspace(0.0, w, 101, dtype=torch.float64)
+    on_segment = float((12 * a * points**2).max()) * w**2 / (k + 1)
+    return Outcome(
+        verdict=judge(
+            printed=difference <= at_optimum * _SLACK, corrected=difference <= on_segment * _SLACK
+        ),
+        figure=f"difference {difference:.2f}; bound {at_optimum:.2f} at w*, {on_segment:.2f} on "
+        f"segment",
+        numbers={"difference": difference, "at_optimum": at_optimum, "on_segment": on_segment},
+    )
+
+
+@statement(
+    name="theorem-7-assumption",
+    source="Petrov et al., Assumption 1 of Theorem 7",
+    title="Without a common stationary point a gradient term is needed",
+    formula="|L_{k+1} − L_k| ≤ (L + ‖∇ℓ_{k+1}(w*) − ∇L_k(w*)‖‖Δ‖ + M‖Δ‖²)/(k+1)",
+    assumptions="none on the gradients; Hessians bounded by M on the segment",
+    tested_by="a linear new sample; random quadratics with gradients; a small trained block",
+    verdict=CORRECTED,
+    counterexample="ℓ_{k+1} = g·w with flat other samples: difference 0.125, printed bound 0.001",
+    derivation=_DERIVATION,
+)
+def theorem_7_assumption(effort: Effort) -> Outcome:
+    k, gradient, w, m, top = 7, 1.0, 1.0, 1e-3, 5e-3
+    difference = gradient * w / (k + 1)
+    printed = (2 * top + m * w**2) / (k + 1)
+    ratios = []
+    for trial in range(effort.trials(200, 5000)):
+        delta, h, offset, bound, highest = _quadratic_samples(effort, trial)
+        slopes = torch.randn(
+            len(h), len(delta), generator=effort.generator(10_000 + trial), dtype=torch.float64
+        )
+        losses = offset + slopes @ delta + 0.5 * torch.einsum("a,iab,b->i", delta, h, delta)
+        n = len(h) - 1
+        true = abs(float(losses.mean() - losses[:n].mean()))
+        jump = float((slopes[n] - slopes[:n].mean(0)).norm() * delta.norm())
+        ratios.append(true * (n + 1) / (highest + jump + bound * float(delta @ delta)))
+    largest_gradient = _trained_gradients(effort)
+    return Outcome(
+        verdict=judge(printed=difference <= printed * _SLACK, corrected=max(ratios) <= _SLACK),
+        figure=f"linear sample: {difference:.3f} against {printed:.4f}; corrected at most"
+        f" {max(ratios):.3f} of its bound; trained block: max ‖∇ℓ_i(w*)‖ = {largest_gradient:.2f}",
+        numbers={
+            "difference": difference,
+            "printed_bound": printed,
+            "corrected_largest": max(ratios),
+            "trained_gradient": largest_gradient,
+        },
+    )
+
+
+def _trained_gradients(effort: Effort) -> float:
+    """Largest per-sample gradient norm at the optimum of a small trained block."""
+    spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)
+    generator = effort.generator(77)
+    weights = reference.tracked(reference.draw_weights(spec, generator))
+    x, y = torch.randn(2, 12, 3, 4, generator=generator, dtype=torch.float64)
+    params = list(weights.values())
+    for _ in range(150):
+        loss = reference.loss_of("mse", y)(reference.block_output(spec, weights, x))
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for p, g in zip(params, grads, strict=True):
+                p -= 0.2 * g
+    per_sample = (reference.block_output(spec, weights, x) - y).pow(2).mean((1, 2))
+    return float(reference.jacobian(per_sample, params).norm(dim=1).max())
+
+
+def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Log-log slope of |L_{k+1} − L_k| over permutations; k and mean difference for drawing.
+
+    losses: (permutations, n) per-sample losses at a fixed w
+    """
+    n = losses.shape[1]
+    counts = torch.arange(1, n + 1, dtype=torch.float64)
+    running = losses.cumsum(1) / counts
+    difference = (running[:, 1:] - running[:, :-1]).abs().mean(0)
+    k = counts[1:]
+    keep = k >= 20
+    x, y = k[keep].log(), difference[keep].log()
+    x, y = x - x.mean(), y - y.mean()
+    return float((x @ y) / (x @ x)), k, difference
+
+
+@statement(
+    name="loss-difference-slope",
+    source="Petrov et al., experiments: |L_{k+1} − L_k| falls like 1/k, read as support of "
+    "Theorem 7",
+    title="A slope of −1 in k is evidence for the Hessian bound",
+    formula="|L_{k+1}(w) − L_k(w)| ∝ k^{−1} at fixed w: true of running means of any bounded iid "
+    "numbers",
+    tested_by="per-sample losses of a block, and pure noise (null control), slopes over "
+    "permutations",
+    verdict=FALSE,
+    counterexample="uniform random numbers, no model at all, give slope −1 too",
+    derivation=_DERIVATION,
+    plot=lines_figure,
+)
+def slope_null_control(effort: Effort) -> Outcome:
+    n, permutations = effort.trials(1500, 6000), 40
+    generator = effort.generator()
+    spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)
+    weights = reference.draw_weights(spec, generator)
+    x, y = torch.randn(2, n, 3, 4, generator=generator, dtype=torch.float64)
+    block = (reference.block_output(spec, weights, x) - y).pow(2).mean((1, 2))
+    noise = torch.rand(n, generator=generator, dtype=torch.float64)
+    heavy = torch.randn(n, generator=generator, dtype=torch.float64).pow(2)
+    slopes, curves, k = {}, {}, torch.zeros(1)
+    for name, values in {"block losses": block, "uniform noise": noise, "χ² noise": heavy}.items():
+        order = torch.stack([torch.randperm(n, generator=generator) for _ in range(permutations)])
+        slopes[name], k, difference = difference_slope(values[order])
+        curves[name] = difference
+    null = all(abs(slopes[name] + 1.0) < 0.15 for name in ("uniform noise", "χ² noise"))
+    shown = torch.logspace(0, float(torch.log10(k[-1])), 60).long() - 1
+    shown = torch.tensor(sorted({int(i) for i in shown if i >= 0}))
+    curves["guide 1/k"] = curves["uniform noise"][20] * k[20] / k
+    return Outcome(
+        # the slope would be evidence only if noise did not have it
+        verdict=judge(printed=not null),
+        figure="slopes " + ", ".join(f"{name} {s:.2f}" for name, s in slopes.items()),
+        numbers={"slopes": slopes},
+        series={
+            "x": k[shown].tolist(),
+            "curves": {name: c[shown].tolist() for name, c in curves.items()},
+            "xscale": "log",
+            "yscale": "log",
+            "xlabel": "k",
+            "ylabel": "mean |L(k+1) − L(k)|",
+        },
+    )

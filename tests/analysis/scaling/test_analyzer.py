@@ -1,0 +1,256 @@
+"""Scaling grids: real runs, resuming, fits, predictions with refusals, gradient noise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvatlas import runs, zoo
+from curvatlas.analysis.scaling.analyzer import ScalingLawAnalyzer, fit_grid
+from curvatlas.analysis.scaling.cell import ScalingCell, gradient_noise
+from curvatlas.analysis.scaling.result import compare_predictions
+from curvatlas.figures import plot_scaling_law_predictions
+from curvatlas.fits import plane_power_law
+from curvatlas.problem import Problem
+from curvatlas.results import same
+
+
+def tiny_vit(width: int) -> nn.Module:
+    return zoo.reference_vit(d_model=width, patch_size=4)
+
+
+EFFORT = {"steps": 20, "curvature_samples": 16, "products": 12}
+
+
+def fake_cell(n: int, d: int, loss: float, curvature: float) -> ScalingCell:
+    both = (curvature, curvature)
+    return ScalingCell(
+        size=str(n), parameters=n, samples=d, seed=0, steps=1, best_step=1, training_loss=loss,
+        validation_loss=loss, validation_interval=(0.9 * loss, 1.1 * loss),
+        validation_accuracy=None, hessian_norm=curvature,
+        hessian_norm_interval=both, smallest=-1.0, trace=curvature, trace_interval=both,
+        effective_rank=5.0, effective_rank_interval=(5.0, 5.0), condition_number=10.0,
+        condition_interval=(9.0, 11.0), negative_mass=0.1, noise_scale=5.0, critical_batch_size=5.0,
+        critical_batch_interval=(4.0, 6.0), curvature_samples=10, products=1, seconds=0.0,
+    )  # fmt: skip
+
+
+def known_grid(noise: float = 0.005, seed: int = 0) -> list[ScalingCell]:
+    random = np.random.default_rng(seed)
+    return [
+        fake_cell(
+            n,
+            d,
+            (0.2 + 20 * n**-0.5 + 10 * d**-0.5) * float(np.exp(noise * random.standard_normal())),
+            3 * n**0.2 * d**-0.3 * float(np.exp(noise * random.standard_normal())),
+        )
+        for n in (1000, 3000, 10000, 30000)
+        for d in (100, 300, 1000, 3000)
+    ]
+
+
+def analyzer_of(cells: list[ScalingCell]) -> ScalingLawAnalyzer:
+    analyzer = ScalingLawAnalyzer(tiny_vit)
+    analyzer.grid = fit_grid(cells)
+    return analyzer
+
+
+def test_hessian_norm_is_that_of_the_dense_hessian() -> None:
+    from curvatlas.operators.curvature import Hessian
+
+    model = tiny_vit(4).double().eval()
+    data = tuple(zoo.digits().train.take(6).to(torch.float64))
+    found = ScalingLawAnalyzer(tiny_vit).compute_hessian_norm(model, data)
+    dense = Hessian(Problem(model, "cross_entropy", data)).dense()
+    assert found.value == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)
+    again = ScalingLawAnalyzer(tiny_vit).compute_hessian_norm(model, *data)
+    assert again.value == found.value
+
+
+def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    analyzer = ScalingLawAnalyzer(tiny_vit)
+    whole = analyzer.analyze_scaling_with_size([3, 4], [24, 48], output=tmp_path / "a", **EFFORT)
+    calls = 0
+
+    def breaking(width: int) -> nn.Module:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # two fingerprints, then the third run
+            raise KeyboardInterrupt
+        return tiny_vit(width)
+
+    broken = ScalingLawAnalyzer(breaking)
+    with pytest.raises(KeyboardInterrupt):
+        broken.analyze_scaling_with_size([3, 4], [24, 48], output=tmp_path / "b", **EFFORT)
+    assert len(runs.load(tmp_path / "b").results) == 2
+    resumed = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+        [3, 4], [24, 48], output=tmp_path / "b", **EFFORT
+    )
+    for a, b in zip(whole.cells, resumed.cells, strict=True):
+        assert (a.validation_loss, a.hessian_norm, a.trace, a.critical_batch_size) == (
+            b.validation_loss, b.hessian_norm, b.trace, b.critical_batch_size,
+        )  # fmt: skip
+    assert same(runs.load(tmp_path / "b").results["grid"], resumed)
+    assert len(plot_scaling_law_predictions(whole).axes) == 2
+    assert whole.plot().axes[0].get_xlabel() == "training samples D"
+    assert whole.law is None  # 2 × 2 runs do not determine five parameters
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
+    script = tmp_path / "grid.py"
+    script.write_text(
+        "from curvatlas import zoo\n"
+        "from curvatlas.analysis.scaling.analyzer import ScalingLawAnalyzer\n"
+        "a = ScalingLawAnalyzer(lambda w: zoo.reference_vit(d_model=w, patch_size=4))\n"
+        f"a.analyze_scaling_with_size([3, 4], [24, 48], output={str(tmp_path / 'run')!r}, "
+        "steps=20, curvature_samples=16, products=12)\n"
+    )
+    results = tmp_path / "run" / "results"
+    process = subprocess.Popen([sys.executable, str(script)], env=dict(os.environ))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if results.is_dir() and any(results.glob("cell*.json")):
+            break
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    found = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+        [3, 4], [24, 48], output=tmp_path / "run", **EFFORT
+    )
+    assert len(found.cells) == 4
+    assert runs.load(tmp_path / "run").status == "complete"
+
+
+def test_laws_of_known_runs_are_found() -> None:
+    grid = fit_grid(known_grid())
+    assert grid.law is not None
+    assert grid.law.alpha_interval[0] <= 0.5 <= grid.law.alpha_interval[1]
+    assert grid.law.beta_interval[0] <= 0.5 <= grid.law.beta_interval[1]
+    plane = grid.planes["hessian_norm"]
+    assert plane.by_parameters == pytest.approx(0.2, abs=0.02)
+    assert plane.samples_interval[0] <= -0.3 <= plane.samples_interval[1]
+
+
+def test_dataset_size_for_a_target_loss_covers_the_truth() -> None:
+    truth, hits = 700.0, 0
+    target = 0.2 + 20 * 10000**-0.5 + 10 * truth**-0.5
+    for seed in range(12):
+        found = analyzer_of(known_grid(0.01, seed)).predict_optimal_dataset_size(10000, target)
+        hits += found.interval[0] <= truth <= found.interval[1]
+        assert found.value == pytest.approx(truth, rel=0.3)
+    assert hits >= 9
+
+
+def test_compute_optimal_size_balances_model_and_data() -> None:
+    found = analyzer_of(known_grid(1e-4)).predict_optimal_dataset_size("3000")
+    # α A/N^α = β B/D^β with α = β = 1/2: D = N (B/A)²
+    assert found.value == pytest.approx(3000 * (10 / 20) ** 2, rel=0.1)
+    assert found.target is None
+    assert not found.extrapolated
+
+
+def test_curvature_targets_use_their_own_law() -> None:
+    analyzer = analyzer_of(known_grid(0.005))
+    target = 3 * 3000**0.2 * 500**-0.3
+    found = analyzer.predict_optimal_dataset_size(3000, target, quantity="hessian_norm")
+    assert found.interval[0] <= 500 <= found.interval[1]
+    with pytest.raises(ValueError, match="does not measurably depend"):
+        analyzer.predict_optimal_dataset_size(3000, 5.0, quantity="effective_rank")
+
+
+def test_predictions_far_outside_the_runs_are_refused() -> None:
+    analyzer = analyzer_of(known_grid())
+    with pytest.raises(ValueError, match="more than 4 times outside"):
+        analyzer.predict_optimal_dataset_size(10000, 0.45)
+    with pytest.raises(ValueError, match="the model size N"):
+        analyzer.predict_optimal_dataset_size(10_000_000)
+    with pytest.raises(ValueError, match="no amount of data"):
+        analyzer.predict_optimal_dataset_size(3000, 0.3)
+    with pytest.raises(ValueError, match="no runs yet"):
+        ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100)
+
+
+def test_held_out_runs_are_predicted_better_by_the_law_than_by_no_model() -> None:
+    found = compare_predictions(fit_grid(known_grid(1e-3)))
+    assert len(found.actual) == 4
+    assert found.errors["loss"] < 0.05
+    assert found.errors["loss"] < found.errors["control"]
+    assert "smallest by loss" in str(found)
+    assert found.curvature in ("trace", "hessian_norm")  # which measure the second way used
+
+
+def test_plane_intervals_cover() -> None:
+    random = np.random.default_rng(0)
+    n, d = (v.ravel() for v in np.meshgrid([1e3, 3e3, 1e4], [1e2, 3e2, 1e3, 3e3]))
+    hits = 0
+    for _ in range(200):
+        y = 2 * n**0.3 * d**-0.6 * np.exp(0.1 * random.standard_normal(len(n)))
+        low, high = plane_power_law(n, d, y).samples_interval
+        hits += low <= -0.6 <= high
+    assert 0.90 <= hits / 200 <= 0.99
+
+
+def test_gradient_noise_of_a_linear_model_is_that_of_its_distribution() -> None:
+    class Mean(nn.Module):
+        """½‖θ − x‖²: gradients θ − x, Hessian the identity."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.theta = nn.Parameter(torch.full((5,), 0.6, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.theta - x
+
+    x = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    problem = Problem(Mean(), "mse", (x, torch.zeros_like(x)))
+    found = gradient_noise(problem, samples=400)
+    want = 5 / (5 * 0.6**2)  # tr Σ / ‖G‖² with Σ = I
+    assert found.simple_interval[0] <= want <= found.simple_interval[1]
+    assert found.simple == pytest.approx(want, rel=0.25)
+    assert found.value == pytest.approx(found.simple, rel=1e-6)  # H is a multiple of the identity
+
+
+def test_sizes_beyond_the_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="data sizes must lie"):
+        ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size([3], [10_000], **EFFORT)
+
+
+def test_the_command_runs_resumes_and_refuses_nonsense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    from curvatlas.cli import main
+
+    arguments = [
+        "scaling", "--widths", "3,4", "--sizes", "24,48", "--steps", "8", "--curvature-samples",
+        "8", "--products", "10", "--output", str(tmp_path / "run"), "--json",
+    ]  # fmt: skip
+    answers = []
+    for _ in range(2):  # the second finds everything done
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["results"] == answers[1]["results"]
+    assert len(answers[0]["results"]["grid"]["cells"]) == 4
+    with pytest.raises(SystemExit) as ended:
+        main(["scaling", "--widths", "wide"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_factory_that_makes_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="gave a NoneType, expected"):
+        ScalingLawAnalyzer(lambda _: None).analyze_scaling_with_size([4], [20], steps=1)  # type: ignore[arg-type,return-value]

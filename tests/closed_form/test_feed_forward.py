@@ -1,0 +1,87 @@
+"""FFNHessian: Jacobians, blocks and parts against autodiff."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call, jacrev
+
+from batched_oracles import parts
+from curvatlas.closed_form.feed_forward import FFNHessian
+from curvatlas.engines.tangent.feed_forward import ACTIVATIONS
+
+
+def random_ffn(**options: object) -> FFNHessian:
+    layer = FFNHessian(4, 6, **options).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.7)
+    return layer
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_blocks_and_parts_equal_double_backward(
+    activation: str, gated: bool, bias: bool
+) -> None:
+    torch.manual_seed(5)
+    layer = random_ffn(activation=activation, gated=gated, bias=bias)
+    x, y = torch.randn(2, 2, 3, 4, dtype=torch.float64).unbind()
+    want = parts(layer(x), lambda z: (z - y).pow(2).mean(), list(layer.parameters()))
+    result = layer.compute_hessian(x, y)
+    assert result.names == tuple(name for name, _ in layer.named_parameters())
+    for key, part in (("H", "total"), ("H_outer", "outer"), ("H_functional", "functional")):
+        error = float((result[key] - want[part]).norm())
+        assert error <= 1e-13 * float(want["total"].norm()), (part, activation)
+    for a in result.names:
+        for b in result.names:
+            for part in ("total", "outer", "functional"):
+                zero = float(result.block(a, b, part).abs().max()) == 0.0  # type: ignore[arg-type]
+                assert zero == result.structure.is_zero(a, b, part), (a, b, part)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+def test_jacobians_equal_reverse_mode(gated: bool, lead: tuple[int, ...]) -> None:
+    layer = random_ffn(activation="gelu", gated=gated)
+    x = torch.randn(*lead, 4, dtype=torch.float64)
+    found = layer.compute_ffn_jacobians(x)
+    names = {"d_ffn_d_w1": "up_weight", "d_ffn_d_w2": "down_weight"}
+    for key, name in (names | ({"d_ffn_d_gate": "gate_weight"} if gated else {})).items():
+        want = jacrev(lambda w, n=name: functional_call(layer, {n: w}, (x,)))(
+            layer.get_parameter(name)
+        )
+        torch.testing.assert_close(found[key], want.detach(), rtol=1e-12, atol=1e-13)
+    assert found["intermediate"].shape == (*lead, 6)
+    assert found["activation_derivative"].shape == (*lead, 6)
+
+
+def test_w2_hessian_is_kronecker_and_needs_no_target_for_mse() -> None:
+    layer = random_ffn()
+    x, y = torch.randn(2, 5, 4, dtype=torch.float64).unbind()
+    g = layer.compute_ffn_jacobians(x).intermediate
+    want = torch.kron(torch.eye(4, dtype=torch.float64), g.T @ g) * 2 / y.numel()
+    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x), want)
+    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x, y), want)
+    with pytest.raises(ValueError, match="does not depend on the target"):
+        layer.compute_hessian_wrt_w2(x, loss="cross_entropy")
+
+
+def test_relu_at_exactly_zero_uses_the_slope_zero_and_no_nan() -> None:
+    layer = FFNHessian(3, 2, activation="relu", bias=False).double()
+    with torch.no_grad():
+        layer.get_parameter("up_weight").zero_()  # every pre-activation is exactly zero
+    x, y = torch.randn(2, 4, 3, dtype=torch.float64).unbind()
+    assert float(layer.compute_hessian(x, y).H.abs().max()) == 0.0
+
+
+def test_active_dropout_and_wrong_input_are_refused() -> None:
+    layer = FFNHessian(3, 2, dropout=0.1)
+    with pytest.raises(ValueError, match="eval"):
+        layer.compute_hessian(torch.zeros(4, 3), torch.zeros(4, 3))
+    layer.eval()
+    with pytest.raises(ValueError, match="end in 3"):
+        layer.compute_ffn_jacobians(torch.zeros(4, 2))
+    with pytest.raises(TypeError, match="convert"):
+        layer.compute_ffn_jacobians(torch.zeros(4, 3, dtype=torch.float64))

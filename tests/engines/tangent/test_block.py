@@ -1,0 +1,222 @@
+"""Products of one block against double backward through an independent block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvatlas.engines.tangent.block import linearise
+from curvatlas.engines.tangent.losses import MeanSquaredError
+from curvatlas.engines.tangent.structure import BlockSpec
+from oracles import flat, relative_error
+from reference_block import Case, block, random_case, random_weights
+
+TOLERANCE = 1e-12
+
+
+def _directions(case: Case, count: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(count, *leaf.shape, generator=generator, dtype=leaf.dtype)
+        for leaf in case.leaves
+    ]
+
+
+def _oracle(case: Case, target: Tensor, directions: list[Tensor]) -> dict[str, Tensor]:
+    """Gradient, J v, Jᵀ(J v) · 2/size, and H v, flat, by reverse over reverse."""
+    z = block(case.spec, case.weights, case.x, case.keys)
+    loss = (z - target).pow(2).sum() / z.numel()
+    options = {"retain_graph": True, "allow_unused": True}
+    grads = torch.autograd.grad(loss, case.leaves, create_graph=True, **options)
+    u = torch.zeros_like(z, requires_grad=True)
+    pulled = torch.autograd.grad(z, case.leaves, u, create_graph=True, **options)
+    total, outer, moved = [], [], []
+    for i in range(len(directions[0])):
+        pairs = [(g, v[i]) for g, v in zip(grads, directions, strict=True) if g is not None]
+        inner = sum((g * v).sum() for g, v in pairs)
+        row = torch.autograd.grad(inner, case.leaves, **options)
+        total.append(flat(row, case.leaves))
+        pairs = [(g, v[i]) for g, v in zip(pulled, directions, strict=True) if g is not None]
+        (jv,) = torch.autograd.grad(sum((g * v).sum() for g, v in pairs), u, retain_graph=True)
+        moved.append(jv)
+        back = torch.autograd.grad(z, case.leaves, 2 / z.numel() * jv, **options)
+        outer.append(flat(back, case.leaves))
+    return {
+        "gradient": flat(grads, case.leaves).detach(),
+        "moved": torch.stack(moved),
+        "outer": torch.stack(outer),
+        "total": torch.stack(total),
+        "output": z.detach(),
+    }
+
+
+def _flat(found: dict[str, Tensor], rate_x: Tensor, count: int) -> Tensor:
+    return torch.cat([t.reshape(count, -1) for t in [*found.values(), rate_x]], dim=1)
+
+
+@pytest.mark.parametrize("start", range(0, 160, 10))
+def test_products_equal_double_backward_for_any_mixture_of_options(start: int) -> None:
+    for seed in range(start, start + 10):
+        case = random_case(seed)
+        count = 1 + seed % 3
+        directions = _directions(case, count, seed)
+        target = torch.randn_like(case.x.detach())
+        want = _oracle(case, target, directions)
+        got = linearise(case.spec, case.weights, case.x, case.keys)
+        seeds = MeanSquaredError().seeds(got.output, target)
+        tangents = dict(zip(case.weights, directions[:-1], strict=True))
+        grads, delta_x = got.gradient(seeds.delta)
+        scale = torch.linalg.norm(want["total"])
+        checks = {
+            "output": (got.output, want["output"]),
+            "gradient": (flat([*grads.values(), delta_x], case.leaves), want["gradient"]),
+            "moved": (got.jvp(tangents, directions[-1]), want["moved"]),
+        }
+        for part in ("total", "outer", "functional"):
+            found = got.hvp(tangents, directions[-1], curvature=seeds.product, part=part)
+            functional = want["total"] - want["outer"]
+            checks[part] = (_flat(*found, count), want.get(part, functional))
+        for name, (left, right) in checks.items():
+            error = relative_error(left, right)
+            if name in ("total", "outer", "functional"):
+                error = float(torch.linalg.norm(left - right) / scale)
+            assert error <= TOLERANCE, (seed, name, error, case.spec, list(case.weights))
+
+
+def _whole_case() -> Case:
+    return next(c for c in map(random_case, range(100)) if c.spec.d_ff and len(c.weights) > 14)
+
+
+def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None:
+    case = _whole_case()
+    got = linearise(case.spec, case.weights, case.x, case.keys)
+    seeds = MeanSquaredError().seeds(got.output, torch.randn_like(got.output))
+    got.gradient(seeds.delta)
+    for column, weight in case.weights.items():
+        tangent = {column: torch.randn(2, *weight.shape, dtype=torch.float64)}
+        for part in ("total", "outer", "functional"):
+            whole, _ = got.hvp(tangent, curvature=seeds.product, part=part)
+            scale = sum(float(t.norm()) for t in whole.values())
+            for row in case.weights:
+                alone, nothing = got.hvp(
+                    tangent, curvature=seeds.product, part=part, wanted=[row], needs_input=False
+                )
+                assert nothing is None
+                assert list(alone) == [row]
+                assert float((alone[row] - whole[row]).norm()) <= TOLERANCE * scale, (row, column)
+
+
+def test_products_are_symmetric() -> None:
+    case = _whole_case()
+    got = linearise(case.spec, case.weights, case.x, case.keys)
+    seeds = MeanSquaredError().seeds(got.output, torch.zeros_like(got.output))
+    got.gradient(seeds.delta)
+    u, v = (_directions(case, 1, seed) for seed in (1, 2))
+    images = []
+    for w in (u, v):
+        tangents = dict(zip(case.weights, w[:-1], strict=True))
+        images.append(_flat(*got.hvp(tangents, w[-1], curvature=seeds.product), 1)[0])
+    flat_u, flat_v = (torch.cat([t.reshape(-1) for t in w]) for w in (u, v))
+    left, right = flat_v @ images[0], flat_u @ images[1]
+    torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-13)
+
+
+def _spec_case(**options: object) -> tuple[BlockSpec, dict[str, Tensor], Tensor]:
+    spec = BlockSpec(**{"d_model": 4, "n_heads": 2, "d_ff": 6, **options})  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return spec, random_weights(spec, 0), torch.randn(2, 3, 4, dtype=torch.float64)
+
+
+def test_one_token_alone_has_no_query_or_key_curvature() -> None:
+    spec, weights, x = _spec_case()
+    got = linearise(spec, weights, x[:, :1])
+    seeds = MeanSquaredError().seeds(got.output, torch.zeros_like(got.output))
+    got.gradient(seeds.delta)
+    v = {name: torch.randn(1, *w.shape, dtype=torch.float64) for name, w in weights.items()}
+    found, _ = got.hvp(v, curvature=seeds.product)
+    for name in ("query_weight", "key_weight", "query_bias", "key_bias"):
+        assert float(found[name].abs().max()) <= 1e-15
+    assert float(found["value_weight"].abs().max()) > 1e-6
+
+
+def test_padding_and_pair_masks_that_say_the_same_give_the_same() -> None:
+    spec, weights, x = _spec_case(causal=True)
+    keys = torch.tensor([[True, True, False], [True, False, True]])
+    pairs = keys.unsqueeze(1).expand(2, 3, 3)
+    added = torch.zeros(2, 3, 3, dtype=torch.float64).masked_fill(~pairs, -torch.inf)
+    outputs = [linearise(spec, weights, x, mask).output for mask in (keys, pairs, added)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert relative_error(outputs[0], block(spec, weights, x, keys).detach()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": torch.zeros(2, 3, dtype=torch.bool)}, "may attend to no key"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, "mask's shape"),
+        ({"mask": torch.ones(2, 3, dtype=torch.int64)}, "must be boolean"),
+        ({"options": {"n_heads": 3}}, "must divide d_model"),
+        ({"options": {"n_kv_heads": 4}}, "must divide n_heads"),
+        ({"options": {"norm": "batch"}}, "unknown norm"),
+        ({"options": {"activation": "tanh"}}, "unknown activation"),
+        ({"options": {"residual": False}}, "bare attention layer"),
+        ({"options": {"eps": -1.0}}, "eps must not be negative"),
+        ({"options": {"eps": 0.0}, "x": torch.ones(2, 3, 4).double()}, "no variance"),
+        ({"x": torch.ones(2, 3, 4)}, "convert one of them"),
+        ({"x": torch.ones(2, 3, 5).double()}, "must be \\(samples, tokens, 4\\)"),
+        ({"x": torch.ones(2, 3, 4, dtype=torch.int64)}, "floating dtype"),
+        ({"drop": "up_weight"}, "misses up_weight"),
+        ({"drop": "output_weight"}, "without output_weight"),
+        ({"add": "gate_weight"}, "this block has no such part"),
+        ({"add": "qkv"}, "unknown name"),
+    ],
+)
+def test_wrong_blocks_are_refused_in_one_line(change: dict, message: str) -> None:
+    spec, weights, x = _spec_case()
+    spec = replace(spec, **change.get("options", {}))
+    weights.pop(change.get("drop"), None)  # type: ignore[arg-type]
+    if "add" in change:
+        weights[change["add"]] = torch.zeros(6, 4, dtype=torch.float64)
+    x = change.get("x", x)
+    if change.get("options", {}).get("eps") == 0.0:  # pre-norm sees the constant tokens themselves
+        spec = replace(spec, norm_first=True)
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        linearise(spec, weights, x, change.get("mask"))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_directions_are_refused() -> None:
+    spec, weights, x = _spec_case()
+    got = linearise(spec, weights, x)
+    good = torch.zeros(2, *weights["query_weight"].shape, dtype=torch.float64)
+    wrong = [
+        ({}, None, "no direction"),
+        ({"query_weight": good[0]}, None, "must be"),
+        ({"gate_weight": good}, None, "does not have"),
+        ({"query_weight": good.float()}, None, "float32"),
+        ({"query_weight": good}, torch.zeros(1, 2, 3, 4).double(), "disagree"),
+        ({"query_weight": good}, torch.zeros(2, 3, 4).double(), "input's tangent"),
+    ]
+    for tangents, x_dot, message in wrong:
+        with pytest.raises((ValueError, TypeError), match=message):
+            got.push(tangents, x_dot)
+    with pytest.raises(ValueError, match="no adjoint is recorded"):
+        got.hvp({"query_weight": good}, curvature=lambda v: v)
+    with pytest.raises(ValueError, match="has no weight"):
+        got.pull(torch.zeros(1, 2, 3, 4).double(), wanted=["gate_weight"])
+    got.gradient(torch.ones_like(got.output))
+    with pytest.raises(ValueError, match="already keeps an adjoint"):
+        got.gradient(torch.ones_like(got.output))
+
+
+def test_relu_at_exactly_zero_counts_as_off() -> None:
+    spec, weights, x = _spec_case(activation="relu")
+    with torch.no_grad():
+        weights["up_weight"].zero_()
+        weights["up_bias"].zero_()
+    grads, _ = linearise(spec, weights, x).gradient(torch.ones_like(x))
+    assert float(grads["up_weight"].abs().max()) == 0.0

@@ -1,0 +1,137 @@
+"""The article's figures: drawn from true numbers, saved where told, never shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import curvatlas as ca
+from curvatlas.figures import power_law, visualize_hessian_spectrum, visualize_overview
+from curvatlas.spectra.density_result import exact_density
+from report_samples import density, eigenpairs
+
+pytest.importorskip("matplotlib")
+
+
+def test_the_spectrum_shows_every_eigenvalue_and_its_statistics(tmp_path: Path) -> None:
+    values = torch.tensor([4.0, 1.0, -0.5, 1e-9])
+    figure = ca.visualize_hessian_spectrum(values, path=tmp_path / "s.png")
+    _, ranked, text = figure.axes
+    drawn = sorted(y for line in ranked.lines for y in line.get_ydata())
+    assert drawn == pytest.approx(sorted(values.abs().tolist()))
+    said = text.texts[0].get_text()
+    assert "largest  4" in said
+    assert "gap      3" in said
+    assert "negative 25.0%" in said
+    assert (tmp_path / "s.png").stat().st_size > 1000
+
+
+def test_density_and_eigenvalues_are_drawn_together(tmp_path: Path) -> None:
+    found = density(0)
+    figure = ca.visualize_hessian_spectrum((found, eigenpairs(0, both=True)))
+    curve = figure.axes[0].lines[0]
+    assert curve.get_xdata() == pytest.approx(found.grid.numpy())
+    assert curve.get_ydata() == pytest.approx(found.density.numpy())
+    said = figure.axes[2].texts[0].get_text()
+    assert "of the whole spectrum" in said
+    assert f"{found.mean:.4g}" in said
+
+
+def test_a_spectrum_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match="no eigenvalues"):
+        ca.visualize_hessian_spectrum([])
+    with pytest.raises(ValueError, match="no eigenvalues and no density"):
+        ca.visualize_hessian_spectrum({"something": 1})
+
+
+def _flow(step: int, scale: float) -> Any:
+    names = ("embedding", "blocks.0", "blocks.1")
+    entries = tuple(
+        SimpleNamespace(name=n, norm=scale * (i + 1), gradient_scale=0.1 * (i + 1),
+                        interval=(scale * i, scale * (i + 2)))
+        for i, n in enumerate(names)
+    )  # fmt: skip
+    return SimpleNamespace(stream=entries, step=step)
+
+
+def test_curvature_flow_has_two_maps_lines_and_bars(tmp_path: Path) -> None:
+    flows = [_flow(0, 1.0), _flow(10, 2.0)]
+    figure = ca.visualize_curvature_flow(flows, path=tmp_path / "flow.svg")
+    maps = [axes for axes in figure.axes if axes.images]
+    assert len(maps) == 2
+    assert np.asarray(maps[0].images[0].get_array()).T.tolist() == [[1, 2, 3], [2, 4, 6]]
+    (lines,) = [axes for axes in figure.axes if len(axes.lines) == 3 and not axes.patches]
+    assert [line.get_ydata().tolist() for line in lines.lines] == [[1, 2], [2, 4], [3, 6]]
+    (bars,) = [axes for axes in figure.axes if len(axes.patches) == 3]
+    assert [bar.get_height() for bar in bars.patches] == [2, 4, 6]
+    assert (tmp_path / "flow.svg").read_text().startswith("<?xml")
+
+
+def test_curvature_flow_takes_matrices_and_refuses_others() -> None:
+    ca.visualize_curvature_flow({"curvature": torch.rand(3, 4) + 0.1, "gradient": torch.rand(3, 4)})
+    with pytest.raises(ValueError, match="gradient"):
+        ca.visualize_curvature_flow({"curvature": [[1.0]], "gradient": [[1.0, 2.0]]})
+    with pytest.raises(ValueError, match="no 'gradient'"):
+        ca.visualize_curvature_flow({"curvature": [[1.0]]})
+    other = SimpleNamespace(stream=_flow(0, 1.0).stream[:2], step=1)
+    with pytest.raises(ValueError, match="different models"):
+        ca.visualize_curvature_flow([_flow(0, 1.0), other])
+
+
+def test_power_laws_are_recovered_with_their_interval() -> None:
+    x = np.geomspace(10, 1e5, 12)
+    factor, slope, (low, high) = power_law(x, 3.0 * x**-0.5)
+    assert (factor, slope) == (pytest.approx(3.0), pytest.approx(-0.5))
+    noise = np.exp(0.1 * np.random.default_rng(0).standard_normal((200, 12)))
+    covered = 0
+    for row in noise:
+        _, _, (low, high) = power_law(x, 3.0 * x**-0.5 * row)
+        covered += low <= -0.5 <= high
+    assert 180 <= covered <= 199
+
+
+def test_scaling_shows_the_fit_of_the_rows(tmp_path: Path) -> None:
+    rows = [
+        {"parameters": n, "samples": d, "hessian_norm": 2.0 * n**0.3 * d**-0.5}
+        for n in (100, 1000, 10000) for d in (64, 256)
+    ]  # fmt: skip
+    figure = ca.plot_scaling_law_predictions({"rows": rows}, path=tmp_path / "scaling.png")
+    labels = [text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()]
+    assert any("N^0.30" in label for label in labels)
+    assert any("D^-0.50" in label for label in labels)
+    assert "guide 1/√D" in labels
+    with pytest.raises(ValueError, match="hessian_trace"):
+        ca.plot_scaling_law_predictions(rows, quantity="hessian_trace")
+    with pytest.raises(ValueError, match="no rows"):
+        ca.plot_scaling_law_predictions([])
+
+
+def test_the_statistics_of_a_density_quote_its_own_negative_share() -> None:
+    values = torch.linspace(-1.0, 3.0, 40, dtype=torch.float64)
+    density = exact_density(values, 40, psd=False)
+    told = dataclasses.replace(density, negative_mass=0.4321, negative_mass_interval=(0.2, 0.6))
+    texts = [t.get_text() for t in visualize_hessian_spectrum(told).axes[2].texts]
+    assert "negative 43.2%\n  [20.0%, 60.0%]" in texts[0]
+
+
+def test_the_overview_needs_something_to_draw() -> None:
+    with pytest.raises(ValueError, match="no density"):
+        visualize_overview(densities={})
+
+
+def test_the_overview_draws_as_many_eigenvalues_as_there_are() -> None:
+    values = torch.cat([torch.zeros(90), torch.linspace(1, 10, 10)]).double()
+    density = exact_density(values, 0, psd=False)
+    (axes,) = visualize_overview(densities={"now": density}).axes
+    (line,) = axes.get_lines()
+    x, y = (np.asarray(side, dtype=float) for side in line.get_data())
+    typical = float((density.weights * density.nodes.abs()).sum())
+    # per e-fold of the drawn axis: the integral over d asinh(x / typical) counts eigenvalues
+    counted = np.trapezoid(y, np.arcsinh(x / typical))
+    assert counted == pytest.approx(100, rel=0.03)
