@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------------------
 # Linear operators: a shape, tags, and a product with columns; sums and products of operators.
 # -------------------------------------------------------------------------------------------------
+
+
+Part = Literal["total", "outer", "functional"]  # H = H_o + H_f
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+def require_part(part: str) -> None:
+    """Raise on a name that is none of total, outer and functional."""
+    if part not in PARTS:
+        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +107,7 @@ class LinearOperator:
             return (self @ tensor).cpu().numpy()
         if not isinstance(right, Tensor):
             return NotImplemented
-        _check_columns(self, right)
+        check_columns(self, right)
         columns = right.detach().unsqueeze(-1) if right.ndim == 1 else right.detach()
         self.products += columns.shape[1]
         result = self._columns(columns)
@@ -254,7 +264,8 @@ class LinearOperator:
         return f"{type(self).__name__}({self.shape[0]} × {self.shape[1]}{described})"
 
 
-def _check_columns(operator: LinearOperator, right: Tensor) -> None:
+def check_columns(operator: LinearOperator, right: Tensor) -> None:
+    """Raise unless ``operator @ right`` is defined: shape, dtype and device."""
     expected = operator.shape[1]
     if right.ndim not in (1, 2) or right.shape[0] != expected:
         raise ValueError(

@@ -11,9 +11,10 @@ from curvatlas.closed_form.block import ClosedFormBlock, block_hessian, combine_
 from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
-from curvatlas.engines.tangent.block import Part, check_spec, weight_shapes
+from curvatlas.engines.tangent.block import check_spec, weight_shapes
 from curvatlas.engines.tangent.losses import Loss
 from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.linear_operator import Part
 from curvatlas.results import Result
 
 

@@ -10,6 +10,7 @@ The parameters stand in the order of ``WEIGHT_NAMES``; so do the rows of every H
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,10 +22,11 @@ from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
-from curvatlas.engines.tangent.block import PARTS, LinearisedBlock, Part, check_spec, weight_shapes
+from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
 from curvatlas.engines.tangent.losses import Loss, resolve_loss
 from curvatlas.engines.tangent.reading import map_module
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
+from curvatlas.linear_operator import PARTS, LinearOperator, Part, require_part
 from curvatlas.progress import track
 
 # -------------------------------------------------------------------------------------------------
@@ -41,29 +43,7 @@ _COLUMNS = 64
 
 
 class ColumnDerivatives(BlockDerivatives):
-    """``BlockDerivatives`` of a linearised block, column by column."""
-
-    linearised: LinearisedBlock
-
-    @classmethod
-    def of(cls, base: BlockDerivatives, weights: Weights, mask: Tensor | None) -> ColumnDerivatives:
-        evaluation = base.evaluation
-        made = cls(evaluation, base.seeds, budget=base.budget)
-        made.linearised = LinearisedBlock(evaluation.spec, weights, evaluation.x, mask)
-        made.linearised.gradient(base.seeds.delta)
-        return made
-
-    def _product(self, columns: Tensor, part: Part) -> Tensor:
-        """H V for V (P, k)."""
-        k = columns.shape[1]
-        tangents = {
-            name: columns[start : start + size].mT.reshape(k, *self.linearised.weights[name].shape)
-            for name, (start, size) in self.offsets.items()
-        }
-        rates, _ = self.linearised.hvp(
-            tangents, curvature=self.seeds.product, part=part, needs_input=False
-        )
-        return torch.cat([rates[name].reshape(k, -1) for name in self.names], 1).mT
+    """``BlockDerivatives`` column by column."""
 
     def _strips(self, first: int, last: int, part: Part) -> Iterator[tuple[int, int, Tensor]]:
         """Columns [first, last) of the matrix, a few at a time: (start, stop, (P, k))."""
@@ -71,7 +51,7 @@ class ColumnDerivatives(BlockDerivatives):
             stop = min(start + _COLUMNS, last)
             units = torch.zeros(self.size, stop - start, dtype=self.dtype, device=self.device)
             units[start:stop].fill_diagonal_(1.0)
-            yield start, stop, self._product(units, part)
+            yield start, stop, self._part_columns(units, part)
 
     def dense(
         self,
@@ -86,8 +66,7 @@ class ColumnDerivatives(BlockDerivatives):
         return out
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
-        self._check_names(a, b)
-        (row, rows), (column, columns) = self.offsets[a], self.offsets[b]
+        (row, rows), (column, columns) = self.offset(a), self.offset(b)
         strips = self._strips(column, column + columns, part)
         return torch.cat([strip[row : row + rows] for _, _, strip in strips], 1)
 
@@ -116,26 +95,11 @@ class ColumnDerivatives(BlockDerivatives):
         rates, _ = self.linearised.vjp(seeds.flatten(0, 1))
         return torch.cat([rates[name].flatten(1) for name in self.names], 1).mT
 
-    def block_product(self, a: str, b: str, part: Part = "total") -> ColumnBlock:  # type: ignore[override]
-        self._check_names(a, b)
-        return ColumnBlock(self, a, b, part)
+    def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
+        return self.operator(part)[a, b]
 
-
-class ColumnBlock:
-    """One block as an operator, through full products of zero-padded vectors."""
-
-    def __init__(self, source: ColumnDerivatives, a: str, b: str, part: Part) -> None:
-        self.source, self.part = source, part
-        self.rows, self.columns = source.offsets[a], source.offsets[b]
-        self.shape = (self.rows[1], self.columns[1])
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        given = v.unsqueeze(-1) if v.ndim == 1 else v
-        padded = given.new_zeros(self.source.size, given.shape[1])
-        padded[self.columns[0] : self.columns[0] + self.columns[1]] = given
-        moved = self.source._product(padded, self.part)
-        result = moved[self.rows[0] : self.rows[0] + self.rows[1]]
-        return result.squeeze(-1) if v.ndim == 1 else result
+    def exact_diagonal(self, part: Part = "total") -> Tensor | None:
+        return None  # as dear as reading every column
 
 
 # -------------------------------------------------------------------------------------------------
@@ -330,7 +294,8 @@ class ClosedFormBlock(nn.Module):
         key_padding_mask: Tensor | None = None,
         budget: int | float | str | None = None,
     ) -> BlockDerivatives:
-        """Single blocks, exact diagonal, norms, traces, factor: nothing P × P unless asked for.
+        """The Hessian at x as an operator (``ca.eigenpairs(block.derivatives(x, y))``), with single
+        blocks, exact diagonal, norms, traces, factor: nothing P × P unless asked for.
 
         ``budget`` bounds the memory of per-token tensors ("200MB"); the batch is split to fit.
         """
@@ -348,10 +313,9 @@ class ClosedFormBlock(nn.Module):
                 f"the loss is {float(seeds.value)}: inputs or weights are not finite, no Hessian."
             )
         limit = None if budget is None else parse_bytes(budget)
-        found = BlockDerivatives(evaluation, seeds, budget=limit)
-        if self.spec.rope_base is not None:
-            return ColumnDerivatives.of(found, weights, allowed)
-        return found
+        linearise = partial(LinearisedBlock, self.spec, weights, x, allowed)
+        kind = BlockDerivatives if self.spec.rope_base is None else ColumnDerivatives
+        return kind(evaluation, seeds, linearise, budget=limit)
 
     def _refuse_dropout(self) -> None:
         if self.training and self.dropout > 0:
@@ -455,8 +419,7 @@ def block_hessian(
     workspace: Workspace | None,
 ) -> BlockHessian:
     """Assemble one part and wrap it with names, sizes and zero structure."""
-    if part not in PARTS:
-        raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+    require_part(part)
     evaluation = derivatives.evaluation
     zeros = StructuralZeros(evaluation.spec, derivatives.names, length=evaluation.length)
     return BlockHessian(

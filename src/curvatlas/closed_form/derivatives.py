@@ -7,10 +7,10 @@ total = H(Λ, δ), outer = H(Λ, 0), functional = H(0, δ). A loss that couples 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,10 @@ from curvatlas.closed_form.families import (
     token_last,
 )
 from curvatlas.closed_form.terms import Terms
-from curvatlas.engines.tangent.block import PARTS, Part
+from curvatlas.engines.tangent.block import LinearisedBlock
+from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.losses import Seeds
-
-if TYPE_CHECKING:
-    pass
+from curvatlas.linear_operator import LinearOperator, Part, Tags, require_part
 
 # -------------------------------------------------------------------------------------------------
 # The dense matrix of a block: every pair of families, chunk by chunk, into its place.
@@ -323,39 +322,43 @@ class Chosen:
     flipped: bool
 
 
-class BlockProduct:
-    """One block as an operator: ``@ v`` for v (columns,) or several columns (columns, k)."""
+class BlockProduct(LinearOperator):
+    """One block (a, b) as an operator, from its per-token tensors."""
 
     def __init__(
         self,
         chosen: list[Chosen],
+        source: BlockDerivatives,
         *,
-        rows: tuple[int, int],
-        columns: tuple[int, int],
+        names: tuple[str, str],
         factor: Tensor | None,
     ) -> None:
+        (self.row, rows), (self.column, columns) = (source.offsets[name] for name in names)
+        tags = Tags(symmetric=names[0] == names[1])
+        super().__init__((rows, columns), dtype=source.dtype, device=source.device, tags=tags)
         self.chosen, self.factor = chosen, factor
-        self.row, self.column = rows[0], columns[0]
-        self.shape = (rows[1], columns[1])
 
-    def __matmul__(self, v: Tensor) -> Tensor:
-        columns = v.unsqueeze(-1) if v.ndim == 1 else v
-        if columns.ndim != 2 or columns.shape[0] != self.shape[1]:
-            raise ValueError(f"expected ({self.shape[1]},) or columns, got {tuple(v.shape)}.")
-        out = columns.new_zeros(self.shape[0], columns.shape[1])
+    def content(self) -> Any:
+        return [self.chosen, self.factor]
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._product(columns, self.row, self.column, transposed=False)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._product(columns, self.column, self.row, transposed=True)
+
+    def _product(self, columns: Tensor, row: int, column: int, *, transposed: bool) -> Tensor:
+        out = columns.new_zeros(self.shape[1 if transposed else 0], columns.shape[1])
         for item in self.chosen:
-            part = item.part
-            source, target = (part.right, part.left)
-            if item.flipped:
-                source, target = target, source
-            piece = columns.narrow(0, source.start - self.column, source.size)
-            piece = _to_core_major(piece, source)
-            moved = part.transposed_times(piece) if item.flipped else part.times(piece)
-            out.narrow(0, target.start - self.row, target.size).add_(_to_flat(moved, target))
+            part, flipped = item.part, item.flipped != transposed
+            source, target = (part.left, part.right) if flipped else (part.right, part.left)
+            piece = _to_core_major(columns.narrow(0, source.start - column, source.size), source)
+            moved = part.transposed_times(piece) if flipped else part.times(piece)
+            out.narrow(0, target.start - row, target.size).add_(_to_flat(moved, target))
         if self.factor is not None:
-            rows = self.factor.narrow(0, self.row, self.shape[0])
-            out += rows @ (self.factor.narrow(0, self.column, self.shape[1]).mT @ columns)
-        return out.squeeze(-1) if v.ndim == 1 else out
+            rows = self.factor.narrow(0, row, len(out))
+            out += rows @ (self.factor.narrow(0, column, len(columns)).mT @ columns)
+        return out
 
 
 def _to_core_major(v: Tensor, segment: Segment) -> Tensor:
@@ -378,20 +381,65 @@ _SMALLEST_BUDGET = 64 * 2**20
 _DIAGONAL_NUMBERS = 1 << 20
 
 
-class BlockDerivatives:
-    """All dense quantities of one block at one batch; tensors are built chunk by chunk."""
+class BlockDerivatives(DecomposedHessian):
+    """The Hessian of one block at one batch: an operator, and all its dense quantities.
 
-    def __init__(self, evaluation: Evaluation, seeds: Seeds, *, budget: int | None = None) -> None:
-        self.evaluation, self.seeds = evaluation, seeds
+    Products run through hand-written tangent passes (``linearise`` evaluates the block for them
+    when the first is asked for); dense tensors are built chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        seeds: Seeds,
+        linearise: Callable[[], LinearisedBlock],
+        *,
+        budget: int | None = None,
+    ) -> None:
+        self.evaluation, self.seeds, self.convex = evaluation, seeds, seeds.convex
         self.families = build_families(evaluation.spec, evaluation.weights)
         self.offsets = parameter_offsets(evaluation.weights)
         self.names = tuple(self.offsets)
         self.size = sum(size for _, size in self.offsets.values())
         like = evaluation.output
-        self.dtype, self.device = like.dtype, like.device
+        super().__init__(
+            (self.size, self.size),
+            dtype=like.dtype,
+            device=like.device,
+            tags=Tags(symmetric=True),
+        )
+        self._linearise = linearise
         share = max(_SMALLEST_BUDGET, self.size**2 * like.element_size() // 16)
         self.budget = budget or min(share, default_budget(self.device))
         self._shared: dict[str, Tensor] = {}  # what chunks of one sample have in common
+
+    # ---- products ---------------------------------------------------------------------------
+
+    @cached_property
+    def linearised(self) -> LinearisedBlock:
+        """The block with the adjoints that products need."""
+        block = self._linearise()
+        block.gradient(self.seeds.delta)
+        return block
+
+    def content(self) -> Any:
+        seeds = [self.seeds.delta, self.seeds.product(torch.ones_like(self.seeds.delta))]
+        evaluation = self.evaluation
+        return [evaluation.spec, evaluation.weights, evaluation.x, evaluation.attention, seeds]
+
+    def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
+        k, weights = columns.shape[1], self.linearised.weights
+        tangents = {
+            name: columns[start : start + size].mT.reshape(k, *weights[name].shape)
+            for name, (start, size) in self.offsets.items()
+        }
+        rates, _ = self.linearised.hvp(
+            tangents, curvature=self.seeds.product, part=part, needs_input=False
+        )
+        return torch.cat([rates[name].reshape(k, -1) for name in self.names], 1).mT
+
+    def exact_diagonal(self, part: Part = "total") -> Tensor | None:
+        return self.diagonal(part)
 
     # ---- chunks -----------------------------------------------------------------------------
 
@@ -432,8 +480,7 @@ class BlockDerivatives:
     def _terms(
         self, samples: slice, rows: slice, part: Part, workspace: Workspace | None = None
     ) -> Terms:
-        if part not in PARTS:
-            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        require_part(part)
         length = self.evaluation.length
         lam = delta = None
         if part != "functional" and self.seeds.blocks is not None:
@@ -480,8 +527,7 @@ class BlockDerivatives:
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
         """Block (a, b) alone, (size of a, size of b), without the rest."""
-        self._check_names(a, b)
-        (row, rows), (column, columns) = self.offsets[a], self.offsets[b]
+        (row, rows), (column, columns) = self.offset(a), self.offset(b)
         if self.seeds.couples_tokens and part != "functional":
             factor = self.outer_factor()
             outer = factor[row : row + rows] @ factor[column : column + columns].mT
@@ -509,11 +555,6 @@ class BlockDerivatives:
                     origin=(column, row) if flipped else (row, column),
                 )
         return out
-
-    def _check_names(self, *names: str) -> None:
-        for name in names:
-            if name not in self.offsets:
-                raise KeyError(f"no parameter {name!r}: the block has {', '.join(self.names)}.")
 
     def _pairs_of(self, a: str, b: str) -> list[tuple[Family, Family]]:
         return [(f, g) for f in self._holding(a) for g in self._holding(b)]
@@ -622,9 +663,9 @@ class BlockDerivatives:
                         elif f.key != g.key:
                             squares[a, b] += share  # (head h, head h') and its mirror image
 
-    def block_product(self, a: str, b: str, part: Part = "total") -> BlockProduct:
-        """Products with block (a, b), its per-token tensors kept: far cheaper than a full one."""
-        self._check_names(a, b)
+    def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
+        """The operator of block (a, b), its per-token tensors kept: far cheaper than a full one."""
+        self.offset(a), self.offset(b)  # raises on unknown names
         coupled = self.seeds.couples_tokens and part != "functional"
         chosen: list[Chosen] = []
         if not (coupled and part == "outer"):
@@ -637,9 +678,5 @@ class BlockDerivatives:
                     alpha, beta = terms.activation(first), terms.activation(second)
                     pair = PairPart(terms.pair(first, second), alpha, beta, left, right)
                     chosen.append(Chosen(part=pair, flipped=flipped))
-        return BlockProduct(
-            chosen,
-            rows=self.offsets[a],
-            columns=self.offsets[b],
-            factor=self.outer_factor() if coupled else None,
-        )
+        factor = self.outer_factor() if coupled else None
+        return BlockProduct(chosen, self, names=(a, b), factor=factor)

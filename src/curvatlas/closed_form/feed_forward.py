@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.closed_form.evaluation import Evaluation, evaluate_feed_forward
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
-from curvatlas.engines.tangent.block import Part
+from curvatlas.engines.tangent.block import LinearisedFeedForward
 from curvatlas.engines.tangent.feed_forward import check_activation
 from curvatlas.engines.tangent.losses import Loss, resolve_loss
 from curvatlas.engines.tangent.structure import Activation, BlockSpec
+from curvatlas.linear_operator import Part
 from curvatlas.results import Result
 
 
@@ -134,16 +136,18 @@ class FFNHessian(nn.Module):
         loss: str | Loss = "mse",
         budget: int | None = None,
     ) -> BlockDerivatives:
-        """Single blocks, exact diagonal and norms without the dense matrix."""
+        """The Hessian as an operator, with single blocks, exact diagonal and norms."""
         evaluation = self._evaluate(x)
         resolved = resolve_loss(loss)
         if target.is_floating_point():
             target = _three_axes(target)
         else:
             target = target.reshape(evaluation.output.shape[:2])
-        return BlockDerivatives(
-            evaluation, resolved.seeds(evaluation.output, target), budget=budget
+        linearise = partial(
+            LinearisedFeedForward, evaluation.spec, evaluation.weights, evaluation.x
         )
+        seeds = resolved.seeds(evaluation.output, target)
+        return BlockDerivatives(evaluation, seeds, linearise, budget=budget)
 
     def compute_hessian(
         self,

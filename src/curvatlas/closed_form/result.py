@@ -11,7 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import PARTS, Part
+from curvatlas.linear_operator import (
+    PARTS,
+    LinearOperator,
+    MatrixOperator,
+    Part,
+    Tags,
+    require_part,
+)
 from curvatlas.results import Result
 
 _FIELDS = {"H": "total", "H_outer": "outer", "H_functional": "functional"}
@@ -49,13 +56,14 @@ class ZeroStructure(Result):
         return "structurally zero blocks\n  " + "\n  ".join(lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockHessian(Result):
+@dataclass(kw_only=True, eq=False)
+class BlockHessian(Result, MatrixOperator):
     """Hessian of a loss over the parameters ``names``, in the order of the flat vector.
 
-    ``H`` is there from the start, ``H_outer`` and ``H_functional`` are assembled when first asked
-    for (from the weights of the time of the call). ``result["H"]``, ``result["QK"]`` and
-    ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks.
+    It is the operator of H (``ca.eigenpairs(result)``); ``outer`` and ``functional`` are those of
+    its parts. ``H`` is there from the start, ``H_outer`` and ``H_functional`` are assembled when
+    first asked for (from the weights of the time of the call). ``result["H"]``, ``result["QK"]``
+    and ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks.
     """
 
     loss: float
@@ -65,6 +73,35 @@ class BlockHessian(Result):
     attention: Tensor | None = None  # A (B, heads, L, L)
     parts: dict[str, Tensor] = field(default_factory=dict)
     _source: Callable[[Part], Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = sum(self.block_sizes.values())
+        like = next(iter(self.parts.values()))
+        tags = Tags(symmetric=True)
+        LinearOperator.__init__(self, (size, size), dtype=like.dtype, device=like.device, tags=tags)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__reduce_ex__(self, protocol)  # numbers alone: copied like any other result
+
+    @property
+    def matrix(self) -> Tensor:  # type: ignore[override]
+        """The matrix this operator multiplies by: H."""
+        return self.H
+
+    def operator(self, part: Part = "total") -> LinearOperator:
+        """H, H_o or H_f as an operator."""
+        require_part(part)
+        return self if part == "total" else MatrixOperator(self.part(part), tags=self.tags)
+
+    @property
+    def outer(self) -> LinearOperator:
+        """The operator of H_o."""
+        return self.operator("outer")
+
+    @property
+    def functional(self) -> LinearOperator:
+        """The operator of H_f."""
+        return self.operator("functional")
 
     @property
     def H(self) -> Tensor:
@@ -83,8 +120,7 @@ class BlockHessian(Result):
 
     def part(self, part: Part) -> Tensor:
         """One of the three matrices."""
-        if part not in PARTS:
-            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        require_part(part)
         if part not in self.parts:
             if self._source is None:
                 raise KeyError(f"this result was saved without its {part} part.")
@@ -95,8 +131,11 @@ class BlockHessian(Result):
         """What ``result[...]`` knows by name, besides blocks such as ``"QK"``."""
         return (*_FIELDS, "loss", "names", "block_sizes", "structure", "attention")
 
-    def __getitem__(self, key: str) -> Any:
-        """``result["H_outer"]``, ``result["loss"]``, or a block as ``result["QK"]``."""
+    def __getitem__(self, key: Any) -> Any:
+        """``result["H_outer"]``, ``result["loss"]``, a block as ``result["QK"]``, or an operator of
+        rows × columns, ``result["query", 3:7]``."""
+        if not isinstance(key, str):
+            return LinearOperator.__getitem__(self, key)
         if key in _FIELDS:
             return self.part(cast(Part, _FIELDS[key]))
         if len(key) == 2 and set(key) <= set("QKVO"):
@@ -117,6 +156,12 @@ class BlockHessian(Result):
                 break
             start += self.block_sizes[other]
         return start, self.block_sizes[full]
+
+    def _places(self, selector: Any, *, axis: int) -> Tensor:
+        if isinstance(selector, str):
+            start, size = self.offset(selector)
+            return torch.arange(start, start + size)
+        return super()._places(selector, axis=axis)
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
         """Block (a, b) as a view (size of a, size of b)."""
@@ -139,9 +184,10 @@ class BlockHessian(Result):
         ]
         return torch.stack(rows)
 
-    def matvec(self, v: Tensor, part: Part = "total") -> Tensor:
+    def matvec(self, vector: Tensor, part: Part = "total") -> Tensor:
         """H v for v (P,) or columns (P, k)."""
-        return self.part(part) @ v
+        image: Tensor = self.operator(part) @ vector
+        return image
 
     def to_dict(self) -> dict[str, Any]:
         return self._complete()._base_dict()

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator as ScipyOperator
-from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
 from curvatlas.engines.tangent.block import LinearisedBlock, linearise
 from curvatlas.engines.tangent.losses import Loss, Seeds
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.theory import reference
 from curvatlas.theory.reference import affine_norm, linear
 from curvatlas.theory.token_tensors import (
@@ -55,20 +52,16 @@ def exact_norm(
     mask: Tensor | None = None,
 ) -> float:
     """‖H‖₂ from closed-form products: all eigenvalues when small, Lanczos to 1e-10 otherwise."""
-    here = BlockStack(list(layers), loss=loss).linearise(x, target, mask=mask)
-    size = here.shape[0]
-    if size <= _DENSE_LIMIT:
-        dense = here @ torch.eye(size, dtype=x.dtype, device=x.device)
-        values = torch.linalg.eigvalsh(0.5 * (dense + dense.T))
-        return float(values.abs().max())
-
-    def apply(v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        vector = torch.as_tensor(v.reshape(-1), dtype=x.dtype, device=x.device)
-        return here.product(vector).cpu().numpy()
-
-    operator = ScipyOperator((size, size), matvec=apply, dtype=np.float64)
-    start = np.random.default_rng(0).standard_normal(size)
-    return float(np.abs(eigsh(operator, k=1, which="LM", v0=start, tol=1e-10)[0]).max())
+    hessian = BlockStack(list(layers), loss=loss).linearise(x, target, mask=mask)
+    if hessian.shape[0] <= _DENSE_LIMIT:
+        return float(reference.spectral_norm(hessian.dense()))
+    pairs = eigenpairs(hessian, k=1, which="magnitude", tol=1e-10)
+    if not pairs.converged:
+        raise ArithmeticError(
+            f"‖H‖₂ did not converge to 1e-10: |λ| = {float(pairs.values.abs().max()):.6g} has the "
+            f"residual {float(pairs.residuals.max()):.1e} after {pairs.products} products."
+        )
+    return float(pairs.values.abs().max())
 
 
 # -------------------------------------------------------------------------------------------------

@@ -305,9 +305,9 @@ def test_names_follow_the_flat_order() -> None:
     ("wrong", "message"),
     [
         (lambda s, x: BlockStack([]), "at least one block"),
-        (lambda s, x: s.linearise(x, x) @ torch.zeros(3).double(), "expected a vector"),
+        (lambda s, x: s.linearise(x, x) @ torch.zeros(3).double(), "takes a vector"),
         (lambda s, x: s.linearise(x.float(), x.float()), "convert one of them"),
-        (lambda s, x: s.linearise(x, x).product(torch.zeros(s.size), part="total"), "convert one"),
+        (lambda s, x: s.linearise(x, x).product(torch.zeros(s.size), part="total"), "convert it"),
         (
             lambda s, x: s.linearise(x, x).product(torch.zeros(s.size).double(), part="both"),
             "part must be one of",

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from curvatlas.engines.tangent.feed_forward import FeedForward, FeedForwardTange
 from curvatlas.engines.tangent.linear import Way, Workspace, add, stage_number
 from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.linear_operator import Part, require_part
 
 # -------------------------------------------------------------------------------------------------
 # What a block and its directions must look like before anything is computed.
@@ -297,9 +297,6 @@ class Sublayer:
         return add(inner_rate, rate) if self.residual else inner_rate
 
 
-Part = Literal["total", "outer", "functional"]
-PARTS: tuple[Part, ...] = ("total", "outer", "functional")
-
 _ATTENTION = frozenset(WEIGHT_NAMES[:8])
 _FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
 
@@ -347,7 +344,7 @@ class LinearisedBlock:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
             mask = mask.unsqueeze(0)
-        check_block(spec, weights, x)
+        self._check(spec, weights, x)
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec = spec
         # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
@@ -356,7 +353,7 @@ class LinearisedBlock:
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
         again = x_again if x_again is not None else lambda _: tokens
-        self.sublayers = _sublayers(spec, self.weights, tokens, again, self.samples, mask, turn)
+        self.sublayers = self._sublayers(tokens, again, mask)
         self.shape = x.shape
         self._output: Tensor | None = self.sublayers[-1].output.view_as(x)
         for sublayer in self.sublayers:
@@ -498,8 +495,7 @@ class LinearisedBlock:
         ``curvature`` maps (K, n, L, d) to the same shape. Returns weights' rows (K, *shape) and
         the input's (K, n, L, d).
         """
-        if part not in PARTS:
-            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
+        require_part(part)
         state = self.push(tangents, x_dot)
         rate = None
         if part != "functional" and state.output is not None:
@@ -528,7 +524,7 @@ class LinearisedBlock:
         return rate
 
     def _zeros(self, directions: int) -> Tensor:
-        return self.weights["query_weight"].new_zeros(directions, *self.shape)
+        return next(iter(self.weights.values())).new_zeros(directions, *self.shape)
 
     def _tokens(self, samples: Tensor) -> Tensor:
         """(K, n, L, d) → (K, n·L, d), contiguous."""
@@ -546,48 +542,70 @@ class LinearisedBlock:
                 way.found[name] = target
         return {name: way.found[name] for name in self.weights if name in way.wanted}
 
+    @staticmethod
+    def _check(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
+        check_block(spec, weights, x)
 
-def _sublayers(
-    spec: BlockSpec,
-    weights: Weights,
-    x: Tensor,
-    x_again: Formed,
-    samples: int,
-    mask: Tensor | None,
-    turn: int,
-) -> list[Sublayer]:
-    def make_norm(name: str) -> Callable[[Tensor], Normalization] | None:
-        if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(weights):
+    def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
+        spec, weights = self.spec, self.weights
+
+        def make_attention(tokens: Tensor) -> Attention:
+            return Attention(spec, weights, tokens, samples=self.samples, mask=mask)
+
+        attention = Sublayer(
+            x,
+            x_again,
+            make_attention,
+            self._make_norm("norm1") if spec.residual else None,
+            norm_name="norm1",
+            names=_ATTENTION,
+            norm_first=spec.norm_first,
+            residual=spec.residual,
+            turn=self.turn,
+        )
+        if spec.d_ff is None:
+            return [attention]
+        feed_forward = Sublayer(
+            attention.output,
+            attention.output_again,
+            partial(FeedForward, spec, weights),
+            self._make_norm("norm2"),
+            norm_name="norm2",
+            names=_FEED_FORWARD,
+            norm_first=spec.norm_first,
+            residual=spec.residual,
+            turn=self.turn,
+        )
+        if feed_forward.normalizes_input:
+            attention.forget_output()
+        return [attention, feed_forward]
+
+    def _make_norm(self, name: str) -> Callable[[Tensor], Normalization] | None:
+        spec = self.spec
+        if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(self.weights):
             return None
-        return partial(Normalization, name, weights, norm=spec.norm, eps=spec.eps)
+        return partial(Normalization, name, self.weights, norm=spec.norm, eps=spec.eps)
 
-    def make_attention(value: Tensor) -> Attention:
-        return Attention(spec, weights, value, samples=samples, mask=mask)
 
-    attention = Sublayer(
-        x,
-        x_again,
-        make_attention,
-        make_norm("norm1") if spec.residual else None,
-        norm_name="norm1",
-        names=_ATTENTION,
-        norm_first=spec.norm_first,
-        residual=spec.residual,
-        turn=turn,
-    )
-    if spec.d_ff is None:
-        return [attention]
-    feed_forward = Sublayer(
-        attention.output,
-        attention.output_again,
-        partial(FeedForward, spec, weights),
-        make_norm("norm2"),
-        norm_name="norm2",
-        names=_FEED_FORWARD,
-        norm_first=spec.norm_first,
-        residual=spec.residual,
-        turn=turn,
-    )
-    if feed_forward.normalizes_input:
-        attention.forget_output()
-    return [attention, feed_forward]
+class LinearisedFeedForward(LinearisedBlock):
+    """The feed-forward part alone, Z = FFN(x): no attention, norm or residual path."""
+
+    @staticmethod
+    def _check(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
+        check_spec(spec)
+
+    def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
+        make = partial(FeedForward, self.spec, self.weights)
+        return [
+            Sublayer(
+                x,
+                x_again,
+                make,
+                None,
+                norm_name="norm2",
+                names=_FEED_FORWARD,
+                norm_first=True,
+                residual=False,
+                turn=self.turn,
+            )
+        ]

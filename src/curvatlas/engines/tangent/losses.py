@@ -34,6 +34,7 @@ class Seeds:
     ``blocks``: Λ_i (n, d, d) of a slice of the B·L flattened tokens; None when Λ couples tokens.
     ``factor``: φ (B, R, L, d) with Λ = Σ_r φ_r φ_rᵀ per sample, R small; None when Λ is token-wise
     and has no cheap factor.
+    ``convex``: whether Λ is known to be positive semi-definite.
     """
 
     value: Tensor  # ()
@@ -41,6 +42,7 @@ class Seeds:
     product: Callable[[Tensor], Tensor]
     blocks: Callable[[slice], Tensor] | None
     factor: Callable[[], Tensor] | None = None
+    convex: bool = False
 
     @property
     def couples_tokens(self) -> bool:
@@ -66,7 +68,14 @@ class Seeds:
             along = torch.einsum("brld,...bld->...br", factor, v)
             return torch.einsum("brld,...br->...bld", factor, along)
 
-        return cls(value=value, delta=delta, product=product, blocks=None, factor=lambda: factor)
+        return cls(
+            value=value,
+            delta=delta,
+            product=product,
+            blocks=None,
+            factor=lambda: factor,
+            convex=True,
+        )
 
 
 class Loss:
@@ -100,6 +109,7 @@ class MeanSquaredError(Loss):
             delta=scale * error,
             product=lambda v: scale * v,
             blocks=blocks,
+            convex=True,
         )
 
 
@@ -124,6 +134,7 @@ class TokenCrossEntropy(Loss):
             delta=error,
             product=lambda v: _softmax_curvature(probabilities, weights, v),
             blocks=blocks,
+            convex=True,
         )
 
 
@@ -157,6 +168,7 @@ class LinearHeadCrossEntropy(Loss):
             delta=error @ head,
             product=lambda v: _softmax_curvature(probabilities, weights, v @ head.mT) @ head,
             blocks=blocks,
+            convex=True,
         )
 
 

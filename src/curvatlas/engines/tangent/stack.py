@@ -3,8 +3,8 @@ r"""Exact products with the Hessian of a whole stack of blocks, no autograd grap
     stack = BlockStack([(spec, weights), ...], loss="cross_entropy", readout=Readout(weight=W))
     here = stack.linearise(x, targets)         # one forward and one backward pass, kept
     here.value, here.gradient                  # loss (), flat gradient (P,)
-    here.product(v)                            # H v;  part="outer": H_o v,  "functional": H_f v
-    here @ V                                   # columns (P, K)
+    here @ v, here.outer @ v, here.functional @ V     # H v, H_o v, H_f V with columns V (P, K)
+    ca.eigenpairs(here), ca.trace(here.outer)         # operators like any other
 
 Tangents run forward block by block, adjoints and their tangents run back (THEORY 9): passing ẋ in
 and (δ_x, Rδ_x) out of each block composes exactly. The flat order is block by block in the order
@@ -16,13 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.engines.tangent.attention import with_joint_projections
-from curvatlas.engines.tangent.block import PARTS, BlockTangent, LinearisedBlock, Part, check_spec
+from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check_spec
+from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.families import map_stack
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
 from curvatlas.engines.tangent.linear import Way, Workspace, restart_numbers
@@ -37,9 +39,7 @@ from curvatlas.engines.tangent.losses import (
 )
 from curvatlas.engines.tangent.reading import FlatOrder
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
-
-if TYPE_CHECKING:
-    pass
+from curvatlas.linear_operator import Part, Tags, check_columns
 
 # -------------------------------------------------------------------------------------------------
 # The blocks of a stack at some samples of a batch, one after the other.
@@ -94,6 +94,11 @@ class Chain:
             assert rate is not None
             _, delta_x = block.gradient(rate[0], wanted=())
             rate = delta_x.view(1, -1, delta_x.shape[-1])
+
+    @property
+    def convex(self) -> bool:
+        """Whether Λ is positive semi-definite."""
+        return self._seeds is not None and self._seeds.convex
 
     @property
     def delta(self) -> Tensor:
@@ -208,8 +213,8 @@ def shares(loss: Loss, targets: Tensor, samples: Sequence[slice]) -> list[Tensor
 INPUT = "input"
 
 
-class LinearisedStack:
-    """A stack at one batch; see ``BlockStack.linearise``."""
+class LinearisedStack(DecomposedHessian):
+    """The Hessian of a stack at one batch, with loss and gradient; see ``BlockStack.linearise``."""
 
     def __init__(
         self,
@@ -229,7 +234,18 @@ class LinearisedStack:
         targets = with_sample_axis(targets, stack.readout)
         self.include_input = include_input
         self.space = Workspace(keep=True)
-        self._layout(stack, x, include_weights)
+        shapes = stack.named_weights if include_weights else {}
+        self._shapes = {name: tuple(weight.shape) for name, weight in shapes.items()}
+        if include_input:
+            self._shapes[INPUT] = tuple(x.shape)
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        *starts, size = accumulate(sizes, initial=0)
+        places = zip(starts, sizes, strict=True)
+        self.offsets = dict(zip(self._shapes, places, strict=True))
+        super().__init__((size, size), dtype=x.dtype, device=x.device, tags=Tags(symmetric=True))
+        self._groups = self._weight_groups()
+        self._content = [stack.specs, stack.named_weights, stack.readout, stack.loss, x, targets]
+        self._content += [mask, include_input, include_weights]
         self._samples, weights = self._parts(stack, x, targets, parts)
         joint = [with_joint_projections(weights) for weights in stack.weights]
         blocks = list(zip(stack.specs, joint, strict=True))
@@ -246,21 +262,19 @@ class LinearisedStack:
             self.chains.append(chain)
         self.value: Tensor = torch.stack(values).sum()
 
-    def _layout(self, stack: BlockStack, x: Tensor, include_weights: bool) -> None:
-        """Names, shapes and places of the flat vector's pieces."""
-        named = stack.named_weights if include_weights else {}
-        self._shapes = {name: tuple(weight.shape) for name, weight in named.items()}
-        if self.include_input:
-            self._shapes[INPUT] = tuple(x.shape)
-        self._sizes = [math.prod(shape) for shape in self._shapes.values()]
-        self._groups: dict[int, list[_Piece]] = {}
-        start = 0
-        for (name, shape), size in zip(self._shapes.items(), self._sizes, strict=True):
+    def content(self) -> Any:
+        return self._content
+
+    def _weight_groups(self) -> dict[int, list[_Piece]]:
+        """Where the weights of every block and of the readout stand in the flat vector."""
+        groups: dict[int, list[_Piece]] = {}
+        for name, (start, size) in self.offsets.items():
             if name != INPUT:
                 group, _, weight = name.rpartition(".")
                 index = READOUT if group == "readout" else int(group.removeprefix("blocks."))
-                self._groups.setdefault(index, []).append((weight, shape, start, start + size))
-            start += size
+                place = (weight, self._shapes[name], start, start + size)
+                groups.setdefault(index, []).append(place)
+        return groups
 
     @staticmethod
     def _parts(
@@ -284,29 +298,18 @@ class LinearisedStack:
         return tuple(self._shapes)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        size = sum(self._sizes)
-        return size, size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.chains[0].output.dtype
-
-    @property
     def output(self) -> Tensor:
         """The outputs (n, L, C), or (n, 1, C) after a pooling."""
         if len(self.chains) == 1:
             return self.chains[0].output
         return torch.cat([chain.output for chain in self.chains])
 
-    def __matmul__(self, columns: Tensor) -> Tensor:
-        return self.product(columns)
+    @property
+    def convex(self) -> bool:  # type: ignore[override]
+        return all(chain.convex for chain in self.chains)
 
-    def product(self, v: Tensor, *, part: Part = "total") -> Tensor:
-        """H v, H_o v or H_f v for v (P,) or columns (P, K)."""
-        if part not in PARTS:
-            raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}.")
-        rows = self._rows(v)
+    def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
+        rows = columns.T.contiguous()
         flat = torch.empty_like(rows)
         tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
         for number, chain in enumerate(self.chains):
@@ -316,19 +319,20 @@ class LinearisedStack:
                 rate = chain.curvature(readout.output)
             curved = part != "outer"
             self._pull(number, rate, states if curved else None, readout if curved else None, flat)
-        return flat[0] if v.ndim == 1 else flat.T
+        return flat.T
 
     @cached_property
     def gradient(self) -> Tensor:
         """∂ℓ/∂θ (P,), by one way back when first asked for."""
-        flat = self.chains[0].output.new_empty(1, sum(self._sizes))
+        flat = self.chains[0].output.new_empty(1, self.shape[0])
         for number, chain in enumerate(self.chains):
             self._pull(number, chain.delta, None, None, flat)
         return flat[0]
 
     def jacobian_product(self, v: Tensor) -> Tensor:
         """J v: (P,) → the outputs' shape (n, L, C), or (P, K) → (K, n, L, C)."""
-        rows = self._rows(v)
+        check_columns(self, v)
+        rows = v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T.contiguous()
         tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
         outputs = []
         for number, chain in enumerate(self.chains):
@@ -340,11 +344,10 @@ class LinearisedStack:
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """A flat vector (P,) as named pieces in their own shapes (views)."""
-        self._check_vector(v)
-        pieces = torch.split(v, self._sizes)
+        check_columns(self, v)
         return {
-            name: piece.view(*shape, *v.shape[1:])
-            for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+            name: v[start : start + size].view(*self._shapes[name], *v.shape[1:])
+            for name, (start, size) in self.offsets.items()
         }
 
     def _pull(
@@ -373,32 +376,13 @@ class LinearisedStack:
             assert target is not None
             target.zero_() if rate is None else target.copy_(rate.view(target.shape))
 
-    def _rows(self, v: Tensor) -> Tensor:
-        """(P,) or (P, K) → (K, P)."""
-        self._check_vector(v)
-        return v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T.contiguous()
-
     def _input(self, rows: Tensor, number: int) -> Tensor | None:
         """One chain's part of the input in flat rows: a view (K, n', L, d)."""
         if not self.include_input:
             return None
-        shape = self._shapes[INPUT]
-        whole = rows[:, -self._sizes[-1] :].view(rows.shape[0], *shape)
-        return whole[:, self._samples[number]]
-
-    def _check_vector(self, v: Tensor) -> None:
-        size = sum(self._sizes)
-        if v.ndim not in (1, 2) or v.shape[0] != size:
-            raise ValueError(
-                f"expected a vector ({size},) or columns ({size}, K), got {tuple(v.shape)}."
-            )
-        if v.dtype != self.dtype:
-            raise TypeError(
-                f"the vector is {v.dtype}, the stack {self.dtype}: convert one of them."
-            )
-        device = self.chains[0].output.device
-        if v.device != device:
-            raise ValueError(f"the vector is on {v.device}, the stack on {device}.")
+        start, _ = self.offsets[INPUT]
+        inputs = rows[:, start:].view(rows.shape[0], *self._shapes[INPUT])
+        return inputs[:, self._samples[number]]
 
 
 _Piece = tuple[str, tuple[int, ...], int, int]  # name, shape, first and last place

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import Part
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.figures.theory import growth_figure
+from curvatlas.linear_operator import Part
 from curvatlas.theory import reference
 from curvatlas.theory.reference import (
     SingleHead,
@@ -329,12 +329,9 @@ def stack_outer_norms(
 ) -> dict[str, float]:
     """Frobenius norms of every weight's diagonal block of a stack, from closed-form products."""
     here = BlockStack(list(layers)).linearise(x, target)
-    dense = here.product(torch.eye(here.shape[0], dtype=x.dtype), part=part)
-    found, start = {}, 0
-    for name, size in zip(here.names, here._sizes, strict=True):
-        found[name] = float(dense[start : start + size, start : start + size].norm())
-        start += size
-    return found
+    dense = here.operator(part).dense()
+    blocks = {name: slice(start, start + size) for name, (start, size) in here.offsets.items()}
+    return {name: float(dense[block, block].norm()) for name, block in blocks.items()}
 
 
 @statement(
