@@ -14,12 +14,16 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas.analysis.atlas.layerwise import outer_role_traces
-from curvatlas.analysis.landscape.samples import count_samples, pieces, subset
 from curvatlas.analysis.landscape.taylor import Descent
 from curvatlas.operators.curvature import CurvatureParts
-from curvatlas.operators.per_sample import exact_outer_diagonal
+from curvatlas.operators.per_sample import (
+    count_samples,
+    exact_outer_diagonal,
+    pieces,
+    sampled_gradients,
+    subset,
+)
 from curvatlas.spectra import eigenpairs as eigenpairs_module
-from curvatlas.training.pruning import sampled_gradients
 from distributed.workers import join_group, model_and_data
 
 SAMPLES, INPUTS, OUTPUTS = 6, 3, 4

@@ -1,16 +1,42 @@
-"""diag H_o from single samples."""
+"""Losses, gradients and curvatures of single samples, and diag H_o from them."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 import curvatlas as ca
 import families
 import oracles
+from curvatlas import zoo
+from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.fisher import target_factors
-from curvatlas.operators.per_sample import exact_outer_diagonal
-from curvatlas.problem import CrossEntropy, MeanSquaredError
+from curvatlas.operators.per_sample import (
+    _Sampler,
+    count_samples,
+    exact_outer_diagonal,
+    pieces,
+    sample_losses,
+    sample_quantities,
+    subset,
+)
+from curvatlas.problem import CrossEntropy, MeanSquaredError, Problem
+from oracles import product, with_hand_written_norms
+
+SAMPLES = zoo.digits().train.to(torch.float64)
+
+
+def vit_problem(count: int, **options: object) -> Problem:
+    model = zoo.reference_vit(**{"d_model": 4, "patch_size": 4, "d_ff": 6, **options})  # type: ignore[arg-type]
+    return Problem(model.double().eval(), "cross_entropy", tuple(SAMPLES.take(count)))
+
+
+def random_columns(problem: Problem, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(problem.size, count, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -58,3 +84,70 @@ def test_the_seeds_are_factors_of_the_curvature_at_the_outputs(
     along = torch.einsum("qn...,n...->qn", seeds, direction)
     found = torch.einsum("qn,qn...->n...", along, seeds)
     torch.testing.assert_close(found, product(direction), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_per_sample_quantities_are_those_of_double_backward(norm_first: bool) -> None:
+    problem = vit_problem(5, norm_first=norm_first)
+    directions = random_columns(problem, 3)
+    found = sample_quantities(problem, directions, chunk=2)
+    model = with_hand_written_norms(copy.deepcopy(problem.model))
+    parameters = list(model.parameters())
+    for i in range(5):
+        row = SAMPLES.inputs[i : i + 1], SAMPLES.targets[i : i + 1]
+        loss = nn.functional.cross_entropy(model(row[0]), row[1])
+        assert found.losses[i] == pytest.approx(loss.item(), rel=1e-13)
+        bent = torch.stack(
+            [
+                product(nn.functional.cross_entropy(model(row[0]), row[1]), parameters, column)
+                for column in directions.T
+            ],
+            dim=1,
+        )
+        want = directions.T @ bent
+        assert (found.curvatures[i] - want).norm() <= 1e-12 * bent.norm() * directions.norm()
+        gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)])
+        assert torch.allclose(found.slopes[i], gradient @ directions, rtol=1e-11)
+        assert found.gradient_norms[i] == pytest.approx(float(gradient.norm()), rel=1e-12)
+
+
+def test_sample_by_sample_equals_side_by_side() -> None:
+    problem = vit_problem(3)
+    sampler = _Sampler(problem, random_columns(problem, 2), 3)
+    batch = next(pieces(problem, 3))
+    with problem.evaluating():
+        together, alone = sampler._side_by_side(batch), sampler._one_by_one(batch)
+    for a, b in zip(together, alone, strict=True):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+
+
+def test_padded_tokens_weigh_their_valid_targets() -> None:
+    model = zoo.reference_gpt(vocabulary=11, context=6, d_model=8, n_layers=1).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 11, (4, 6), generator=generator)
+    targets = torch.randint(0, 11, (4, 6), generator=generator)
+    targets[1, 3:] = -100
+    targets[2, :] = -100  # a sample without a target is left out
+    problem = Problem(model, "cross_entropy", (tokens, targets))
+    directions = random_columns(problem, 2)
+    found = sample_quantities(problem, directions)
+    assert found.counts.tolist() == [6.0, 3.0, 6.0]
+    mean = torch.einsum("i,iab->ab", found.counts / found.counts.sum(), found.curvatures)
+    want = directions.T @ (Hessian(problem) @ directions)
+    assert (mean - want).norm() <= 1e-11 * want.norm()
+    total = (found.counts * found.losses).sum() / found.counts.sum()
+    assert float(total) == pytest.approx(problem.value(), rel=1e-12)
+
+
+def test_subset_and_losses_follow_the_order_of_the_data() -> None:
+    problem = vit_problem(9)
+    halves = problem.with_data([tuple(b) for b in SAMPLES.take(9).batches(4)])
+    chosen = subset(halves, torch.tensor([7, 0, 5]))
+    want = problem.with_data((SAMPLES.inputs[[0, 5, 7]], SAMPLES.targets[[0, 5, 7]])).value()
+    assert chosen.value() == pytest.approx(want, rel=1e-13)
+    losses = sample_losses(halves, limit=7)
+    assert len(losses) == 7
+    assert float(losses[[0, 5]].mean()) == pytest.approx(
+        problem.with_data((SAMPLES.inputs[[0, 5]], SAMPLES.targets[[0, 5]])).value(), rel=1e-13
+    )
+    assert count_samples(halves) == 9

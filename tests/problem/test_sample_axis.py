@@ -14,13 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvatlas as ca
 import oracles
-from curvatlas.analysis.landscape.samples import sample_quantities, subset
-from curvatlas.analysis.scaling.cell import sample_gradients
 from curvatlas.errors import ProblemError
-from curvatlas.operators.per_sample import exact_outer_diagonal
+from curvatlas.operators.per_sample import (
+    exact_outer_diagonal,
+    sample_gradients,
+    sample_quantities,
+    sampled_gradients,
+    subset,
+)
 from curvatlas.problem import Batch
 from curvatlas.problem.problem import BatchStream
-from curvatlas.training.pruning import sampled_gradients
 
 KINDS: dict[str, Callable[..., Any]] = {
     "H": ca.Hessian,

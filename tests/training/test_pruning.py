@@ -12,12 +12,12 @@ import curvatlas as ca
 import families
 import oracles
 from curvatlas import zoo
+from curvatlas.operators.per_sample import sampled_gradients
 from curvatlas.training.pruning import (
     inverse_blocks,
     remove_all,
     remove_first,
     round_to,
-    sampled_gradients,
 )
 
 

@@ -496,7 +496,7 @@ class _Trajectory:
         return value, sums
 
     def _draws(self) -> Iterator[list[Batch]]:
-        from curvatlas.analysis.landscape.samples import subset
+        from curvatlas.operators.per_sample import subset
 
         generator = torch.Generator().manual_seed(self.seed)
         whole = list(self.problem.batches())

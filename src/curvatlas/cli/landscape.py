@@ -63,11 +63,11 @@ def landscape(
 
     from curvatlas.analysis.conditioning import effective_conditioning
     from curvatlas.analysis.landscape.convergence import landscape_convergence
-    from curvatlas.analysis.landscape.samples import count_samples
     from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
     from curvatlas.cli.options import Console, budget_of
+    from curvatlas.operators.per_sample import count_samples
     from curvatlas.results import Result
     from curvatlas.runs.subject import subject_of
 

@@ -20,7 +20,7 @@ its uses.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from curvatlas.engines.autograd.pull import pull
 from curvatlas.problem import Batch, Problem
 
 Kind = Literal["linear", "embedding", "gain"]
@@ -185,7 +186,7 @@ class RecordedPass:
         """Jᵀ seed at the uses: (K, *outputs) → one (K, *grid, out) a use."""
         if not self.uses:
             return []
-        found = _gradients(self.outputs, [use.edge for use in self.uses], seeds)
+        found = pull([self.outputs], [use.edge for use in self.uses], [seeds])
         return [
             use.slopes(seeds.new_zeros(len(seeds), *use.shape) if slope is None else slope)
             for use, slope in zip(self.uses, found, strict=True)
@@ -203,7 +204,7 @@ class RecordedPass:
         )
         seeds = seed.to(self.outputs).unsqueeze(0)
         pulled = self.pulled(seeds)
-        truth = _gradients(self.outputs, list(self.leaves.values()), seeds)
+        truth = pull([self.outputs], list(self.leaves.values()), [seeds])
         sums: dict[str, Tensor] = {}
         sizes: dict[str, float] = {}  # of the terms: what rounding is measured by
         for use, slopes in zip(self.uses, pulled, strict=True):
@@ -236,35 +237,6 @@ def record(problem: Problem, batch: Batch) -> RecordedPass:
     if not isinstance(outputs, Tensor):
         raise ValueError(f"the model must put out one tensor here, got {type(outputs).__name__}.")
     return RecordedPass(batch, outputs, leaves, tuple(recorder.uses))
-
-
-def _gradients(
-    outputs: Tensor, inputs: Sequence[Tensor] | Sequence[GradientEdge], seeds: Tensor
-) -> list[Tensor | None]:
-    """Jᵀ seeds, (K, *shape) for each of ``inputs``, all seeds in one pass where that is possible.
-
-    An operation without a rule for several seeds at once makes them go one by one.
-    """
-    if len(seeds) > 1:
-        try:
-            found = torch.autograd.grad(
-                outputs, inputs, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
-            return list(found)
-        except RuntimeError:
-            pass
-    rows = [
-        torch.autograd.grad(outputs, inputs, seed, retain_graph=True, allow_unused=True)
-        for seed in seeds
-    ]
-    return [
-        None if parts[0] is None else torch.stack([_dense(part) for part in parts])
-        for parts in zip(*rows, strict=True)
-    ]
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _parameter_slopes(

@@ -1,54 +1,359 @@
-r"""diag H_o read from the outputs instead of the weights, one sample after the other.
+r"""What single samples of the data contribute: losses, gradients, curvatures, factors of H_o.
 
-    [H_o]_ii = Σ_t Σ_c (J_tᵀ f_tc)_i²,
-
-one backward pass of one sample for every output of it. Column by column it would be one product of
-all samples for every weight. Where samples can be mapped over and have few outputs,
-``sample_factors.py`` takes the same sum for many samples at once.
+Samples do not meet in L = Σ_i c_i ℓ_i / Σ_i c_i (c_i valid targets of sample i), and in H_o =
+Σ_i J_iᵀ Λ_i J_i neither. They run side by side under ``vmap`` where the model allows it and one
+after the other elsewhere; whether they are apart at all is found by ``Problem.separable``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from curvatlas.errors import NonFiniteError, ProblemError
+from curvatlas.budget import default_budget
+from curvatlas.engines.autograd.pull import pull
+from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
+from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.fisher import TargetFactors, sample_axis_of_outputs, target_factors
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.evaluation import call
+from curvatlas.problem.smooth_norms import SmoothNorms
 from curvatlas.progress import bar
 
 if TYPE_CHECKING:
     from curvatlas.operators.curvature import CurvatureOperator
 
-# -------------------------------------------------------------------------------------------------
-# The exact diagonal of H_o from the factors of single samples.
-#
-# Samples do not meet in H_o = Σ_i J_iᵀ Λ_i J_i, and Λ_i = Σ_c f_ic f_icᵀ has few columns where a
-# sample has few outputs (C classes: C − 1). So
-#
-#     diag H_o = Σ_i Σ_c (J_iᵀ f_ic)²,     tr H_o = Σ_i Σ_c ‖J_iᵀ f_ic‖²,
-#
-# one backward pass for each c with the gradients of the samples kept apart: the forward pass is
-# mapped over samples that each have the parameters to themselves, and only first derivatives are
-# taken. Where an operation of the model cannot be mapped over samples, or samples do meet in the
-# model, there is no answer and the caller estimates. (``outer_diagonal.py`` takes one sample after
-# the other, for any model and for more outputs.)
-# -------------------------------------------------------------------------------------------------
-
-
-_IN_FLIGHT_BYTES = 2**27  # gradients of single samples that exist at the same time
-_COPIES = 3  # a gradient, its square and their sum
-_MOST_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
+_SIDE_BY_SIDE = 64  # samples: more gains nothing on a CPU and costs memory
+_GRADIENT_BYTES = 2**27  # gradients of single samples that exist at the same time
+_GRADIENT_COPIES = 3  # a gradient, its square and their sum
+_ROW_NUMBERS = 2**23  # of gradients of one sample held at once: 32 MB in float32
+_MAX_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
 _OUTER_UNITS, _TOTAL_UNITS = 4, 6  # of a product with H_o and with H; a forward pass is one
 
 
+# --- the samples of the data ----------------------------------------------------------------------
+
+
+def pieces(problem: Problem, size: int) -> Iterator[Batch]:
+    """The data in batches of at most ``size`` samples; whole batches where they cannot be cut."""
+    problem.require_one_process("a quantity by sample")
+    for batch in problem.batches():
+        for start in range(0, batch.samples, size):
+            piece = batch.part(start, min(start + size, batch.samples), problem.loss.count)
+            if piece.count > 0:
+                yield piece
+
+
+def count_samples(problem: Problem) -> int:
+    """Samples of the data (batches, where a loss is not a sum over samples)."""
+    problem.require_one_process("a quantity by sample")
+    return sum(batch.samples for batch in problem.batches())
+
+
+def subset(problem: Problem, indices: Tensor) -> Problem:
+    """The same problem on some samples, numbered in the order of the data."""
+    problem.require_one_process("a choice of samples")
+    chosen, first = [], 0
+    for batch in problem.batches():
+        here = indices[(indices >= first) & (indices < first + batch.samples)] - first
+        first += batch.samples
+        if len(here):
+            chosen.append(batch.chosen(here.sort().values, problem.loss.count))
+    return problem.with_batches(chosen)
+
+
+def _mapped(batch: Batch, one: Callable[..., Any], *by_sample: Any) -> Any:
+    """one(inputs, targets, *of by_sample) of every sample, side by side under ``vmap``.
+
+    by_sample: trees of tensors with the samples on their first axis.
+    """
+    assert batch.layout is not None
+    leaves, spec = tree_flatten((batch.inputs, batch.targets))
+    axes = batch.layout.leaves
+
+    def on_sample(rows: list[Tensor], *others: Any) -> Any:
+        row = iter(rows)
+        filled = [
+            leaf if axis is None else next(row).unsqueeze(axis)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        return one(*tree_unflatten(filled, spec), *others)
+
+    tensors = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    along = [axis for axis in axes if axis is not None]
+    return torch.func.vmap(on_sample, in_dims=(along, *[0] * len(by_sample)))(tensors, *by_sample)
+
+
+# --- gradients, sample after sample ---------------------------------------------------------------
+
+
+def pulled_rows(problem: Problem, leaves: dict[str, Tensor], root: Tensor, seeds: Tensor) -> Tensor:
+    """Jᵀ seed in the flat parameters: (K, *root) → (K, P); the graph is kept."""
+    rows = pull([root], list(leaves.values()), [seeds])
+    blocks = [
+        root.new_zeros(len(seeds), size) if r is None else r.reshape(len(seeds), -1)
+        for r, size in zip(rows, problem.layout.sizes, strict=True)
+    ]
+    return torch.cat(blocks, dim=1)
+
+
+def sample_gradients(problem: Problem, most: int) -> Tensor:
+    """Contribution of each of the first samples to the mean gradient, (n, P)."""
+    problem.require_mean("gradient noise")
+    rows: list[Tensor] = []
+    counts: list[float] = []
+    with problem.evaluating():
+        for piece in pieces(problem, 1):
+            leaves = problem.leaves()
+            loss = problem.loss.value(problem.outputs(piece, leaves), piece.targets)
+            rows.append(pulled_rows(problem, leaves, loss, loss.new_ones(1))[0])
+            counts.append(piece.count)
+            if len(rows) >= most:
+                break
+    gradients = torch.stack(rows)
+    weights = torch.tensor(counts, dtype=gradients.dtype, device=gradients.device)
+    return gradients * (weights / weights.mean())[:, None]
+
+
+def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tensor:
+    r"""G (n, P) with E[GᵀG]/n = H_o for additive losses; at most ``samples`` rows.
+
+    Row i is Jᵢᵀ r_i with r_i the residual of targets drawn from the predictive distribution,
+    scaled so that a sample with many targets weighs as it does in the loss.
+    """
+    if not problem.loss.additive:
+        raise ProblemError(
+            f"sampled gradients need a likelihood; {problem.loss.name!r} is not known as one: use "
+            "loss='cross_entropy' or 'mse', or method='obd'."
+        )
+    problem.require_mean("a sketch of sampled gradients")
+    problem.require_one_process("a sketch of sampled gradients")
+    if not problem.separable:
+        raise ProblemError(
+            "sampled gradients are those of single samples, and the samples of a batch influence "
+            "each other or their axis is not found (batch_axis=): use method='obd'."
+        )
+    problem.check()
+    rows: list[Tensor] = []
+    targets = 0.0
+    with problem.evaluating():
+        for piece in pieces(problem, 1):
+            if len(rows) == samples:
+                break
+            leaves = problem.leaves()
+            outputs = problem.outputs(piece, leaves)
+            generator = torch.Generator().manual_seed(seed + len(rows))
+
+            def uniform(shape: torch.Size, generator: torch.Generator = generator) -> Tensor:
+                drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+                return drawn.clamp(1e-12, 1 - 1e-12)
+
+            residual = problem.loss.sample_residual(outputs, piece.targets, uniform).to(outputs)
+            rows.append(pulled_rows(problem, leaves, outputs, residual.unsqueeze(0))[0])
+            targets += problem.loss.target_count(outputs, piece.targets)
+    # H_o is a mean over targets and a row sums those of one sample: n rows stand for ``targets``.
+    return torch.stack(rows) / math.sqrt(targets / len(rows))
+
+
+def root_gradients(
+    problem: Problem, *, probes: int, seed: int
+) -> Iterator[tuple[int, Tensor, float]]:
+    r"""Jᵀ B ξ of every sample with B Bᵀ = Λ and ξ normal: (probe, (P,) gradient, sample's share).
+
+    E (Jᵀ B ξ)_i² = (Jᵀ Λ J)_ii. Batches are taken whole where their samples cannot be told apart.
+    """
+    with problem.evaluating():
+        for place, piece in enumerate(pieces(problem, 1)):
+            draw = torch.Generator().manual_seed(seed + place)
+            leaves = problem.leaves()
+            outputs = problem.outputs(piece, leaves)
+            for probe in range(probes):
+                noise = torch.randn(outputs.shape, generator=draw, device="cpu").to(outputs)
+                root = problem.loss.root_product(outputs, piece.targets, noise)
+                if root is None:
+                    raise ProblemError(
+                        f"no root of the curvature of {problem.loss.name!r} is known: "
+                        "use role_traces(GaussNewton(problem)), by products."
+                    )
+                row = pulled_rows(problem, leaves, outputs, root.unsqueeze(0))[0]
+                yield probe, row, piece.count / problem.normaliser
+            del outputs, leaves
+
+
+# --- losses, slopes and curvatures in a few directions --------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleQuantities:
+    """One row a sample, in the order of the data."""
+
+    counts: Tensor  # (n,) valid targets: the sample's weight in the mean
+    losses: Tensor  # (n,)
+    gradient_norms: Tensor  # (n,)
+    slopes: Tensor  # (n, w)
+    curvatures: Tensor  # (n, w, w), symmetric
+
+
+def sample_quantities(
+    problem: Problem, directions: Tensor, *, limit: int | None = None, chunk: int | None = None
+) -> SampleQuantities:
+    r"""ℓ_i, ‖∇ℓ_i‖, Wᵀ∇ℓ_i and Wᵀ h_i W for directions W (P, w) of at most ``limit`` samples.
+
+    By Hessian products h_i W of single samples, in float64; P-sized memory is that of one chunk,
+    whatever the number of samples. The first chunk is compared with the Hessian operator.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    sampler = _Sampler(problem, directions, chunk)
+    total = count_samples(problem) if limit is None else min(limit, count_samples(problem))
+    done = 0
+    with bar("per-sample curvature", total=total) as progress:
+        for batch in pieces(problem, sampler.chunk):
+            if done >= total:
+                break
+            if batch.samples > total - done:
+                batch = batch.part(0, total - done, problem.loss.count)
+            parts.append(sampler.of(batch))
+            done += len(parts[-1][0])
+            progress.update(len(parts[-1][0]))
+    return SampleQuantities(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def sample_losses(problem: Problem, *, limit: int) -> Tensor:
+    """ℓ_i of the first ``limit`` samples with a valid target, (n,) float64; forward only."""
+    sampler = _Sampler(problem, problem.parameters.new_zeros(problem.size, 0), 256)
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for batch in pieces(problem, sampler.chunk):
+            losses.append(sampler.of(batch)[1])
+            if sum(map(len, losses)) >= limit:
+                break
+    return torch.cat(losses)[:limit]
+
+
+class _Sampler:
+    """Computes a chunk's rows: vectorised, or sample by sample where the model does not allow."""
+
+    def __init__(self, problem: Problem, directions: Tensor, chunk: int | None) -> None:
+        problem.require_mean("curvature by sample")
+        problem.check()
+        self.problem = problem
+        self.directions = directions.to(dtype=problem.dtype, device=problem.device)
+        row = 8 * problem.size * problem.dtype.itemsize  # gradient, products and their graph
+        self.chunk = chunk or max(1, min(_SIDE_BY_SIDE, default_budget(problem.device) // row))
+        self._vectorised = problem.separable
+        self._checked = not directions.shape[1]
+        self._columns = problem.layout.split(self.directions)  # (w, *shape) each
+
+    def of(self, batch: Batch) -> tuple[Tensor, ...]:
+        rows = None
+        with self.problem.evaluating(), SmoothNorms():
+            if self._vectorised and batch.layout is not None:
+                try:
+                    rows = self._side_by_side(batch)
+                except RuntimeError:
+                    self._vectorised = False  # an operation without a batching rule
+            if rows is None:
+                rows = self._one_by_one(batch)
+        count = self.problem.loss.count
+        counts = [batch.part(i, i + 1, count).count for i in range(batch.samples)]
+        weights = torch.tensor(counts, dtype=torch.float64)
+        if not self._checked:
+            self._check(batch, weights, rows)
+            self._checked = True
+        return tuple(t.double().cpu()[weights > 0] for t in (weights, *rows))
+
+    def _side_by_side(self, batch: Batch) -> tuple[Tensor, ...]:
+        problem, directions, loss = self.problem, self.directions, self.problem.loss
+        names = problem.parameter_names
+        fixed = {n: p.detach() for n, p in problem.model.named_parameters()}
+
+        def one(inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+            def value_at(values: dict[str, Tensor]) -> Tensor:
+                raw = call(problem.model, {**fixed, **values}, inputs)
+                return loss.value(loss.arranged(loss.outputs_of(raw), targets), targets)
+
+            here = {n: fixed[n] for n in names}
+            if not directions.shape[1]:
+                return (value_at(here),)
+            # one linearisation for all directions
+            linear: Any = torch.func.vjp(torch.func.grad_and_value(value_at), here, has_aux=True)
+            gradient, pulled, value = linear
+            flat = torch.cat([gradient[n].reshape(-1) for n in names])
+            products = []
+            for column in zip(*self._columns, strict=True):
+                (bent,) = pulled(dict(zip(names, column, strict=True)))
+                products.append(torch.cat([bent[n].reshape(-1) for n in names]) @ directions)
+            return value, flat.norm(), flat @ directions, torch.stack(products)
+
+        rows: tuple[Tensor, ...] = _mapped(batch, one)
+        return rows
+
+    def _one_by_one(self, batch: Batch) -> tuple[Tensor, ...]:
+        problem, directions = self.problem, self.directions
+        width = directions.shape[1]
+        rows: list[tuple[Tensor, ...]] = []
+        for i in range(batch.samples):
+            part = batch.part(i, i + 1, problem.loss.count)
+            if part.count == 0:
+                zero = directions.new_zeros
+                rows.append((zero(()), zero(()), zero(width), zero(width, width)))
+                continue
+            leaves = problem.leaves()
+            value = problem.loss.value(problem.outputs(part, leaves), part.targets)
+            if not width:
+                rows.append((value.detach(),) * 4)
+                continue
+            tensors = list(leaves.values())
+            grads = torch.autograd.grad(value, tensors, create_graph=True, materialize_grads=True)
+            like = directions[:, 0]
+            flat = problem.layout.join([g.detach() for g in grads], like=like)
+            products = [
+                problem.layout.join(
+                    pull(grads, tensors, [c.unsqueeze(0) for c in column]), like=like
+                )
+                @ directions
+                for column in zip(*self._columns, strict=True)
+            ]
+            rows.append((value.detach(), flat.norm(), flat @ directions, torch.stack(products)))
+        stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+        return tuple(stacked if width else stacked[:1])
+
+    def _check(self, batch: Batch, counts: Tensor, rows: tuple[Tensor, ...]) -> None:
+        """The weighted mean of the samples' curvatures is the Hessian operator's."""
+        operator = Hessian(self.problem.with_batches([batch]))
+        want = self.directions.T @ (operator @ self.directions)
+        shares = (counts / counts.sum()).to(want)
+        got = torch.einsum("i,iab->ab", shares, rows[3].to(want))
+        error = float((got - want).norm())
+        allowed = 1e4 * torch.finfo(want.dtype).eps * float(rows[3].abs().max() + want.norm())
+        if error > allowed:
+            raise DifferentiationError(
+                f"per-sample curvatures do not add up to the Hessian ({error:.1e} off, "
+                f"{allowed:.1e} allowed): samples of a batch influence each other, or an operation "
+                "has a wrong second derivative."
+            )
+
+
+# --- the exact diagonal of H_o --------------------------------------------------------------------
+
+
 class SampleFactors:
-    """The factors f_ic of an operator's data, for the parameters ``names``."""
+    r"""diag H_o from the factors Λ_i = Σ_c f_ic f_icᵀ of an operator's data, samples side by side.
+
+        diag H_o = Σ_i Σ_c (J_iᵀ f_ic)²
+
+    with few columns where a sample has few outputs (C classes: C − 1), and one backward pass for
+    each c with the gradients of the samples kept apart. There is no answer, and the caller
+    estimates, where an operation of the model cannot be mapped over samples or samples meet.
+
+    names: the parameters whose rows are wanted.
+    """
 
     def __init__(self, operator: CurvatureOperator, names: Sequence[str]) -> None:
         self.problem: Problem = operator.problem
@@ -57,20 +362,18 @@ class SampleFactors:
         self._product_units = _OUTER_UNITS if operator.outer == "whole" else _TOTAL_UNITS
         sizes = dict(zip(self.problem.layout.names, self.problem.layout.sizes, strict=True))
         self.size = sum(sizes[name] for name in names)
-        self._gradient_bytes = _COPIES * self.size * operator.dtype.itemsize
-        self._fits = self._gradient_bytes <= operator.budget
-        at_once = max(1, min(_IN_FLIGHT_BYTES, operator.budget) // max(self._gradient_bytes, 1))
-        self._at_once = int(at_once)  # gradients of single samples
+        gradient_bytes = _GRADIENT_COPIES * self.size * operator.dtype.itemsize
+        self._fits = gradient_bytes <= operator.budget
+        at_once = min(_GRADIENT_BYTES, operator.budget) // max(gradient_bytes, 1)
+        self._at_once = max(1, int(at_once))  # gradients of single samples
 
     def columns(self) -> int | None:
-        """How many backward passes the diagonal takes; None where there is no such way."""
+        """How many backward passes the diagonal takes; None where it is not to be had so."""
         problem = self.problem
         supported = problem.loss.additive and problem.loss.convex and self._fits
         if not supported or problem.distributed or problem.checkpoint_activations:
             return None
-        if not problem.separable:
-            return None
-        first = next(problem.batches(), None)
+        first = next(problem.batches(), None) if problem.separable else None
         if first is None:
             return None
         try:
@@ -78,7 +381,7 @@ class SampleFactors:
                 outputs = problem.outputs(first.part(0, 1, problem.loss.count), {})
         except (RuntimeError, ProblemError):
             return None
-        if not isinstance(outputs, Tensor) or outputs.numel() > _MOST_OUTPUTS:
+        if not isinstance(outputs, Tensor) or outputs.numel() > _MAX_OUTPUTS:
             return None
         rank = outputs.numel()
         if problem.loss.name == "cross_entropy":
@@ -105,36 +408,23 @@ class SampleFactors:
         if self._checks:
             problem.check()
         total = torch.zeros(self.size, dtype=torch.float64, device=problem.device)
-        together = max(1, self._at_once // max(columns, 1))
-        mapped = False
+        mapping_checked = False
         try:
             with problem.evaluating():
-                for batch in problem.batches():
-                    for start in range(0, batch.samples, together):
-                        stop = min(start + together, batch.samples)
-                        part = batch.part(start, stop, problem.loss.count)
-                        if part.count == 0:
-                            continue
-                        factors = self._factors(part)
-                        if not len(factors.places):
-                            continue  # saturated: Λ is zero
-                        if not mapped and not self._mapping_agrees(part, factors):
-                            return None
-                        mapped = True
-                        total += part.count / problem.normaliser * self._squares(part, factors)
+                for part in pieces(problem, max(1, self._at_once // max(columns, 1))):
+                    with torch.no_grad():
+                        factors = _factors(problem, part, problem.outputs(part, {}))
+                    if factors is None:
+                        return None
+                    if not len(factors.places):
+                        continue  # saturated: Λ is zero
+                    if not mapping_checked and not self._mapping_agrees(part, factors):
+                        return None
+                    mapping_checked = True
+                    total += part.count / problem.normaliser * self._squares(part, factors)
         except (RuntimeError, ProblemError):
             return None  # an operation without a rule for vmap, or with a look at its values
         return total if bool(torch.isfinite(total).all()) else None
-
-    def _factors(self, batch: Batch) -> TargetFactors:
-        problem = self.problem
-        with torch.no_grad():
-            outputs = problem.outputs(batch, {})
-            axis = sample_axis_of_outputs(batch)
-            factors = target_factors(problem.loss, outputs, batch.targets, axis=axis)
-        if factors is None:
-            raise ProblemError("the loss has no closed form of its curvature by sample.")
-        return factors
 
     def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
@@ -142,8 +432,8 @@ class SampleFactors:
         for some in torch.split(factors.places, self._at_once):
             gradients = self._gradients(batch, factors.seeds(some))  # (r, n, *shape) each
             # Not in place: gradients of different parameters may share their memory.
-            pieces = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
-            total += torch.cat(pieces).double()
+            squares = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
+            total += torch.cat(squares).double()
         return total
 
     def _gradients(self, batch: Batch, seeds: Tensor) -> list[Tensor]:
@@ -154,41 +444,36 @@ class SampleFactors:
         Every sample gets parameters of its own, all views of the same memory: the gradient by them
         is the samples' gradients side by side.
         """
-        problem, size, layout = self.problem, batch.samples, batch.layout
-        assert layout is not None
+        problem, size = self.problem, batch.samples
         leaves = {
             name: leaf.detach().expand(size, *leaf.shape).requires_grad_(True)
             for name, leaf in problem.leaves(self.names).items()
         }
-        flat, spec = tree_flatten(batch.inputs)
-        axes = layout.leaves[: len(flat)]
         output_axis = sample_axis_of_outputs(batch)
         # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
         single = batch.part(0, 1, problem.loss.count)
 
-        def one(parameters: dict[str, Tensor], given: list[Tensor]) -> Tensor:
-            fresh = iter(given)
-            own = [
-                t if axis is None else next(fresh).unsqueeze(axis)
-                for t, axis in zip(flat, axes, strict=True)
-            ]
+        def one(inputs: Any, _: Any, parameters: dict[str, Tensor]) -> Tensor:
             sample = Batch(
-                inputs=tree_unflatten(own, spec), targets=single.targets, count=single.count,
-                index=batch.index, offset=batch.offset,
-            )  # fmt: skip
+                inputs=inputs,
+                targets=single.targets,
+                count=single.count,
+                index=batch.index,
+                offset=batch.offset,
+            )
             outputs: Tensor = problem.outputs(sample, parameters)
             return outputs.squeeze(output_axis)
 
-        given = [t for t, axis in zip(flat, axes, strict=True) if axis is not None]
-        along = [axis for axis in axes if axis is not None]
-        outputs = torch.func.vmap(one, in_dims=(0, along))(leaves, given)
-        found = torch.autograd.grad(
-            outputs, list(leaves.values()), seeds,
-            is_grads_batched=True, allow_unused=True,
-        )  # fmt: skip
+        gradients = torch.autograd.grad(
+            _mapped(batch, one, leaves),
+            list(leaves.values()),
+            seeds,
+            is_grads_batched=True,
+            allow_unused=True,
+        )
         return [
             leaf.new_zeros(len(seeds), *leaf.shape) if gradient is None else gradient
-            for gradient, leaf in zip(found, leaves.values(), strict=True)
+            for gradient, leaf in zip(gradients, leaves.values(), strict=True)
         ]
 
     def _mapping_agrees(self, batch: Batch, factors: TargetFactors) -> bool:
@@ -215,14 +500,13 @@ class SampleFactors:
         return bool((left - right).abs().max() <= allowed)
 
 
-_NUMBERS = 2**23  # of gradient rows held at once: 32 MB in float32
-
-
 def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
-    """(P,) float64 diag H_o and the number of single samples' gradients it took.
+    r"""diag H_o = Σ_i Σ_c (J_iᵀ f_ic)² (P,) in float64, and the backward passes it took.
 
-    None where a sample has more outputs than there are weights, the loss no closed form of Λ, or
-    the data are spread over processes.
+    One sample after the other, for any model and more outputs than ``SampleFactors`` takes: a
+    backward pass of one sample for every output, where columns of H_o would be one product of all
+    samples for every weight. None where a sample has more outputs than there are weights, the loss
+    no closed form of Λ, or the data are spread over processes.
     """
     if problem.spread or not problem.separable or not _fewer_outputs_than_weights(problem):
         return None
@@ -230,14 +514,18 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
     total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
     passes = 0
     with problem.evaluating(), bar("exact diagonal") as progress:
-        for batch in problem.batches():
-            for piece in batch.singles(problem.loss.count):
-                found = None if piece.layout is None else _of_sample(problem, piece)
-                if found is None:
-                    return None
-                total += piece.count * found[0]
-                passes += found[1]
-                progress.update(1)
+        for piece in pieces(problem, 1):
+            leaves = problem.leaves()
+            outputs = problem.outputs(piece, leaves)
+            factors = None if piece.layout is None else _factors(problem, piece, outputs)
+            if factors is None:
+                return None
+            samples_first = outputs.movedim(sample_axis_of_outputs(piece), 0)
+            for some in torch.split(factors.places, max(1, _ROW_NUMBERS // problem.size)):
+                rows = pulled_rows(problem, leaves, samples_first, factors.seeds(some))
+                total += piece.count * rows.double().square().sum(0)
+            passes += len(factors.places)
+            progress.update(1)
     if not bool(torch.isfinite(total).all()):
         raise NonFiniteError("the Gauss-Newton diagonal is not finite at these weights.")
     return total / problem.normaliser, passes
@@ -250,20 +538,6 @@ def _fewer_outputs_than_weights(problem: Problem) -> bool:
     return isinstance(outputs, Tensor) and outputs.numel() <= problem.size
 
 
-def _of_sample(problem: Problem, piece: Batch) -> tuple[Tensor, int] | None:
-    """Σ (J_tᵀ f_tc)² of one sample, (P,) float64, and how many pairs (t, c) there were."""
-    leaves = problem.leaves()
-    outputs = problem.outputs(piece, leaves)
-    axis = sample_axis_of_outputs(piece)
-    factors = target_factors(problem.loss, outputs, piece.targets, axis=axis)
-    if factors is None:
-        return None
-    total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
-    for some in torch.split(factors.places, max(1, _NUMBERS // problem.size)):
-        rows = torch.autograd.grad(
-            outputs.movedim(axis, 0), list(leaves.values()), factors.seeds(some),
-            is_grads_batched=True, retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-        squares = [None if r is None else r.double().square().sum(0) for r in rows]
-        total += problem.layout.join(squares, like=total)
-    return total, len(factors.places)
+def _factors(problem: Problem, batch: Batch, outputs: Tensor) -> TargetFactors | None:
+    axis = sample_axis_of_outputs(batch)
+    return target_factors(problem.loss, outputs, batch.targets, axis=axis)

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_flatten
 
 from curvatlas.analysis.atlas.result import Block, blocks_of
 from curvatlas.analysis.atlas.sketch import Sketch
-from curvatlas.analysis.propagation.dense import pull
+from curvatlas.analysis.propagation.dense import pulled
 from curvatlas.analysis.propagation.matrix_free import orthonormal, probe
 from curvatlas.analysis.propagation.result import Measure
 from curvatlas.anatomy import Slice
-from curvatlas.errors import ProblemError
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import CurvatureParts
-from curvatlas.problem import Batch, Problem
+from curvatlas.operators.per_sample import count_samples, root_gradients
+from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import call
 from curvatlas.progress import bar, track
 from curvatlas.results import Result
@@ -129,29 +129,9 @@ def outer_role_traces(
     problem.require_one_process("a trace by backward passes over the samples")
     roles = pooled_roles(problem, layers=layers)
     samples = torch.zeros(probes, len(roles), dtype=torch.float64)
-    pieces = _samples_of(problem)
-    with problem.evaluating(), bar("tr H_o", total=len(pieces)) as progress:
-        for place, piece in enumerate(pieces):
-            draw = torch.Generator().manual_seed(seed * 1_000_003 + first * 1009 + place)
-            share = piece.count / problem.normaliser
-            leaves = problem.leaves()
-            outputs = problem.outputs(piece, leaves)
-            for number in range(probes):
-                noise = torch.randn(outputs.shape, generator=draw, device="cpu").to(outputs)
-                seed_of = problem.loss.root_product(outputs, piece.targets, noise)
-                if seed_of is None:
-                    raise ProblemError(
-                        f"no root of the curvature of {problem.loss.name!r} is known: "
-                        "use role_traces(GaussNewton(problem)), by products."
-                    )
-                found = torch.autograd.grad(
-                    outputs, list(leaves.values()), seed_of, retain_graph=number < probes - 1,
-                    allow_unused=True,
-                )  # fmt: skip
-                squares = problem.layout.join(found, like=outputs).square_()
-                samples[number] += share * _by_role(squares, roles)
-            del outputs, leaves
-            progress.update(1)
+    gradients = root_gradients(problem, probes=probes, seed=seed * 1_000_003 + first * 1009)
+    for number, row, share in track(gradients, "tr H_o", total=probes * count_samples(problem)):
+        samples[number] += share * _by_role(row.square_(), roles)
     return _traces("outer", roles, samples, None, probes, "backward passes over the data")
 
 
@@ -235,13 +215,6 @@ def _traces(
         part=part, roles=tuple(roles), sizes=sizes, samples=samples, known=known,
         products=products, unit=unit,
     )  # fmt: skip
-
-
-def _samples_of(problem: Problem) -> list[Batch]:
-    """Single samples where the loss adds up over them, else the batches."""
-    if not problem.separable:
-        return list(problem.batches())
-    return [piece for batch in problem.batches() for piece in batch.singles(problem.loss.count)]
 
 
 def _by_role(entries: Tensor, roles: dict[str, tuple[Slice, ...]]) -> Tensor:
@@ -428,7 +401,7 @@ def activation_curvature(
                 if slope is None:
                     continue
                 basis = orthonormal(tensor.shape, probes, generator, tensor)
-                images = pull(slope, [tensor], basis)[0].detach()
+                images = pulled([slope], [tensor], [basis])[0].detach()
                 products += len(basis)
                 seen = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1)
                 measure = Measure(

@@ -34,15 +34,15 @@ from curvatlas.analysis.landscape.convergence_result import (
     stable_size,
 )
 from curvatlas.analysis.landscape.line import Displacement, flat_displacement
-from curvatlas.analysis.landscape.samples import (
+from curvatlas.fits import Array
+from curvatlas.linear_operator import LinearOperator, Tags
+from curvatlas.operators.curvature import Hessian
+from curvatlas.operators.per_sample import (
     SampleQuantities,
     sample_losses,
     sample_quantities,
     subset,
 )
-from curvatlas.fits import Array
-from curvatlas.linear_operator import LinearOperator, Tags
-from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.spectra.density import spectral_density

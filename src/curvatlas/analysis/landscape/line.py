@@ -2,110 +2,25 @@ r"""The loss along a straight line: φ(t) = L(θ + t d) and its derivatives.
 
 φ' = g·d, φ'' = dᵀHd, φ''' = ∂³L[d, d, d], … : one reverse pass with respect to the scalar t per
 order, so the k-th derivative is exact and costs about 2^k gradients; no P × P object, no
-differences. Norms are written out (``taylor_norms``): the fused ones are wrong from order three on.
+differences. Norms are written out (``problem/smooth_norms``): the fused ones are wrong from order
+three on.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from curvatlas import parallel
 from curvatlas.errors import ProblemError
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import check_finite_loss
-
-# -------------------------------------------------------------------------------------------------
-# Normalisation layers that can be differentiated any number of times.
-#
-# The backward of PyTorch's fused layer norm is right to second order and silently wrong beyond:
-# the
-# third derivative of a small ViT along a random line came out 4 % (post-norm) and 16 % (pre-norm)
-# off, with no error. Within ``smooth_norms`` the fused kernels are replaced by the same formula
-# written out, whose derivatives of every order are right.
-# -------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    axes = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(axes, keepdim=True)
-    result = centred / (centred.pow(2).mean(axes, keepdim=True) + eps).sqrt()
-    return _affine(result, weight, bias)
-
-
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    axes = tuple(range(-len(normalized_shape), 0))
-    small = torch.finfo(input.dtype).eps if eps is None else eps
-    result = input / (input.pow(2).mean(axes, keepdim=True) + small).sqrt()
-    return _affine(result, weight, None)
-
-
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    count, channels = input.shape[:2]
-    grouped = input.reshape(count, num_groups, math.prod(input.shape[1:]) // num_groups)
-    result = _layer_norm(grouped, grouped.shape[-1:], eps=eps).reshape(input.shape)
-    shape = (1, channels, *[1] * (input.ndim - 2))
-    weight = None if weight is None else weight.reshape(shape)
-    return _affine(result, weight, None if bias is None else bias.reshape(shape))
-
-
-def _affine(result: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    result = result if weight is None else result * weight
-    return result if bias is None else result + bias
-
-
-_WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    torch.group_norm: _group_norm,
-}
-for _module in (F, torch):
-    if hasattr(_module, "rms_norm"):  # torch ≥ 2.4
-        _WRITTEN_OUT[_module.rms_norm] = _rms_norm
-
-
-class _WriteOut(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _WRITTEN_OUT.get(func, func)(*args, **(kwargs or {}))
-
-
-@contextmanager
-def smooth_norms() -> Iterator[None]:
-    """Inside, layer, RMS and group norms are computed operation by operation."""
-    with _WriteOut():
-        yield
-
+from curvatlas.problem.smooth_norms import SmoothNorms
 
 Array = NDArray[np.float64]
 Displacement = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | nn.Module
@@ -176,7 +91,7 @@ class Line:
         problem = self.problem
 
         def fill(total: Tensor) -> None:
-            with problem.evaluating(), smooth_norms():
+            with problem.evaluating(), SmoothNorms():
                 for batch in problem.batches():
                     one(batch, total)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.analysis.propagation.capture import Capture, Node
+from curvatlas.engines.autograd.pull import pull
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
@@ -45,22 +46,14 @@ class Samples:
         return columns.reshape(-1, *like.shape)
 
 
-def pull(root: Tensor, inputs: Sequence[Tensor], cotangents: Tensor) -> list[Tensor]:
-    """Vector-Jacobian products of K cotangents (K, *root) → (K, *input) each, zeros included."""
-    count = len(cotangents)
-    if not root.requires_grad:
-        return [t.new_zeros(count, *t.shape) for t in inputs]
-    options = {"retain_graph": True, "allow_unused": True}
-    found: Sequence[Tensor | None]
-    try:
-        found = torch.autograd.grad(root, inputs, cotangents, is_grads_batched=True, **options)
-    except RuntimeError:  # an operation without a batching rule: one by one
-        rows = [torch.autograd.grad(root, inputs, c, **options) for c in cotangents]
-        found = tuple(
-            None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)
-        )
+def pulled(
+    roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """``pull`` with zeros where nothing comes back: (K, *root) each → (K, *input) each."""
+    count = len(cotangents[0])
     return [
-        t.new_zeros(count, *t.shape) if g is None else g for t, g in zip(inputs, found, strict=True)
+        t.new_zeros(count, *t.shape) if g is None else g
+        for t, g in zip(inputs, pull(roots, inputs, cotangents), strict=True)
     ]
 
 
@@ -132,8 +125,9 @@ def jacobian(node: Node, parents: Sequence[Node], view: Samples) -> list[Tensor]
     size = view.flat(node.tensor).shape[1]
     found = [p.tensor.new_zeros(view.count, size, view.flat(p.tensor).shape[1]) for p in parents]
     for place, block in unit_columns(view.count, size, node.tensor):
-        pulled = pull(node.tensor, [p.tensor for p in parents], view.columns(block, node.tensor))
-        for target, rows in zip(found, pulled, strict=True):
+        slopes = [view.columns(block, node.tensor)]
+        parts = pulled([node.tensor], [p.tensor for p in parents], slopes)
+        for target, rows in zip(found, parts, strict=True):
             target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
     return found
 
@@ -157,7 +151,7 @@ def gradient_rows(
         return found  # linear in this input
     for place, block in unit_columns(view.count, size, own):
         for target, rows in zip(
-            found, pull(gradient, others, view.columns(block, own)), strict=True
+            found, pulled([gradient], others, [view.columns(block, own)]), strict=True
         ):
             target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
     return found
@@ -308,9 +302,9 @@ def _seed_cut(
         outer = [own.new_zeros(view.count, size, view.flat(t).shape[1]) for t in tensors]
         inner = gradient_rows(gradient, own, tensors, view)
         for place, block in unit_columns(view.count, size, own):
-            moved = pull(gradient, cotangents, view.columns(block, own))  # J e_k at the outputs
-            weighted = lam(moved)
-            for target, rows in zip(outer, _pull_all(outputs, tensors, weighted), strict=True):
+            # J e_k at the outputs, weighted by Λ
+            weighted = lam(pulled([gradient], cotangents, [view.columns(block, own)]))
+            for target, rows in zip(outer, pulled(outputs, tensors, weighted), strict=True):
                 target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
         for q, passed, made in zip(nodes, outer, inner, strict=True):
             add(p, q, passed + made)
@@ -318,13 +312,3 @@ def _seed_cut(
                 created[p] = made
                 through.append((p, passed, made))
     return through
-
-
-def _pull_all(
-    roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
-) -> list[Tensor]:
-    total = pull(roots[0], inputs, cotangents[0])
-    for root, columns in zip(roots[1:], cotangents[1:], strict=True):
-        found = pull(root, inputs, columns)
-        total = [a + b for a, b in zip(total, found, strict=True)]
-    return total

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from curvatlas.analysis.atlas.sketch import Energy, energy_of
 from curvatlas.analysis.propagation.capture import Capture, Node
-from curvatlas.analysis.propagation.dense import cut, is_sum, pull
+from curvatlas.analysis.propagation.dense import cut, is_sum, pulled
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
@@ -357,7 +357,7 @@ class FreeProducts:
 
         def passed(v: Tensor) -> Tensor:
             with cut(parents):
-                moved = pull(slope, u, v)
+                moved = pulled([slope], u, [v])
                 return _gradient(self.outputs, node.tensor, self._lambda(moved))
 
         def created(v: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def _gradient(roots: list[Tensor], where: Tensor, cotangents: list[Tensor]) -> T
     """Σ over roots of K cotangents (K, *root) pulled back to ``where``: (K, *where)."""
     total: Tensor | None = None
     for root, columns in zip(roots, cotangents, strict=True):
-        (found,) = pull(root, [where], columns)
+        (found,) = pulled([root], [where], [columns])
         total = found if total is None else total + found
     assert total is not None
     return total
@@ -657,7 +657,7 @@ class Sweep:
         """Jᵀ of both vectors of every pair, to each of ``nodes``."""
         columns = torch.cat([vectors for group in sketch.groups for vectors in group])
         tensors = [node.tensor for node in nodes]
-        parts = [pull(end.tensor, tensors, part) for part in self._few(columns)]
+        parts = [pulled([end.tensor], tensors, [part]) for part in self._few(columns)]
         found = []
         for k, node in enumerate(nodes):
             moved = torch.cat([part[k].detach() for part in parts])
@@ -681,4 +681,4 @@ class Sweep:
 
 
 def _second(slope: Tensor, where: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda v: pull(slope, [where], v)[0]
+    return lambda v: pulled([slope], [where], [v])[0]

@@ -14,9 +14,9 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from curvatlas.analysis.landscape.samples import pieces, sample_losses
 from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
+from curvatlas.operators.per_sample import sample_gradients, sample_losses
 from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.spectra.density import spectral_density
@@ -80,25 +80,6 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
         gradient_norm=float(gradients.mean(0).norm()),
         products=operator.products,
     )
-
-
-def sample_gradients(problem: Problem, most: int) -> Tensor:
-    """Contribution of each of the first samples to the mean gradient, (n, P)."""
-    problem.require_mean("gradient noise")
-    rows: list[Tensor] = []
-    counts: list[float] = []
-    like = problem.parameters
-    with problem.evaluating():
-        for piece in pieces(problem, 1):
-            leaves = problem.leaves()
-            loss = problem.loss.value(problem.outputs(piece, leaves), piece.targets)
-            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            rows.append(problem.layout.join(grads, like=like))
-            counts.append(piece.count)
-            if len(rows) >= most:
-                break
-    weights = torch.tensor(counts, dtype=like.dtype, device=like.device)
-    return torch.stack(rows) * (weights / weights.mean())[:, None]
 
 
 def _ratio(products: Array) -> tuple[float, Interval]:

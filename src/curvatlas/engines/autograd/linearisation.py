@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from curvatlas.budget import readable
+from curvatlas.engines.autograd.pull import pull
 from curvatlas.errors import DifferentiationError, ProblemError
 from curvatlas.problem import Batch, Problem, checkpointing, large_heads
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
@@ -214,31 +215,12 @@ class Linearisation:
         self, roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
-        chosen = [i for i, root in enumerate(roots) if root.requires_grad]
-        if not chosen:
-            return [None] * len(inputs)
-        outputs = [roots[i] for i in chosen]
-        given = [cotangents[i] for i in chosen]
-        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
-        count = given[0].shape[0]
-        if count == 1:
-            single = torch.autograd.grad(outputs, inputs, [c[0] for c in given], **options)
-            return [None if t is None else t.unsqueeze(0) for t in single]
         if self.columns_at_once > 1:
             try:
-                return list(
-                    torch.autograd.grad(outputs, inputs, given, is_grads_batched=True, **options)
-                )
+                return pull(roots, inputs, cotangents, together=True)
             except RuntimeError:
                 self.columns_at_once = 1  # an operation without a batching rule: one by one
-        single_columns = [
-            torch.autograd.grad(outputs, inputs, [c[k] for c in given], **options)
-            for k in range(count)
-        ]
-        return [
-            None if parts[0] is None else torch.stack(parts)
-            for parts in zip(*single_columns, strict=True)
-        ]
+        return pull(roots, inputs, cotangents, together=False)
 
 
 class HessianLinearisation(Linearisation):
