@@ -74,7 +74,7 @@ _PUBLIC: dict[str, str] = {
     "Thresholds": "curvatlas.training.snapshot",
     "Result": "curvatlas.results",
     "ConvergenceDiagnostics": "curvatlas.analysis.diagnostics",
-    "ScalingLawAnalyzer": "curvatlas.analysis.scaling.analyzer",
+    "ScalingLawAnalyzer": "curvatlas.scaling.analyzer",
     "landscape_convergence": "curvatlas.analysis.landscape.convergence",
     "TaylorExpansionAnalyzer": "curvatlas.analysis.landscape.taylor",
     "visualize_hessian_spectrum": "curvatlas.figures",

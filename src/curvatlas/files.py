@@ -264,8 +264,8 @@ _DTYPES = {
 }  # fmt: skip
 # Packages whose modules define results; a module that needs an absent extra is passed over.
 _RESULT_PACKAGES = (
-    "analysis", "closed_form", "operators", "runs", "spectra", "studies", "theory", "training",
-    "zoo",
+    "analysis", "closed_form", "operators", "runs", "scaling", "spectra", "studies", "theory",
+    "training", "zoo",
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import curvatlas as ca
 from curvatlas import cli, runs, zoo
+from curvatlas.cli.training_session import Session, TrainingCheckpoint, make_optimizer
 from curvatlas.files import previous
-from curvatlas.training.session import Session, TrainingCheckpoint, make_optimizer
 
 _SMALL = ("--samples", "4", "--every", "15", "--batch-size", "8")
 

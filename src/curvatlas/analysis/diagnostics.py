@@ -20,7 +20,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from curvatlas.analysis.conditioning import EffectiveConditioning, effective_conditioning
-from curvatlas.analysis.scaling.cell import GradientNoise, gradient_noise
+from curvatlas.analysis.gradient_noise import GradientNoise, gradient_noise
 from curvatlas.figures.drawing import tidy_log_axes
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track

@@ -31,9 +31,9 @@ def scaling(
         _integers(text, name) for text, name in ((widths, "--widths"), (sizes, "--sizes"))
     )
     from curvatlas import zoo
-    from curvatlas.analysis.scaling.analyzer import ScalingLawAnalyzer
     from curvatlas.cli.execution import carry_out, open_run
     from curvatlas.cli.options import Console
+    from curvatlas.scaling.analyzer import ScalingLawAnalyzer
 
     console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
     available = zoo.digits().train.size

@@ -66,9 +66,9 @@ def train(
     from curvatlas.budget import one_thread
     from curvatlas.cli.execution import carry_out, open_run
     from curvatlas.cli.options import Console, budget_of
+    from curvatlas.cli.training_session import RATES, Session, make_optimizer
     from curvatlas.runs import subject
     from curvatlas.runs.subject import subject_of, weights_of
-    from curvatlas.training.session import RATES, Session, make_optimizer
     from curvatlas.training.snapshot import CurvatureHistory
     from curvatlas.zoo.training import TrainingHistory
 

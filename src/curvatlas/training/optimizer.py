@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from curvatlas.anatomy import anatomy_of
 from curvatlas.operators import Hessian
-from curvatlas.problem import Problem
+from curvatlas.problem import Loss, Problem
 from curvatlas.problem.evaluation import unwrap
+from curvatlas.problem.named_losses import as_loss
 from curvatlas.results import Result
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
 from curvatlas.training.monitor import leaving_no_trace
-from curvatlas.zoo.training import Loss, loss_of
 
 # -------------------------------------------------------------------------------------------------
 # Which parameters share a rule and a limit of the rate: groups by role or block, the edges.
@@ -338,7 +338,7 @@ class CurvatureAwareOptimizer(Optimizer):
         model: nn.Module | Iterable[Any],
         base_lr: float = 5e-3,
         *,
-        loss: Loss = "cross_entropy",
+        loss: str | Callable[[Any, Any], Tensor] | Loss = "cross_entropy",
         momentum: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -514,11 +514,11 @@ class CurvatureAwareOptimizer(Optimizer):
 
     def step_with_curvature_adaptation(self, x: Any, y: Any) -> AdaptedStep:
         """Forward, backward and a step on one batch, the curvature measured every few steps."""
-        model = self._known_model()
+        model, loss = self._known_model(), as_loss(self.loss)
 
         def closure() -> Tensor:
             self.zero_grad()
-            value = loss_of(self.loss, model(x), y)
+            value = loss.value(loss.arranged(loss.outputs_of(model(x)), y), y)
             value.backward()  # type: ignore[no-untyped-call]
             return value
 

@@ -90,13 +90,13 @@ def test_a_sweep_costs_in_proportion_to_the_layers(monkeypatch: pytest.MonkeyPat
         to_the_end.append(node.name)
         return total(self, node)
 
-    def counted_pull(root: Tensor, inputs: Any, cotangents: Tensor) -> list[Tensor]:
-        travelled[0] += len(cotangents)
-        return pull(root, inputs, cotangents)
+    def counted_pull(roots: Any, inputs: Any, cotangents: list[Tensor]) -> list[Tensor]:
+        travelled[0] += len(cotangents[0])
+        return pulled(roots, inputs, cotangents)
 
-    total, pull = FreeProducts.total, matrix_free.pull
+    total, pulled = FreeProducts.total, matrix_free.pulled
     monkeypatch.setattr(FreeProducts, "total", counted_total)
-    monkeypatch.setattr(matrix_free, "pull", counted_pull)
+    monkeypatch.setattr(matrix_free, "pulled", counted_pull)
     columns = {}
     for layers in (6, 18):
         to_the_end.clear()

@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,27 +21,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvatlas.analysis.scaling.cell import ScalingCell, run_cell
-from curvatlas.analysis.scaling.result import (
+from curvatlas.analysis.gradient_noise import gradient_noise
+from curvatlas.fits import PlanePowerLaw, plane_power_law, scaling_law
+from curvatlas.operators.curvature import Hessian
+from curvatlas.operators.per_sample import sample_losses
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.runs import Run, subject
+from curvatlas.scaling.result import (
     QUANTITIES,
     DatasetPrediction,
     PredictionComparison,
+    ScalingCell,
     ScalingGrid,
     compare_predictions,
     refuse,
     solutions,
 )
-from curvatlas.fits import PlanePowerLaw, plane_power_law, scaling_law
-from curvatlas.operators.curvature import Hessian
-from curvatlas.problem import Problem
-from curvatlas.progress import track
-from curvatlas.runs import Run, subject
+from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import spectral_norm
+from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits
+from curvatlas.zoo.training import evaluate, train
 
 Loss = str | Callable[[Any, Any], Tensor]
 Data = Dataset | tuple[Tensor, Tensor] | None
+
+_LOOKS = 20  # times the validation loss is looked at in training
 
 
 class ScalingLawAnalyzer:
@@ -245,3 +255,131 @@ def _check_sizes(models: Sequence[Any], sizes: Sequence[int], available: int) ->
         if not 2 <= size <= available:
             raise ValueError(f"data sizes must lie in 2 … {available} (the data), got {size}.")
     return [int(size) for size in sizes]
+
+
+# --- one run --------------------------------------------------------------------------------------
+
+
+def run_cell(
+    make: Callable[[], nn.Module],
+    training: Samples,
+    validation: Samples,
+    *,
+    size: str,
+    loss: Any,
+    steps: int,
+    lr: float,
+    batch_size: int,
+    curvature_samples: int,
+    products: int,
+    seed: int,
+) -> ScalingCell:
+    """Train, keep the best weights, measure curvature in float64 on the training loss."""
+    started = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make()
+    half = validation.size // 2
+    chooser = validation.take(half)
+    judge = Samples(validation.inputs[half:], validation.targets[half:])
+    best_step = train_best(
+        model, training, chooser, loss=loss, steps=steps, lr=lr, batch_size=batch_size, seed=seed
+    )
+    train_loss, _ = evaluate(model, training, loss=loss)
+    value, accuracy = evaluate(model, judge, loss=loss)
+    model.double().eval()
+    reach = _reach(model, judge.to(torch.float64), loss)
+    some = training.take(curvature_samples).to(torch.float64)
+    problem = Problem(model, loss, [tuple(batch) for batch in some.batches(64)])
+    operator = Hessian(problem)
+    ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
+    whole = trace(operator, rtol=0.05, seed=seed, max_products=2 * products)
+    density = spectral_density(operator, max_products=products, seed=seed)
+    noise = gradient_noise(problem, samples=96)
+    top = float(ends.values[0])
+    largest = int(ends.values.abs().argmax())  # ‖H‖ may be that of the most negative eigenvalue
+    radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
+    norm = abs(float(ends.values[largest]))
+    mean = float((density.weights * density.nodes.abs()).sum())
+    condition = top / max(mean, 1e-300)
+    # λmax is certified; the mean |λ| is as uncertain as √(effective rank), with (Σ|λ|)² in it.
+    conditions = [
+        condition * math.sqrt(density.effective_rank / max(end, 1e-300))
+        for end in density.effective_rank_interval
+    ]
+    return ScalingCell(
+        size=size,
+        parameters=problem.size,
+        samples=training.size,
+        seed=seed,
+        steps=steps,
+        best_step=best_step,
+        training_loss=train_loss,
+        validation_loss=value,
+        validation_interval=(value - reach, value + reach),
+        validation_accuracy=accuracy,
+        hessian_norm=norm,
+        hessian_norm_interval=(norm - radius, norm + radius),
+        smallest=float(ends.values[-1]),
+        trace=whole.value,
+        trace_interval=whole.interval,
+        effective_rank=density.effective_rank,
+        effective_rank_interval=density.effective_rank_interval,
+        condition_number=condition,
+        condition_interval=(min(conditions), max(conditions)),
+        negative_mass=density.negative_mass,
+        noise_scale=noise.simple,
+        critical_batch_size=noise.value,
+        critical_batch_interval=noise.interval,
+        curvature_samples=some.size,
+        products=operator.products + noise.products,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _reach(model: nn.Module, judge: Samples, loss: Any) -> float:
+    """Half the 95 % interval of a mean loss over samples (normal)."""
+    problem = Problem(model, loss, [tuple(batch) for batch in judge.batches(256)])
+    losses = sample_losses(problem, limit=judge.size)
+    return 1.96 * float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
+
+
+def train_best(
+    model: nn.Module,
+    training: Samples,
+    chooser: Samples,
+    *,
+    loss: Any,
+    steps: int,
+    lr: float,
+    batch_size: int,
+    seed: int,
+) -> int:
+    """Train in place and go back to the best weights seen; returns their step.
+
+    Without this, small data sets are judged by how long they were overfitted.
+    """
+    best: tuple[float, int, dict[str, Tensor]] = (float("inf"), 0, {})
+    every = max(1, steps // _LOOKS)
+
+    def look(step: int, _: float = 0.0) -> None:
+        nonlocal best
+        if step % every and step != steps:
+            return
+        value, _accuracy = evaluate(model, chooser, loss=loss)
+        if value < best[0]:
+            best = (value, step, copy.deepcopy(model.state_dict()))
+
+    train(
+        model,
+        (training.inputs, training.targets),
+        steps=steps,
+        lr=lr,
+        batch_size=batch_size,
+        seed=seed,
+        loss=loss,
+        on_step=look,
+    )
+    look(steps)
+    model.load_state_dict(best[2])
+    return best[1]

@@ -1,4 +1,4 @@
-"""Predictions from a scaling grid: data for a target, and which way of predicting is better."""
+"""What scaling runs give: one trained model, the grid with its laws, predictions from it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from curvatlas.analysis.scaling.cell import ScalingCell
 from curvatlas.figures.drawing import tidy_log_axes
 from curvatlas.fits import Array, PlanePowerLaw, ScalingLaw, plane_power_law, scaling_law
 from curvatlas.results import Result
-
-# -------------------------------------------------------------------------------------------------
-# What the scaling analysis returns.
-# -------------------------------------------------------------------------------------------------
-
 
 Interval = tuple[float, float]
 QUANTITIES = (
@@ -41,6 +35,51 @@ _INTERVALS = {
     "effective_rank": "effective_rank_interval",
     "critical_batch_size": "critical_batch_interval",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingCell(Result):
+    """Loss and curvature of one trained model, at the weights with the best validation loss."""
+
+    size: str  # as given to the factory
+    parameters: int
+    samples: int
+    seed: int
+    steps: int
+    best_step: int
+    training_loss: float
+    validation_loss: float  # on the half of the validation data that did not choose the weights
+    validation_interval: Interval  # 95 %, over those samples
+    validation_accuracy: float | None
+    hessian_norm: float  # largest |λ| of the training loss
+    hessian_norm_interval: Interval
+    smallest: float  # λmin
+    trace: float
+    trace_interval: Interval
+    effective_rank: float
+    effective_rank_interval: Interval
+    condition_number: float  # λmax over the mean |λ|
+    condition_interval: Interval  # 95 %
+    negative_mass: float
+    noise_scale: float
+    critical_batch_size: float
+    critical_batch_interval: Interval
+    curvature_samples: int
+    products: int
+    seconds: float
+
+    @property
+    def value(self) -> float:
+        return self.validation_loss
+
+    def __str__(self) -> str:
+        return (
+            f"N = {self.parameters}, D = {self.samples}: validation loss "
+            f"{self.validation_loss:.4f} (training {self.training_loss:.4f}), ‖H‖ = "
+            f"{self.hessian_norm:.4g}, trace {self.trace:.4g}, effective rank "
+            f"{self.effective_rank:.3g}, critical batch {self.critical_batch_size:.3g} "
+            f"({self.seconds:.0f} s)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Scaling laws of loss and curvature from training runs over model and data sizes."""
