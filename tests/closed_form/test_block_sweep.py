@@ -15,10 +15,10 @@ from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.engines.tangent.losses import (
     LinearHeadCrossEntropy,
-    Loss,
-    MeanSquaredError,
+    OutputLoss,
     PooledCrossEntropy,
     TokenCrossEntropy,
+    TokenSquaredError,
 )
 from reference_block import Case, block, random_case
 
@@ -26,7 +26,9 @@ TOLERANCE = 1e-12
 GROUPS, PER_GROUP = 11, 20
 
 
-def random_loss(seed: int, outputs: Tensor) -> tuple[Loss, Tensor, Callable[[Tensor], Tensor]]:
+def random_loss(
+    seed: int, outputs: Tensor
+) -> tuple[OutputLoss, Tensor, Callable[[Tensor], Tensor]]:
     """A loss object, its targets, and the same loss in plain torch.
 
     Logits stay moderate: on a saturated softmax the closed form keeps its digits and double
@@ -40,7 +42,7 @@ def random_loss(seed: int, outputs: Tensor) -> tuple[Loss, Tensor, Callable[[Ten
     kind = 0 if seed % 5 == 1 and largest > 8 else seed % 5
     if kind == 0:
         y = torch.randn(n, length, d, generator=g, dtype=torch.float64)
-        return MeanSquaredError(), y, lambda z: (z - y).pow(2).mean()
+        return TokenSquaredError(), y, lambda z: (z - y).pow(2).mean()
     if kind == 1:
         t = torch.randint(0, d, (n, length), generator=g)
         if n * length > 1:

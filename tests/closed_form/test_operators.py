@@ -13,7 +13,7 @@ import curvatlas as ca
 from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.closed_form.feed_forward import FFNHessian
-from curvatlas.engines.tangent.losses import Loss, PooledCrossEntropy, Seeds
+from curvatlas.engines.tangent.losses import OutputLoss, PooledCrossEntropy, Seeds
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.linear_operator import PARTS, LinearOperator, Part
 
@@ -145,7 +145,7 @@ def test_one_block_is_an_operator_with_a_transpose(rope: float | None) -> None:
 
 
 def test_an_outer_part_is_psd_only_under_a_loss_known_to_be_convex() -> None:
-    class Saddle(Loss):
+    class Saddle(OutputLoss):
         def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
             signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=outputs.dtype)
             blocks = torch.diag(signs).expand(*outputs.shape, -1)

@@ -12,7 +12,7 @@ from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.block import check_spec, weight_shapes
-from curvatlas.engines.tangent.losses import Loss
+from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.linear_operator import Part
 from curvatlas.results import Result
@@ -81,7 +81,7 @@ class SelfAttentionHessian(ClosedFormBlock):
         self,
         x: Tensor,
         target: Tensor,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         *,
         part: Part = "total",
         mask: Tensor | None = None,

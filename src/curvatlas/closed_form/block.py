@@ -23,7 +23,7 @@ from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
 from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
-from curvatlas.engines.tangent.losses import Loss, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
 from curvatlas.engines.tangent.reading import map_module
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, require_part
@@ -289,7 +289,7 @@ class ClosedFormBlock(nn.Module):
         x: Tensor,
         target: Tensor,
         *,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         budget: int | float | str | None = None,
@@ -390,7 +390,7 @@ class TransformerBlockHessian(ClosedFormBlock):
         self,
         x: Tensor,
         target: Tensor,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         *,
         part: Part = "total",
         mask: Tensor | None = None,

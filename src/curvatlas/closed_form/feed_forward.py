@@ -15,7 +15,7 @@ from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.block import LinearisedFeedForward
 from curvatlas.engines.tangent.feed_forward import check_activation
-from curvatlas.engines.tangent.losses import Loss, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
 from curvatlas.engines.tangent.structure import Activation, BlockSpec
 from curvatlas.linear_operator import Part
 from curvatlas.results import Result
@@ -133,7 +133,7 @@ class FFNHessian(nn.Module):
         x: Tensor,
         target: Tensor,
         *,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         budget: int | None = None,
     ) -> BlockDerivatives:
         """The Hessian as an operator, with single blocks, exact diagonal and norms."""
@@ -153,7 +153,7 @@ class FFNHessian(nn.Module):
         self,
         x: Tensor,
         target: Tensor,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         *,
         part: Part = "total",
         out: Tensor | None = None,
@@ -168,7 +168,7 @@ class FFNHessian(nn.Module):
         return block_hessian(found, part=part, out=out, workspace=workspace)
 
     def compute_hessian_wrt_w2(
-        self, x: Tensor, target: Tensor | None = None, loss: str | Loss = "mse"
+        self, x: Tensor, target: Tensor | None = None, loss: str | OutputLoss = "mse"
     ) -> Tensor:
         """∂²ℓ/∂W2² (d·d_ff, d·d_ff) = Σ_i Λ_i ⊗ g_i g_iᵀ.
 

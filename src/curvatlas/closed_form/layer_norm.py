@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
-from curvatlas.engines.tangent.losses import Loss, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
 from curvatlas.engines.tangent.norm import norm_hessian, norm_jacobian, norm_second, normalize
 from curvatlas.engines.tangent.reading import map_norm
 from curvatlas.engines.tangent.structure import Norm
@@ -109,7 +109,7 @@ class LayerNormHessian(nn.Module):
         return norm_second(n, inv_std, gamma * cotangent.detach(), norm=self.norm)
 
     def compute_hessian_wrt_weight(
-        self, x: Tensor, target: Tensor, loss: str | Loss = "mse"
+        self, x: Tensor, target: Tensor, loss: str | OutputLoss = "mse"
     ) -> BlockHessian:
         r"""The true Hessian over (γ, β):  γγ = Σ diag(n)Λ diag(n),  γβ = Σ diag(n)Λ,  ββ = ΣΛ.
 

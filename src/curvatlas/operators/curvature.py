@@ -23,7 +23,7 @@ from curvatlas.engines.autograd.linearisation import (
     OuterLinearisation,
 )
 from curvatlas.errors import NonFiniteError
-from curvatlas.linear_operator import LinearOperator, Tags
+from curvatlas.linear_operator import PARTS, LinearOperator, Tags
 from curvatlas.operators.probes import (
     probe_by_differences,
     probe_loss_by_differences,
@@ -379,9 +379,6 @@ class GaussNewton(CurvatureOperator):
 # and u together: the first gives H_f v, the second J v. One more pass back gives H_o v = Jᵀ Λ J v,
 # and H v is the sum.
 # -------------------------------------------------------------------------------------------------
-
-
-PARTS = ("total", "outer", "functional")
 
 
 class AllPartsLinearisation(Linearisation):

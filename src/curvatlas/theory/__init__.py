@@ -7,13 +7,13 @@
 """
 
 from curvatlas.theory.norm_bounds import CurvatureBounds, bounds
-from curvatlas.theory.statements import Effort, Outcome, Statement, all_statements, find
+from curvatlas.theory.statements import CheckEffort, Outcome, Statement, all_statements, find
 from curvatlas.theory.third_order import DirectionalDerivatives, directional_derivatives
 
 __all__ = [
+    "CheckEffort",
     "CurvatureBounds",
     "DirectionalDerivatives",
-    "Effort",
     "Outcome",
     "Statement",
     "all_statements",

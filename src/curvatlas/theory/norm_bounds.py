@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.block import linearise
-from curvatlas.engines.tangent.losses import Loss, Seeds, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.engines.tangent.norm import normalize
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
@@ -375,7 +375,7 @@ def bounds(
     x: Tensor,
     target: Tensor,
     *,
-    loss: str | Loss | None = None,
+    loss: str | OutputLoss | None = None,
     mask: Tensor | None = None,
 ) -> CurvatureBounds:
     """Bounds on the spectral norm of a block's (or stack's) Hessian at inputs x (n, L, d).
@@ -486,7 +486,7 @@ def as_single_head(
     layers: Sequence[tuple[BlockSpec, Weights]],
     x: Tensor,
     target: Tensor,
-    loss: str | Loss,
+    loss: str | OutputLoss,
     mask: Tensor | None,
 ) -> SingleHead | None:
     """The papers' setting of Theorem 1, when the block is one: else None."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.closed_form.block import ClosedFormBlock
-from curvatlas.engines.tangent.losses import Loss
+from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 
 # -------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def commutation(m: int, n: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Moments:
+class RowMoments:
     """Central moments of the tokens under each row of A: M1 (L, d), M2 (L, d, d), M3 (L, d², d)."""
 
     first: Tensor
@@ -57,7 +57,7 @@ class Moments:
     third: Tensor
 
 
-def moments(attention: Tensor, x: Tensor) -> Moments:
+def moments(attention: Tensor, x: Tensor) -> RowMoments:
     """M1_i = Σ_j A_ij x_j, M2_i = Σ_j A_ij x̃x̃ᵀ, M3_i = Σ_j A_ij x̃⊗x̃x̃ᵀ with x̃ = x_j − M1_i.
 
     attention: (L, L), x: (L, d)
@@ -67,15 +67,15 @@ def moments(attention: Tensor, x: Tensor) -> Moments:
     second = torch.einsum("ij,ija,ijb->iab", attention, centred, centred)
     third = torch.einsum("ij,ija,ijb,ijc->iabc", attention, centred, centred, centred)
     d = x.shape[1]
-    return Moments(first, second, third.reshape(len(x), d * d, d))
+    return RowMoments(first, second, third.reshape(len(x), d * d, d))
 
 
-def first_factor(x: Tensor, m: Moments) -> Tensor:
+def first_factor(x: Tensor, m: RowMoments) -> Tensor:
     """Z1 (L d, d²): block row i is x_iᵀ ⊗ M2_i."""
     return torch.cat([kron(x[i : i + 1], m.second[i]) for i in range(len(x))])
 
 
-def second_factor(x: Tensor, m: Moments) -> Tensor:
+def second_factor(x: Tensor, m: RowMoments) -> Tensor:
     """Z2 (L d³, d²) = (I_L ⊗ K_{d,d} ⊗ I_d)(block rows x_iᵀ ⊗ x_i ⊗ M3_i)."""
     length, d = x.shape
     rows = [kron(x[i : i + 1], x[i : i + 1].T, m.third[i]) for i in range(length)]
@@ -148,7 +148,7 @@ def draw_head(
     )
 
 
-OutputLoss = Callable[[Tensor], Tensor]
+LossFunction = Callable[[Tensor], Tensor]
 
 
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
@@ -240,7 +240,7 @@ def stack_output(layers: Sequence[tuple[BlockSpec, Weights]], x: Tensor) -> Tens
     return x
 
 
-def loss_of(kind: str, target: Tensor) -> OutputLoss:
+def loss_of(kind: str, target: Tensor) -> LossFunction:
     """ "mse": ‖Z − Y‖²/(n L d); "cross_entropy": mean over tokens, integer targets."""
     if kind == "mse":
         return lambda z: (z - target).pow(2).mean()
@@ -330,7 +330,7 @@ def hessian(value: Tensor, params: Sequence[Tensor], *, graph: bool = False) -> 
 
 
 def split_hessian(
-    outputs: Tensor, loss: OutputLoss, params: Sequence[Tensor]
+    outputs: Tensor, loss: LossFunction, params: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(H, H_o, H_f): total, Jᵀ(∂²ℓ/∂Z²)J and Σ_z (∂ℓ/∂Z_z) ∂²Z_z, each (P, P)."""
     leaf = outputs.detach().requires_grad_(True)
@@ -341,7 +341,7 @@ def split_hessian(
     return total, outer, total - outer
 
 
-def functional_hessian(outputs: Tensor, loss: OutputLoss, params: Sequence[Tensor]) -> Tensor:
+def functional_hessian(outputs: Tensor, loss: LossFunction, params: Sequence[Tensor]) -> Tensor:
     """H_f (P, P) on its own: the Hessian of ⟨∂ℓ/∂Z, Z(θ)⟩ with the first factor held fixed."""
     leaf = outputs.detach().requires_grad_(True)
     (delta,) = torch.autograd.grad(loss(leaf), leaf)
@@ -455,7 +455,7 @@ def block_hessian(
     x: Tensor,
     target: Tensor,
     *,
-    loss: str | Loss = "mse",
+    loss: str | OutputLoss = "mse",
     mask: Tensor | None = None,
 ) -> DenseParts:
     """Total, outer and functional Hessian of a block at inputs x (n, L, d), in closed form."""

@@ -3,7 +3,7 @@
 A statement is written next to the function that checks it:
 
     @statement(name="softmax-jacobian-norm", source="Petrov et al., draft, proof of Theorem 1", ...)
-    def softmax_jacobian_norm(effort: Effort) -> Outcome: ...
+    def softmax_jacobian_norm(effort: CheckEffort) -> Outcome: ...
 
 The check measures and judges; the recorded verdict never enters it. ``curvatlas verify``, the tests
 and the docs page all read the same registry.
@@ -46,7 +46,7 @@ TOPICS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class CheckEffort:
     """How much to compute: the seed of every random draw, and whether the large sweep runs."""
 
     full: bool = False
@@ -73,7 +73,7 @@ class Outcome(Result):
         return f"{self.verdict}: {self.figure}"
 
 
-Check = Callable[[Effort], Outcome]
+Check = Callable[[CheckEffort], Outcome]
 Plot = Callable[[Outcome], Any]
 
 
@@ -96,7 +96,7 @@ class Statement:
 
     def run(self, *, full: bool = False, seed: int = 0) -> Outcome:
         """Measure now. The result depends on ``seed`` and ``full`` only."""
-        return self.check(Effort(full=full, seed=seed))
+        return self.check(CheckEffort(full=full, seed=seed))
 
 
 _registry: dict[str, Statement] = {}

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from curvatlas.engines.tangent.attention_core import attention_mask
 from curvatlas.engines.tangent.feed_forward import activation_derivatives
-from curvatlas.engines.tangent.losses import Loss, MeanSquaredError, TokenCrossEntropy, resolve_loss
+from curvatlas.engines.tangent.losses import (
+    OutputLoss,
+    TokenCrossEntropy,
+    TokenSquaredError,
+    resolve_loss,
+)
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
 from curvatlas.results import Result
 from curvatlas.theory.norm_bounds import as_layers
@@ -167,7 +172,7 @@ def directional_derivatives(
     direction: Tensor | Sequence[Mapping[str, Tensor]] | Mapping[str, Tensor] | None = None,
     *,
     input_direction: Tensor | None = None,
-    loss: str | Loss = "mse",
+    loss: str | OutputLoss = "mse",
     mask: Tensor | None = None,
 ) -> DirectionalDerivatives:
     """First three derivatives of the loss of a block or stack along one line, in closed form.
@@ -315,9 +320,9 @@ def block_jet(
     return y if spec.d_ff is None else lines.norm(y + feed(y), "norm2", spec)
 
 
-def loss_jet(loss: Loss, z: Jet, target: Tensor) -> Jet:
+def loss_jet(loss: OutputLoss, z: Jet, target: Tensor) -> Jet:
     """The loss of outputs z(t) (n, L, d): mean squared error or token cross-entropy."""
-    if isinstance(loss, MeanSquaredError):
+    if isinstance(loss, TokenSquaredError):
         error = z - Jet.constant(target)
         return (error * error).map(lambda t: t.mean())
     if isinstance(loss, TokenCrossEntropy):

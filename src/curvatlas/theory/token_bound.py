@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.block import LinearisedBlock, linearise
-from curvatlas.engines.tangent.losses import Loss, Seeds
+from curvatlas.engines.tangent.losses import OutputLoss, Seeds
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.theory import reference
 from curvatlas.theory.reference import affine_norm, linear
 from curvatlas.theory.token_tensors import (
-    Head,
     SignedNorm,
-    Tail,
+    TokenHead,
+    TokenTail,
     TwoTerms,
     heads_at_tokens,
     plain_sum,
@@ -48,7 +48,7 @@ def exact_norm(
     layers: Sequence[tuple[BlockSpec, Weights]],
     x: Tensor,
     target: Tensor,
-    loss: Loss,
+    loss: OutputLoss,
     mask: Tensor | None = None,
 ) -> float:
     """‖H‖₂ from closed-form products: all eigenvalues when small, Lanczos to 1e-10 otherwise."""
@@ -95,7 +95,9 @@ def rows_by_products(
     return torch.cat([found[n].reshape(total, -1) for n in block.names], 1)
 
 
-def rows_by_backward(spec: BlockSpec, weights: Weights, x: Tensor, loss: Loss, y: Tensor) -> Tensor:
+def rows_by_backward(
+    spec: BlockSpec, weights: Weights, x: Tensor, loss: OutputLoss, y: Tensor
+) -> Tensor:
     """The same by double backward, itself differentiable; weights must record gradients."""
     names = [n for n in WEIGHT_NAMES if n in weights]
     params = [weights[n] for n in names]
@@ -302,7 +304,7 @@ def _evaluate(
     delta: Tensor,
     lam: Tensor,
     mask: Tensor | None,
-) -> tuple[Tail, list[Head], Tensor]:
+) -> tuple[TokenTail, list[TokenHead], Tensor]:
     # The heads' outputs do not depend on the adjoint, the tail's U does on them: two passes.
     _, outputs = heads_at_tokens(spec, weights, inside, torch.zeros_like(inside), mask)
     f = linear(outputs, weights, "output") if "output_weight" in weights else outputs
@@ -313,7 +315,7 @@ def _evaluate(
 
 
 def _directions(
-    spec: BlockSpec, weights: Weights, inside: Tensor, heads: list[Head], outputs: Tensor
+    spec: BlockSpec, weights: Weights, inside: Tensor, heads: list[TokenHead], outputs: Tensor
 ) -> list[Direction]:
     s, d = spec.logit_scale, inside.shape[-1]
     tokens = inside.reshape(-1, d)
@@ -335,8 +337,8 @@ def _attention_pairs(
     table: _Table,
     spec: BlockSpec,
     directions: list[Direction],
-    heads: list[Head],
-    tail: Tail,
+    heads: list[TokenHead],
+    tail: TokenTail,
     outputs: Tensor,
     weights: Weights,
 ) -> None:
@@ -400,8 +402,8 @@ def _with_output(
     e: Direction,
     o: Direction,
     inner: Tensor,
-    heads: list[Head],
-    tail: Tail,
+    heads: list[TokenHead],
+    tail: TokenTail,
     place: Callable[[Tensor, int, int, int], Tensor],
     s: float,
     d_v: int,
@@ -428,7 +430,7 @@ def _with_output(
     return TwoTerms(e.alpha, o.alpha, inner, cross, tail.adjoint_u, exact).norm()
 
 
-def _feed_forward_pairs(table: _Table, directions: list[Direction], tail: Tail) -> None:
+def _feed_forward_pairs(table: _Table, directions: list[Direction], tail: TokenTail) -> None:
     assert tail.hidden is not None
     assert tail.hidden_input is not None
     assert tail.slope is not None
@@ -507,7 +509,7 @@ def stack_token_bound(
     layers: Sequence[tuple[BlockSpec, Weights]],
     x: Tensor,
     target: Tensor,
-    loss: Loss,
+    loss: OutputLoss,
     mask: Tensor | None,
 ) -> tuple[tuple[str, ...], Tensor, float, float, Seeds]:
     """Names of the blocks, matrix of block bounds, the bound, the exact norm, and the seeds."""
@@ -557,7 +559,7 @@ def _input_curvature(
     layers: Sequence[tuple[BlockSpec, Weights]],
     inputs: Sequence[Tensor],
     target: Tensor,
-    loss: Loss,
+    loss: OutputLoss,
     mask: Tensor | None,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Λ_b (Nd, Nd) at every inner block's output, and MMᵀ for M = ∂²ℓ/∂h_{b−1}∂θ_b.

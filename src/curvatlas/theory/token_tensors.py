@@ -148,7 +148,7 @@ def with_one(x: Tensor, bias: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Head:
+class TokenHead:
     """One head at every token; s = 1/√d_k, covariances under the rows of A."""
 
     query: Tensor  # q (N, d_k)
@@ -191,7 +191,7 @@ def heads_at_tokens(
     x: Tensor,
     adjoint: Tensor,
     mask: Tensor | None = None,
-) -> tuple[list[Head], Tensor]:
+) -> tuple[list[TokenHead], Tensor]:
     """Every head's tensors, and the concatenated head outputs O (N, H d_v).
 
     x (n, L, d) the attention's input, adjoint R (n, L, d) = ∂ℓ/∂F.
@@ -217,7 +217,7 @@ def heads_at_tokens(
         kx, xx = _covariance(a, k, centred), _covariance(a, centred, centred)
         value = w_v[h // ratio]
         heads.append(
-            Head(
+            TokenHead(
                 query=q.reshape(-1, spec.key_size),
                 mean=(a @ augmented).reshape(n * length, -1),
                 output_weight=w_o,
@@ -256,7 +256,7 @@ def _weighted(a: Tensor, w: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tail:
+class TokenTail:
     """What follows attention, per token: adjoints δ and curvatures Λ at U, h (hidden) and S."""
 
     adjoint_u: Tensor  # R (N, d)
@@ -294,14 +294,14 @@ def _through_norm(
 
 def tail_at_tokens(
     spec: BlockSpec, weights: Weights, u: Tensor, delta: Tensor, lam: Tensor
-) -> Tail:
+) -> TokenTail:
     """The recursion of THEORY §5 from seeds δ_Z (N, d), Λ_Z (N, d, d) down to U (N, d)."""
     if not spec.residual or (spec.d_ff is None and spec.norm_first):
-        return Tail(delta, lam)
+        return TokenTail(delta, lam)
     if spec.d_ff is None:
         _, jac, gamma, n, inv_std = _through_norm(u, weights, "norm1", spec)
         back = norm_second(n, inv_std, gamma * delta, norm=spec.norm)
-        return Tail((delta.unsqueeze(1) @ jac).squeeze(1), jac.mT @ lam @ jac + back)
+        return TokenTail((delta.unsqueeze(1) @ jac).squeeze(1), jac.mT @ lam @ jac + back)
     before = "norm2" if spec.norm_first else "norm1"
     v, v_by_u, gamma_v, n_v, inv_v = _through_norm(u, weights, before, spec)
     v_hat = with_one(v, "up_bias" in weights or "gate_bias" in weights)
@@ -348,7 +348,7 @@ def tail_at_tokens(
         + h_by_u.mT @ rho @ h_by_u
         + norm_second(n_v, inv_v, gamma_v * adjoint_v, norm=spec.norm)
     )
-    return Tail(
+    return TokenTail(
         adjoint_u=(adjoint_v.unsqueeze(1) @ v_by_u).squeeze(1) + (1.0 - to_v) * adjoint_s,
         curvature_u=curvature_u,
         hidden_input=v_hat,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.block import linearise
-from curvatlas.engines.tangent.losses import MeanSquaredError
+from curvatlas.engines.tangent.losses import TokenSquaredError
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, relative_error
 from reference_block import Case, block, random_case, random_weights
@@ -66,7 +66,7 @@ def test_products_equal_double_backward_for_any_mixture_of_options(start: int) -
         target = torch.randn_like(case.x.detach())
         want = _oracle(case, target, directions)
         got = linearise(case.spec, case.weights, case.x, case.keys)
-        seeds = MeanSquaredError().seeds(got.output, target)
+        seeds = TokenSquaredError().seeds(got.output, target)
         tangents = dict(zip(case.weights, directions[:-1], strict=True))
         grads, delta_x = got.gradient(seeds.delta)
         scale = torch.linalg.norm(want["total"])
@@ -93,7 +93,7 @@ def _whole_case() -> Case:
 def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None:
     case = _whole_case()
     got = linearise(case.spec, case.weights, case.x, case.keys)
-    seeds = MeanSquaredError().seeds(got.output, torch.randn_like(got.output))
+    seeds = TokenSquaredError().seeds(got.output, torch.randn_like(got.output))
     got.gradient(seeds.delta)
     for column, weight in case.weights.items():
         tangent = {column: torch.randn(2, *weight.shape, dtype=torch.float64)}
@@ -112,7 +112,7 @@ def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None
 def test_products_are_symmetric() -> None:
     case = _whole_case()
     got = linearise(case.spec, case.weights, case.x, case.keys)
-    seeds = MeanSquaredError().seeds(got.output, torch.zeros_like(got.output))
+    seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
     got.gradient(seeds.delta)
     u, v = (_directions(case, 1, seed) for seed in (1, 2))
     images = []
@@ -133,7 +133,7 @@ def _spec_case(**options: object) -> tuple[BlockSpec, dict[str, Tensor], Tensor]
 def test_one_token_alone_has_no_query_or_key_curvature() -> None:
     spec, weights, x = _spec_case()
     got = linearise(spec, weights, x[:, :1])
-    seeds = MeanSquaredError().seeds(got.output, torch.zeros_like(got.output))
+    seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
     got.gradient(seeds.delta)
     v = {name: torch.randn(1, *w.shape, dtype=torch.float64) for name, w in weights.items()}
     found, _ = got.hvp(v, curvature=seeds.product)

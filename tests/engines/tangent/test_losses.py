@@ -12,11 +12,11 @@ from torch import Tensor
 from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.engines.tangent.losses import (
     LinearHeadCrossEntropy,
-    Loss,
-    MeanSquaredError,
+    OutputLoss,
     PooledCrossEntropy,
     Seeds,
     TokenCrossEntropy,
+    TokenSquaredError,
     resolve_loss,
 )
 from oracles import hessian
@@ -27,8 +27,8 @@ Y = torch.randn(2, 3, 5, dtype=torch.float64)
 T = torch.tensor([[1, -100, 0], [3, 2, -100]])
 C = torch.tensor([1, 3])
 POOL = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-CASES: dict[str, tuple[Loss, Tensor, Callable[[Tensor], Tensor]]] = {
-    "mse": (MeanSquaredError(), Y, lambda z: (z - Y).pow(2).mean()),
+CASES: dict[str, tuple[OutputLoss, Tensor, Callable[[Tensor], Tensor]]] = {
+    "mse": (TokenSquaredError(), Y, lambda z: (z - Y).pow(2).mean()),
     "tokens": (TokenCrossEntropy(), T, lambda z: F.cross_entropy(z.flatten(0, 1), T.flatten())),
     "head": (
         LinearHeadCrossEntropy(W, B),
@@ -90,7 +90,7 @@ def test_a_saturated_softmax_keeps_its_curvature() -> None:
     torch.testing.assert_close(seeds.product(direction)[0, 0, 1], want, rtol=1e-10, atol=0)
 
 
-class Quartic(Loss):
+class Quartic(OutputLoss):
     """Σ (z − y)⁴ / 4: a loss the library does not have."""
 
     def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
@@ -124,12 +124,12 @@ def test_bad_targets_are_refused(target: Tensor, message: str) -> None:
 def test_wrong_shapes_dtypes_and_names_are_refused() -> None:
     z = torch.zeros(2, 3, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="outputs' shape"):
-        MeanSquaredError().seeds(z, z[:1])
+        TokenSquaredError().seeds(z, z[:1])
     with pytest.raises(TypeError, match="float32"):
-        MeanSquaredError().seeds(z, z.float())
+        TokenSquaredError().seeds(z, z.float())
     with pytest.raises(TypeError, match="integer targets"):
         TokenCrossEntropy().seeds(z, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="unknown loss 'hinge'"):
         resolve_loss("hinge")
-    with pytest.raises(TypeError, match="Loss"):
+    with pytest.raises(TypeError, match="OutputLoss"):
         resolve_loss(F.mse_loss)  # type: ignore[arg-type]

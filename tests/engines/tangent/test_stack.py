@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvatlas.engines.tangent.head import Readout
-from curvatlas.engines.tangent.losses import Loss, MeanSquaredError, PooledCrossEntropy, Seeds
+from curvatlas.engines.tangent.losses import (
+    OutputLoss,
+    PooledCrossEntropy,
+    Seeds,
+    TokenSquaredError,
+)
 from curvatlas.engines.tangent.stack import BlockStack, default_parts
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, layer_norm, relative_error, rms_norm
@@ -261,11 +266,11 @@ def test_parts_of_a_batch_add_up_to_the_whole(loss: str, masked: bool) -> None:
 def test_a_loss_that_is_no_mean_over_samples_is_not_taken_in_parts() -> None:
     spec, weights, x = _small()
 
-    class Worst(Loss):
+    class Worst(OutputLoss):
         """A loss that couples the samples: its seeds cannot be taken from some of them."""
 
         def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
-            return MeanSquaredError().seeds(outputs, targets)
+            return TokenSquaredError().seeds(outputs, targets)
 
     assert len(BlockStack([(spec, weights)], loss=Worst()).linearise(x, x, parts=2).chains) == 1
 

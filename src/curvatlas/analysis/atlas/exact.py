@@ -17,8 +17,8 @@ from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.engines.tangent.reading import MappedBlock, UnmappedModuleError, map_module
+from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import (
-    PARTS,
     CurvatureOperator,
     CurvatureParts,
     FunctionalHessian,
@@ -47,7 +47,7 @@ def dense_parts(operator: CurvatureParts) -> dict[str, Tensor]:
             f"three dense {size} × {size} matrices take {readable(needed)} and only "
             f"{readable(available_bytes())} are free: use method='sketch'."
         )
-    parts = {
+    parts: dict[str, Tensor] = {
         part: torch.empty(size, size, dtype=operator.dtype, device=operator.device)
         for part in PARTS
     }
@@ -297,7 +297,7 @@ def closed_maps(
     derivatives = found.derivatives
     size = derivatives.size
     if 4 * size**2 * operator.dtype.itemsize <= room:
-        matrices = {part: derivatives.dense(part) for part in PARTS}  # type: ignore[arg-type]
+        matrices: dict[str, Tensor] = {part: derivatives.dense(part) for part in PARTS}
         _agree(found, operator, matrices)
         return maps_of_matrices(matrices, [found.places(block) for block in blocks], blocks)
     members = _members(found, blocks)
@@ -349,8 +349,8 @@ def _norm_maps(
     for a, own in enumerate(members):
         gather[a, own] = 1
     for part in PARTS:
-        energy = gather @ derivatives.frobenius(part).double().cpu().square() @ gather.T  # type: ignore[arg-type]
-        traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)  # type: ignore[arg-type]
+        energy = gather @ derivatives.frobenius(part).double().cpu().square() @ gather.T
+        traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)
         trace = gather @ traces
         for view in VIEWS:
             groups = groups_of(blocks, view)

@@ -20,7 +20,8 @@ from curvatlas.analysis.atlas.result import VIEWS, Atlas, AtlasMap, Block, block
 from curvatlas.analysis.atlas.sketch import Array, Energy, Sketch
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.engines.tangent.reading import UnmappedModuleError
-from curvatlas.operators.curvature import PARTS, CurvatureParts
+from curvatlas.linear_operator import PARTS
+from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import Problem
 
 # Up to this size the three dense matrices are cheaper than their estimates are good.

@@ -17,7 +17,8 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from curvatlas.analysis.atlas.result import Block
-from curvatlas.operators.curvature import PARTS, CurvatureParts
+from curvatlas.linear_operator import PARTS
+from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.progress import bar
 
 # -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.attention_core import AttentionCore, CoreTangent, attention_mask
-from curvatlas.engines.tangent.linear import Linear, Way, Workspace, complete, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, complete, stage_number
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 
 # -------------------------------------------------------------------------------------------------
@@ -68,14 +68,14 @@ PROJECTIONS = ("query", "key", "value")
 
 @dataclass
 class AttentionTangent:
-    """What the way back needs of the way forward."""
+    """What the backward pass needs of the forward pass."""
 
     mixed_dot: Tensor | None  # Ȯ as tokens (K, N, H·dv)
     core: CoreTangent
     weights: Mapping[str, Tensor]
 
 
-class Attention:
+class AttentionStage:
     """Self-attention at tokens x (N, d), N = n · L."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Attention:
         bias, allowed = attention_mask(
             spec, mask, samples=samples, length=self.length, dtype=x.dtype, device=x.device
         )
-        fresh = Workspace(keep=False)
+        fresh = Buffers(keep=False)
         q, k, v = (
             self._split(self.inputs[name].value(x).unsqueeze(0), name, fresh).squeeze(1)
             for name in PROJECTIONS
@@ -126,7 +126,7 @@ class Attention:
         x: Tensor,
         x_dot: Tensor | None,
         dots: Mapping[str, Tensor],
-        space: Workspace,
+        space: Buffers,
         *,
         key: str,
     ) -> tuple[Tensor | None, AttentionTangent]:
@@ -150,7 +150,7 @@ class Attention:
         self,
         rate: Tensor | None,
         tangent: AttentionTangent | None,
-        way: Way,
+        backward: BackwardPass,
         *,
         x: Tensor,
         x_dot: Tensor | None,
@@ -160,12 +160,12 @@ class Attention:
         dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
         if self.output is not None:
             mixed_dot = None if tangent is None else tangent.mixed_dot
-            self.output.rates(rate, self._mixed, mixed_dot, way)
+            self.output.rates(rate, self._mixed, mixed_dot, backward)
         query, key, value = (
             needs_input
-            or way.record
-            or f"{name}_weight" in way.wanted
-            or f"{name}_bias" in way.wanted
+            or backward.record
+            or f"{name}_weight" in backward.wanted
+            or f"{name}_bias" in backward.wanted
             for name in PROJECTIONS
         )
         if not (query or key or value):
@@ -176,22 +176,22 @@ class Attention:
         directions = given.shape[0]
         if self.output is not None:
             shape = (directions, *self._mixed.shape)
-            buffer = way.space.take("wide", *shape, like=self._mixed)
+            buffer = backward.space.take("wide", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
         rates = self.core.pull(
-            None if rate is None else self._split(rate, "output", way.space),
+            None if rate is None else self._split(rate, "output", backward.space),
             None if tangent is None else tangent.core,
-            way,
+            backward,
             needs=(query, key, value),
         )
         centre = None if tangent is None else tangent.core.centre
-        out = way.space.take(f"attention.x{way.turn}", directions, *x.shape, like=x)
+        out = backward.space.take(f"attention.x{backward.turn}", directions, *x.shape, like=x)
         done = False
-        for layer, tokens in self._merged(rates, centre, dots, way):
-            layer.rates(tokens, x, x_dot, way)
+        for layer, tokens in self._merged(rates, centre, dots, backward):
+            layer.rates(tokens, x, x_dot, backward)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
-        if way.record:
+        if backward.record:
             self._share_adjoint()
         return out if done else None
 
@@ -201,7 +201,7 @@ class Attention:
         x_dot: Tensor | None,
         dots: Mapping[str, Tensor],
         directions: int,
-        space: Workspace,
+        space: Buffers,
     ) -> list[Tensor | None]:
         """q̇, k̇, v̇ in the slots' layout; in one matrix product where all three move alike."""
         layer = self.together
@@ -227,14 +227,14 @@ class Attention:
         rates: Sequence[Tensor | None],
         centre: Tensor | None,
         dots: Mapping[str, Tensor],
-        way: Way,
+        backward: BackwardPass,
     ) -> Iterator[tuple[Linear, Tensor | None]]:
         """The projections with their outputs' Rδ as tokens, all three as one where they can be."""
         layer = self.together
         given = [rate for rate in rates if rate is not None]
-        if layer is not None and len(given) == 3 and _alike(layer, dots, way.wanted):
+        if layer is not None and len(given) == 3 and _alike(layer, dots, backward.wanted):
             shape = (given[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
-            tokens: Tensor = way.space.take("wide", *shape, like=self._mixed)
+            tokens: Tensor = backward.space.take("wide", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, given, parts, strict=True):
                 self._merge(rate, name, part)
@@ -246,7 +246,7 @@ class Attention:
                 yield single, None
                 continue
             shape = (head_rate.shape[1], self._mixed.shape[0], single.weight.shape[0])
-            buffer = way.space.take("wide", *shape, like=head_rate)
+            buffer = backward.space.take("wide", *shape, like=head_rate)
             tokens = self._merge(head_rate, name, buffer)
             if name == "query":
                 self._correct_query(tokens, centre)
@@ -265,7 +265,7 @@ class Attention:
             for layer, part in zip(self.inputs.values(), parts, strict=True):
                 layer.delta = part
 
-    def _split(self, tokens: Tensor, name: str, space: Workspace) -> Tensor:
+    def _split(self, tokens: Tensor, name: str, space: Buffers) -> Tensor:
         """Tokens (K, n·L, heads·s) → slots (n·G, K, s, (H/G)·L); queries and keys are rotated."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
@@ -275,7 +275,7 @@ class Attention:
         if self.rotation is not None and name in ("query", "key"):
             heads = self.rotation.apply(heads)
         heads = heads.permute(0, 1, 2, 5, 3, 4)  # (n, G, K, s, H/G, L)
-        # Tangents of q, k, v wait for the way back: their buffers are this stage's own.
+        # Tangents of q, k, v wait for the backward pass: their buffers are this stage's own.
         key = "attention.split" if name == "output" else self._key + name
         out = space.take(key, self.samples * shared, k, size, repeats * self.length, like=tokens)
         out.view(heads.shape).copy_(heads)

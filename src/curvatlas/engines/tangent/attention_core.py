@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import Way, Workspace, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stage_number
 from curvatlas.engines.tangent.structure import BlockSpec
 
 # -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class AttentionCore:
         q_dot: Tensor | None,
         k_dot: Tensor | None,
         v_dot: Tensor | None,
-        space: Workspace,
+        space: Buffers,
     ) -> tuple[Tensor | None, CoreTangent]:
         """Ȯ + c O (S, K, dv, M) and what ``pull`` needs."""
         given = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
@@ -184,7 +184,7 @@ class AttentionCore:
         self,
         rate: Tensor | None,
         tangent: CoreTangent | None,
-        way: Way,
+        backward: BackwardPass,
         *,
         needs: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -194,7 +194,7 @@ class AttentionCore:
         first = next((t for t in given if t is not None), None)
         if first is None:
             return None, None, None
-        space, directions = way.space, first.shape[1]
+        space, directions = backward.space, first.shape[1]
         (s, dk, m), (_, dv, length) = self.q.shape, self.v.shape
         shapes = {"query": (dk, m), "key": (dk, length), "value": (dv, length)}
         outs = [
@@ -203,7 +203,7 @@ class AttentionCore:
         ]
         for part in self._slots(directions):
             self._pull_slots(part, rate, state, outs, space)
-        if way.record:
+        if backward.record:
             assert rate is not None
             self.delta = rate.squeeze(1)
             if self.softmax:
@@ -218,7 +218,7 @@ class AttentionCore:
         step = max(1, _TILE_BYTES // bytes_a_slot)
         return [slice(start, min(start + step, s)) for start in range(0, s, step)]
 
-    def _push_slots(self, part: slice, state: CoreTangent, out: Tensor, space: Workspace) -> None:
+    def _push_slots(self, part: slice, state: CoreTangent, out: Tensor, space: Buffers) -> None:
         target = out[part]
         if state.logits_dot is not None:
             logits_dot = state.logits_dot[part]
@@ -246,7 +246,7 @@ class AttentionCore:
         rate: Tensor | None,
         state: CoreTangent,
         outs: list[Tensor | None],
-        space: Workspace,
+        space: Buffers,
     ) -> None:
         rate_part, centre = _cut(rate, part), _cut(state.centre, part)
         out_q, out_k, out_v = outs
@@ -282,7 +282,7 @@ class AttentionCore:
         rate: Tensor | None,
         state: CoreTangent,
         out: Tensor,
-        space: Workspace,
+        space: Buffers,
     ) -> None:
         inner, done = rate, False
         if state.logits_dot is not None:
@@ -302,7 +302,7 @@ class AttentionCore:
         rate: Tensor | None,
         state: CoreTangent,
         w: Tensor | None,
-        space: Workspace,
+        space: Buffers,
     ) -> Tensor | None:
         """E with its row sums removed, of some slots (S', K, M, L)."""
         terms = (rate, state.v_dot, state.logits_dot if self.softmax else None)
@@ -325,14 +325,14 @@ class AttentionCore:
             e.addcmul_(shared, moved) if done else torch.mul(shared, moved, out=e)
         return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
 
-    def _moved(self, logits_dot: Tensor, part: slice, space: Workspace) -> Tensor:
+    def _moved(self, logits_dot: Tensor, part: slice, space: Buffers) -> Tensor:
         """B of some slots."""
         if not self.softmax:
             return logits_dot
         out = space.take("core.moved", *logits_dot.shape, like=self.q)
         return torch.mul(logits_dot, self.A[part].unsqueeze(1), out=out)
 
-    def _adjoint(self, part: slice, space: Workspace) -> Tensor:
+    def _adjoint(self, part: slice, space: Buffers) -> Tensor:
         """w of some slots (S', M, L)."""
         assert self.delta is not None
         out = space.take("core.adjoint", *self.A[part].shape, like=self.q)
@@ -343,7 +343,7 @@ class AttentionCore:
 
     def adjoint(self) -> Tensor:
         """w (S, M, L) of all slots, fresh."""
-        return self._adjoint(slice(None), Workspace(keep=False))
+        return self._adjoint(slice(None), Buffers(keep=False))
 
     def _allowed(self, part: slice) -> Tensor:
         """The 0/1 pattern of some slots (S' or 1, 1, M or 1, L)."""
@@ -360,7 +360,7 @@ def _cut(tensor: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _minus_scaled(
-    moved: Tensor | None, centre: Tensor | None, base: Tensor, space: Workspace
+    moved: Tensor | None, centre: Tensor | None, base: Tensor, space: Buffers
 ) -> Tensor | None:
     """moved − c base (S, K, a, M)."""
     if centre is None:

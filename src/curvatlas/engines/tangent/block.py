@@ -24,9 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.attention import Attention, AttentionTangent
-from curvatlas.engines.tangent.feed_forward import FeedForward, FeedForwardTangent, check_activation
-from curvatlas.engines.tangent.linear import Way, Workspace, add, stage_number
+from curvatlas.engines.tangent.attention import AttentionStage, AttentionTangent
+from curvatlas.engines.tangent.feed_forward import (
+    FeedForwardStage,
+    FeedForwardTangent,
+    check_activation,
+)
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, add, stage_number
 from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, require_part
@@ -164,22 +168,22 @@ def check_directions(
 # -------------------------------------------------------------------------------------------------
 
 
-# A value or tangent that the way back forms again in a workspace, or already has (K, N, d).
-Formed = Callable[[Workspace], Tensor]
-FormedTangent = Callable[[Workspace], "Tensor | None"]
+# A value or tangent that the backward pass forms again in a workspace, or already has (K, N, d).
+Formed = Callable[[Buffers], Tensor]
+FormedTangent = Callable[[Buffers], "Tensor | None"]
 
 
-def _forgotten(_: Workspace) -> Tensor:
+def _forgotten(_: Buffers) -> Tensor:
     raise ValueError("this sublayer's output was given away.")
 
 
 @dataclass
 class SublayerTangent:
-    """What the way back needs of the way forward, and the output's tangent."""
+    """What the backward pass needs of the forward pass, and the output's tangent."""
 
     output: Tensor | None  # (K, N, d)
-    output_again: FormedTangent  # the same on the way back
-    inner_dot: FormedTangent  # the inner map's input tangent on the way back
+    output_again: FormedTangent  # the same on the backward pass
+    inner_dot: FormedTangent  # the inner map's input tangent on the backward pass
     inner: AttentionTangent | FeedForwardTangent
     norm: NormTangent | None
 
@@ -196,7 +200,7 @@ class Sublayer:
         self,
         x: Tensor,
         x_again: Formed,
-        make_inner: Callable[[Tensor], Attention | FeedForward],
+        make_inner: Callable[[Tensor], AttentionStage | FeedForwardStage],
         make_norm: Callable[[Tensor], Normalization] | None,
         *,
         norm_name: str,
@@ -207,11 +211,11 @@ class Sublayer:
     ) -> None:
         self.norm_first, self.residual, self.names = norm_first, residual, names
         self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
-        self._shared = f"{norm_name}.pulled{turn}"  # free until the way back
+        self._shared = f"{norm_name}.pulled{turn}"  # free until the backward pass
         self._own = stage_number() + "out"
         self.keeps_output = True  # False: nobody asks for the output or its tangent again
         self.norm: Normalization | None = None
-        fresh = Workspace(keep=False)
+        fresh = Buffers(keep=False)
         inner_input, self.inner_again = x, x_again
         if norm_first and make_norm is not None:
             self.norm = make_norm(x)
@@ -241,7 +245,7 @@ class Sublayer:
         x_dot: Tensor | None,
         x_dot_again: FormedTangent,
         dots: Mapping[str, Tensor],
-        space: Workspace,
+        space: Buffers,
     ) -> SublayerTangent:
         """The tangent of the output for K directions; ``x_dot`` (K, N, d)."""
         state: NormTangent | None = None
@@ -266,32 +270,32 @@ class Sublayer:
         self,
         rate: Tensor | None,
         tangent: SublayerTangent | None,
-        way: Way,
+        backward: BackwardPass,
         *,
         needs_input: bool,
     ) -> Tensor | None:
         """Rδ_x from Rδ_y, finding the rates of the wanted weights.
 
-        With ``tangent`` (and adjoints recorded before) this is R of the way back: products with
-        the Hessian. Without it, plain vector-Jacobian products.
+        With ``tangent`` (and adjoints recorded before) this is R of the backward pass: products
+        with the Hessian. Without it, plain vector-Jacobian products.
         """
         state = None if tangent is None else tangent.norm
         if self.norm is not None and not self.norm_first:
-            rate = self.norm.pull(rate, state, way)
-            if not (needs_input or way.record or way.wanted & self.names):
+            rate = self.norm.pull(rate, state, backward)
+            if not (needs_input or backward.record or backward.wanted & self.names):
                 return None
         before = self.norm if self.norm_first else None
-        through = needs_input or (before is not None and bool(way.wanted & self.norm_names))
+        through = needs_input or (before is not None and bool(backward.wanted & self.norm_names))
         inner_rate = self.inner.pull(
             rate,
             None if tangent is None else tangent.inner,  # type: ignore[arg-type]
-            way,
-            x=self.inner_again(way.space),
-            x_dot=None if tangent is None else tangent.inner_dot(way.space),
+            backward,
+            x=self.inner_again(backward.space),
+            x_dot=None if tangent is None else tangent.inner_dot(backward.space),
             needs_input=through,
         )
         if before is not None and through:
-            inner_rate = before.pull(inner_rate, state, way)
+            inner_rate = before.pull(inner_rate, state, backward)
         if not needs_input:
             return None
         return add(inner_rate, rate) if self.residual else inner_rate
@@ -306,7 +310,7 @@ class BlockTangent:
     """One push through a block: the output's tangent and what ``pull`` needs of the inside."""
 
     output: Tensor | None  # (K, n, L, d); None is zero
-    output_again: FormedTangent  # the same (K, N, d) on the way back
+    output_again: FormedTangent  # the same (K, N, d) on the backward pass
     sublayers: list[SublayerTangent]
     directions: int
 
@@ -337,7 +341,7 @@ class LinearisedBlock:
         x: Tensor,
         mask: Tensor | None = None,
         *,
-        space: Workspace | None = None,
+        space: Buffers | None = None,
         turn: int = 0,
         x_again: Formed | None = None,
     ) -> None:
@@ -349,7 +353,7 @@ class LinearisedBlock:
         self.spec = spec
         # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
         self.turn = turn = turn if spec.d_ff is None else 2
-        self.space = space if space is not None else Workspace(keep=False)
+        self.space = space if space is not None else Buffers(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
         again = x_again if x_again is not None else lambda _: tokens
@@ -389,12 +393,14 @@ class LinearisedBlock:
             raise ValueError("this block already keeps an adjoint: linearise again for another.")
         # Fresh memory, also under a keeping workspace: these tensors stay.
         names = frozenset(self.weights if wanted is None else wanted)
-        way = Way(Workspace(keep=False), names, record=True)
-        rate = self._pull(delta.reshape(1, -1, self.width).clone(), None, way, needs_input=True)
+        backward = BackwardPass(Buffers(keep=False), names, record=True)
+        rate = self._pull(
+            delta.reshape(1, -1, self.width).clone(), None, backward, needs_input=True
+        )
         self.recorded = True
         assert rate is not None
-        found = self._complete(way, 1)
-        return {name: value[0] for name, value in found.items()}, rate[0].view(self.shape)
+        rates = self._complete(backward, 1)
+        return {name: value[0] for name, value in rates.items()}, rate[0].view(self.shape)
 
     def push(
         self,
@@ -405,8 +411,8 @@ class LinearisedBlock:
     ) -> BlockTangent:
         """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d).
 
-        ``x_dot_again`` gives the input's tangent (K, N, d) once more on the way back, for a caller
-        whose ``x_dot`` does not live that long.
+        ``x_dot_again`` gives the input's tangent (K, N, d) once more on the backward pass, for a
+        caller whose ``x_dot`` does not live that long.
         """
         dtype = next(iter(self.weights.values())).dtype
         directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
@@ -444,7 +450,8 @@ class LinearisedBlock:
         """R{∂ℓ/∂W} (K, *shape) of the ``wanted`` weights and Rδ_x, from Rδ_Z (K, n, L, d).
 
         Without ``tangent``: vector-Jacobian products of ``rate``. With it: the tangent of the
-        recorded adjoints' way back; ``rate=None`` is zero. Rδ_x is None when zero or not needed.
+        recorded adjoints' backward pass; ``rate=None`` is zero. Rδ_x is None when zero or not
+        needed.
         ``into``: tensors (K, *shape) that take the rates of the weights, or have them added.
         """
         names = frozenset(self.weights) if wanted is None else frozenset(wanted)
@@ -456,14 +463,16 @@ class LinearisedBlock:
             raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
         given = rate if rate is not None else tangent
         directions = 1
-        way = Way(self.space, names, into or {}, accumulate=accumulate, turn=self.turn)
+        backward = BackwardPass(
+            self.space, names, into or {}, accumulate=accumulate, turn=self.turn
+        )
         moved: Tensor | None = None
         if given is not None:
             directions = given.shape[0] if isinstance(given, Tensor) else given.directions
             flat = None if rate is None else self._tokens(rate)
-            moved = self._pull(flat, tangent, way, needs_input=needs_input)
+            moved = self._pull(flat, tangent, backward, needs_input=needs_input)
         shaped = None if moved is None else moved.view(-1, *self.shape)
-        return self._complete(way, directions), shaped
+        return self._complete(backward, directions), shaped
 
     def jvp(self, tangents: Weights, x_dot: Tensor | None = None) -> Tensor:
         """J v (K, n, L, d)."""
@@ -476,9 +485,9 @@ class LinearisedBlock:
         self, delta: Tensor, *, wanted: Collection[str] | None = None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Jᵀu of the weights and of the input, for u (K, n, L, d)."""
-        found, rate_x = self.pull(delta, wanted=wanted)
+        rates, rate_x = self.pull(delta, wanted=wanted)
         assert rate_x is not None
-        return found, rate_x
+        return rates, rate_x
 
     def hvp(
         self,
@@ -500,23 +509,30 @@ class LinearisedBlock:
         rate = None
         if part != "functional" and state.output is not None:
             rate = curvature(state.output)
-        found, rate_x = self.pull(
+        rates, rate_x = self.pull(
             rate, None if part == "outer" else state, wanted=wanted, needs_input=needs_input
         )
         if needs_input and rate_x is None:
             rate_x = self._zeros(state.directions)
-        return found, rate_x
+        return rates, rate_x
 
     def _pull(
-        self, rate: Tensor | None, tangent: BlockTangent | None, way: Way, *, needs_input: bool
+        self,
+        rate: Tensor | None,
+        tangent: BlockTangent | None,
+        backward: BackwardPass,
+        *,
+        needs_input: bool,
     ) -> Tensor | None:
         for index in reversed(range(len(self.sublayers))):
             earlier = self.sublayers[:index]
-            reaches = needs_input or any(way.wanted & (s.names | s.norm_names) for s in earlier)
+            reaches = needs_input or any(
+                backward.wanted & (s.names | s.norm_names) for s in earlier
+            )
             rate = self.sublayers[index].pull(
                 rate,
                 None if tangent is None else tangent.sublayers[index],
-                way,
+                backward,
                 needs_input=reaches,
             )
             if not reaches:
@@ -530,17 +546,17 @@ class LinearisedBlock:
         """(K, n, L, d) → (K, n·L, d), contiguous."""
         return samples.reshape(samples.shape[0], -1, self.width).contiguous()
 
-    def _complete(self, way: Way, directions: int) -> dict[str, Tensor]:
+    def _complete(self, backward: BackwardPass, directions: int) -> dict[str, Tensor]:
         """The wanted rates in order; one that nothing reached is zero."""
         for name, weight in self.weights.items():
-            if name in way.wanted and name not in way.found:
-                target = way.into.get(name)
+            if name in backward.wanted and name not in backward.rates:
+                target = backward.into.get(name)
                 if target is None:
                     target = weight.new_zeros(directions, *weight.shape)
-                elif not way.accumulate:
+                elif not backward.accumulate:
                     target.zero_()
-                way.found[name] = target
-        return {name: way.found[name] for name in self.weights if name in way.wanted}
+                backward.rates[name] = target
+        return {name: backward.rates[name] for name in self.weights if name in backward.wanted}
 
     @staticmethod
     def _check(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
@@ -549,8 +565,8 @@ class LinearisedBlock:
     def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
         spec, weights = self.spec, self.weights
 
-        def make_attention(tokens: Tensor) -> Attention:
-            return Attention(spec, weights, tokens, samples=self.samples, mask=mask)
+        def make_attention(tokens: Tensor) -> AttentionStage:
+            return AttentionStage(spec, weights, tokens, samples=self.samples, mask=mask)
 
         attention = Sublayer(
             x,
@@ -568,7 +584,7 @@ class LinearisedBlock:
         feed_forward = Sublayer(
             attention.output,
             attention.output_again,
-            partial(FeedForward, spec, weights),
+            partial(FeedForwardStage, spec, weights),
             self._make_norm("norm2"),
             norm_name="norm2",
             names=_FEED_FORWARD,
@@ -595,7 +611,7 @@ class LinearisedFeedForward(LinearisedBlock):
         check_spec(spec)
 
     def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
-        make = partial(FeedForward, self.spec, self.weights)
+        make = partial(FeedForwardStage, self.spec, self.weights)
         return [
             Sublayer(
                 x,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import Linear, Way, Workspace, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number
 from curvatlas.engines.tangent.structure import Activation, BlockSpec, Weights
 
 # -------------------------------------------------------------------------------------------------
@@ -157,14 +157,14 @@ def hidden_units(name: Activation, up: Tensor, gate: Tensor | None = None) -> Hi
 
 @dataclass
 class FeedForwardTangent:
-    """What the way back needs of the way forward, K directions."""
+    """What the backward pass needs of the forward pass, K directions."""
 
     up_dot: Tensor | None  # (K, N, d_ff)
     gate_dot: Tensor | None  # (K, N, d_ff)
     weights: Mapping[str, Tensor]
 
 
-class FeedForward:
+class FeedForwardStage:
     """The feed-forward part at its input x (N, d)."""
 
     def __init__(self, spec: BlockSpec, weights: Weights, x: Tensor) -> None:
@@ -192,7 +192,7 @@ class FeedForward:
         x: Tensor,
         x_dot: Tensor | None,
         dots: Mapping[str, Tensor],
-        space: Workspace,
+        space: Buffers,
         *,
         key: str,
     ) -> tuple[Tensor | None, FeedForwardTangent]:
@@ -214,7 +214,7 @@ class FeedForward:
         self,
         rate: Tensor | None,
         tangent: FeedForwardTangent | None,
-        way: Way,
+        backward: BackwardPass,
         *,
         x: Tensor,
         x_dot: Tensor | None,
@@ -227,21 +227,21 @@ class FeedForward:
         else:
             up_dot, gate_dot, dots = tangent.up_dot, tangent.gate_dot, tangent.weights
         hidden_dot = None
-        if way.wants(self.down.weight_names):
-            hidden_dot = self._hidden_dot(up_dot, gate_dot, way.space)
-        self.down.rates(rate, self.hidden, hidden_dot, way)
+        if backward.wants(self.down.weight_names):
+            hidden_dot = self._hidden_dot(up_dot, gate_dot, backward.space)
+        self.down.rates(rate, self.hidden, hidden_dot, backward)
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}
-        if not (needs_input or way.wanted & inner or way.record):
+        if not (needs_input or backward.wanted & inner or backward.record):
             return None
         directions = _directions(rate if rate is not None else x_dot, dots)
         shape = (directions, *self.slope_up.shape)
-        buffer = way.space.take("wide", *shape, like=self.slope_up)
+        buffer = backward.space.take("wide", *shape, like=self.slope_up)
         t = buffer if self.down.pull(rate, dots, buffer) else None
-        up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, way, shape)
-        self.up.rates(up_rate, x, x_dot, way)
-        out = way.space.take(f"ffn.x{way.turn}", directions, *x.shape, like=x)
+        up_rate, gate_rate = self._through_units(t, up_dot, gate_dot, backward, shape)
+        self.up.rates(up_rate, x, x_dot, backward)
+        out = backward.space.take(f"ffn.x{backward.turn}", directions, *x.shape, like=x)
         if self.gate is not None:
-            self.gate.rates(gate_rate, x, x_dot, way)
+            self.gate.rates(gate_rate, x, x_dot, backward)
         if not needs_input:
             return None
         done = self.up.pull(up_rate, dots, out)
@@ -250,7 +250,7 @@ class FeedForward:
         return out if done else None
 
     def _hidden_dot(
-        self, up_dot: Tensor | None, gate_dot: Tensor | None, space: Workspace
+        self, up_dot: Tensor | None, gate_dot: Tensor | None, space: Buffers
     ) -> Tensor | None:
         """ġ (K, N, d_ff), formed on both ways: a pass is cheaper than the memory."""
         given = up_dot if up_dot is not None else gate_dot
@@ -264,7 +264,7 @@ class FeedForward:
         t: Tensor | None,
         up_dot: Tensor | None,
         gate_dot: Tensor | None,
-        way: Way,
+        backward: BackwardPass,
         shape: tuple[int, ...],
     ) -> tuple[Tensor | None, Tensor | None]:
         """Rδ_h of both channels from Rt."""
@@ -272,11 +272,11 @@ class FeedForward:
         bends = (self.bend_up, self.bend_gate, self.bend_cross)
         bend_up, bend_gate, bend_cross = bends if self._recorded else (None, None, None)
         if self.gate is not None:
-            gate_rate = way.space.take("ffn.gate", *shape, like=self.slope_up)
+            gate_rate = backward.space.take("ffn.gate", *shape, like=self.slope_up)
             gate_terms = ((self.slope_gate, t), (bend_gate, gate_dot), (bend_cross, up_dot))
             gate_rate = _sum_of_products(gate_rate, *gate_terms)
-        up_rate = t if t is not None else way.space.take("wide", *shape, like=self.slope_up)
-        if way.record:
+        up_rate = t if t is not None else backward.space.take("wide", *shape, like=self.slope_up)
+        if backward.record:
             assert t is not None
             self._record(t[0])
         # Over t itself: nothing needs Rt after this.

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import Linear, Way, Workspace, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
 from curvatlas.engines.tangent.structure import Norm
 
@@ -72,7 +72,7 @@ class Readout:
 
 @dataclass
 class ReadoutTangent:
-    """What the way back needs of the way forward."""
+    """What the backward pass needs of the forward pass."""
 
     output: Tensor | None  # (K, N', C)
     norm: NormTangent | None
@@ -91,7 +91,7 @@ class LinearisedReadout:
         self.norm: Normalization | None = None
         if readout.norm != "none" or readout.norm_weight is not None:
             self.norm = Normalization("norm", self.weights, z, norm=readout.norm, eps=readout.eps)
-            z = self.norm.value(Workspace(keep=False))
+            z = self.norm.value(Buffers(keep=False))
         pooled = self._pool(z.unsqueeze(0))[0]
         self.linear: Linear | None = None
         if readout.weight is not None:
@@ -101,7 +101,7 @@ class LinearisedReadout:
         self.output = flat.view(samples, -1, flat.shape[-1])  # (n, L or 1, C or d)
 
     def push(
-        self, z_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+        self, z_dot: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
     ) -> ReadoutTangent:
         """The outputs' tangent (K, n·L or n, C)."""
         state: NormTangent | None = None
@@ -119,23 +119,25 @@ class LinearisedReadout:
                 output = self.linear.push(self._pooled, pooled, dots, out)
         return ReadoutTangent(output, state, pooled, dots)
 
-    def pull(self, rate: Tensor | None, tangent: ReadoutTangent | None, way: Way) -> Tensor | None:
+    def pull(
+        self, rate: Tensor | None, tangent: ReadoutTangent | None, backward: BackwardPass
+    ) -> Tensor | None:
         """Rδ_z (K, n·L, d) from the outputs' Rδ; finds the weights' rates on the way."""
         if self.linear is not None:
             dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
             pooled_dot = None if tangent is None else tangent.pooled_dot
-            self.linear.rates(rate, self._pooled, pooled_dot, way)
+            self.linear.rates(rate, self._pooled, pooled_dot, backward)
             given = next((t for t in (rate, *dots.values()) if t is not None), None)
             if given is None:
                 return None
             shape = (given.shape[0], *self._pooled.shape)
-            out = way.space.take("readout.x", *shape, like=self._pooled)
+            out = backward.space.take("readout.x", *shape, like=self._pooled)
             rate = out if self.linear.pull(rate, dots, out) else None
         if rate is not None:
             rate = self._spread(rate)
         if self.norm is None:
             return rate
-        return self.norm.pull(rate, None if tangent is None else tangent.norm, way)
+        return self.norm.pull(rate, None if tangent is None else tangent.norm, backward)
 
     def _pool(self, tokens: Tensor) -> Tensor:
         """(K, n·L, d) → (K, n, d), or unchanged without pooling."""

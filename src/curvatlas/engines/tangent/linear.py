@@ -29,8 +29,8 @@ from torch import Tensor
 # of these products fresh outputs took 40 % of the time. A workspace hands out the same memory
 # under
 # the same key again, product after product. Keys starting with a stage's own number live from the
-# way forward to the way back; the others are scratch shared by all stages of a stack ("wide" by
-# attention and feed-forward, which never run at the same time).
+# forward pass to the backward pass; the others are scratch shared by all stages of a stack ("wide"
+# by attention and feed-forward, which never run at the same time).
 # -------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +68,7 @@ def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
     return first.as_strided(shape, first.stride())
 
 
-class Workspace:
+class Buffers:
     """Buffers by key; with ``keep=False`` every buffer is fresh and belongs to the caller."""
 
     def __init__(self, *, keep: bool) -> None:
@@ -104,13 +104,13 @@ class Workspace:
 
 
 @dataclass
-class Way:
-    """One way back through the stages: what to find, where to put it, whether to keep adjoints."""
+class BackwardPass:
+    """One backward pass: which rates to find, where to put them, whether to keep adjoints."""
 
-    space: Workspace
+    space: Buffers
     wanted: frozenset[str]
     into: Mapping[str, Tensor] = field(default_factory=dict)  # name → (K, *shape) to write to
-    found: dict[str, Tensor] = field(default_factory=dict)
+    rates: dict[str, Tensor] = field(default_factory=dict)
     record: bool = False
     accumulate: bool = False  # add to what ``into`` holds instead of replacing it
     turn: int = 0  # alternates from block to block: a result must not overwrite what it came from
@@ -129,17 +129,17 @@ class Way:
         for name, piece in zip(names, pieces, strict=True):
             target = self.into.get(name)
             if target is None:
-                self.found[name] = piece
+                self.rates[name] = piece
                 continue
             target.add_(piece) if self.accumulate else target.copy_(piece)
-            self.found[name] = target
+            self.rates[name] = target
 
     def room(self, names: Sequence[str]) -> Tensor | None:
         """Where the rates of these weights may be written at once; None: ``give`` them after."""
         parts = [self.into[name] for name in names if name in self.into]
         whole = adjoining(parts, 1) if parts and len(parts) == len(names) else None
         if whole is not None:
-            self.found.update(zip(names, parts, strict=True))
+            self.rates.update(zip(names, parts, strict=True))
         return whole
 
 
@@ -212,32 +212,36 @@ class Linear:
             accumulate = True
         return accumulate
 
-    def rates(self, rate: Tensor | None, x: Tensor, x_dot: Tensor | None, way: Way) -> None:
+    def rates(
+        self, rate: Tensor | None, x: Tensor, x_dot: Tensor | None, backward: BackwardPass
+    ) -> None:
         """R ∂ℓ/∂W (K, out, in) and R ∂ℓ/∂b (K, out), those that are wanted and not zero."""
-        if way.record:
+        if backward.record:
             assert rate is not None
             self.delta = rate[0]
         moved = x_dot if self.delta is not None else None
-        if (rate is not None or moved is not None) and way.wants(self.weight_names):
-            self._weight_rate(rate, x, moved, way)
-        if rate is not None and way.wants(self.bias_names):
-            way.give(self.bias_names, self.sizes, rate.sum(1))
+        if (rate is not None or moved is not None) and backward.wants(self.weight_names):
+            self._weight_rate(rate, x, moved, backward)
+        if rate is not None and backward.wants(self.bias_names):
+            backward.give(self.bias_names, self.sizes, rate.sum(1))
 
-    def _weight_rate(self, rate: Tensor | None, x: Tensor, moved: Tensor | None, way: Way) -> None:
+    def _weight_rate(
+        self, rate: Tensor | None, x: Tensor, moved: Tensor | None, backward: BackwardPass
+    ) -> None:
         given = rate if rate is not None else moved
         assert given is not None
         shape = (given.shape[0], *self.weight.shape)
         # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
         # 24 GFlop/s there (512 × 128, inner 512).
         wide = x.dtype == torch.float64 and shape[0] == 1 and shape[1] > shape[2]
-        room = None if wide else way.room(self.weight_names)
+        room = None if wide else backward.room(self.weight_names)
         if room is not None:
             target = room
         elif wide:
-            target = way.space.take("linear.wide", shape[0], shape[2], shape[1], like=x).mT
+            target = backward.space.take("linear.wide", shape[0], shape[2], shape[1], like=x).mT
         else:
             target = torch.empty(shape, dtype=x.dtype, device=x.device)
-        accumulate = room is not None and way.accumulate
+        accumulate = room is not None and backward.accumulate
         if rate is not None:
             _transposed_times(rate, x, target, accumulate=accumulate)
             accumulate = True
@@ -245,8 +249,8 @@ class Linear:
             assert self.delta is not None
             _shared_times(self.delta.T, moved, target, None, accumulate=accumulate)
         if room is None:
-            own = wide and not way.into and way.space.keep
-            way.give(self.weight_names, self.sizes, target.clone() if own else target)
+            own = wide and not backward.into and backward.space.keep
+            backward.give(self.weight_names, self.sizes, target.clone() if own else target)
 
 
 def complete(names: Iterable[str], given: Container[str]) -> bool:

@@ -6,7 +6,7 @@ The Hessian of a block is linear in the pair of seeds at its output Z (THEORY P2
 
 To add a loss, write an object with ``seeds(outputs, targets) -> Seeds``:
 
-    class HuberLoss(Loss):
+    class HuberLoss(OutputLoss):
         def seeds(self, outputs, targets):
             ...
             return Seeds.from_blocks(value=..., delta=..., blocks=...)     # Λ_i for every token
@@ -78,7 +78,7 @@ class Seeds:
         )
 
 
-class Loss:
+class OutputLoss:
     """A loss of the block's output; subclasses give ``seeds``."""
 
     def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
@@ -86,7 +86,7 @@ class Loss:
         raise TypeError(f"{type(self).__name__} does not define seeds(outputs, targets).")
 
 
-class MeanSquaredError(Loss):
+class TokenSquaredError(OutputLoss):
     """ℓ = ‖Z − Y‖²/(L d), averaged over samples:  δ = 2(Z−Y)/(BLd),  Λ_i = 2/(BLd) I."""
 
     def seeds(self, outputs: Tensor, targets: Tensor) -> Seeds:
@@ -113,7 +113,7 @@ class MeanSquaredError(Loss):
         )
 
 
-class TokenCrossEntropy(Loss):
+class TokenCrossEntropy(OutputLoss):
     """Cross-entropy of every token, mean over the valid ones, the outputs being the logits.
 
     δ_i = w_i(π_i − e_y),  Λ_i = w_i(diag π_i − π_iπ_iᵀ),  w_i = 1/(valid tokens), 0 if ignored.
@@ -138,7 +138,7 @@ class TokenCrossEntropy(Loss):
         )
 
 
-class LinearHeadCrossEntropy(Loss):
+class LinearHeadCrossEntropy(OutputLoss):
     """Token cross-entropy on logits = Z Wᵀ + b of a fixed linear head (a language-model head).
 
     δ = W^T(π − e_y) w,  Λ_i = w_i Wᵀ(diag π_i − π_iπ_iᵀ)W;  weight (C, d), bias (C,).
@@ -172,7 +172,7 @@ class LinearHeadCrossEntropy(Loss):
         )
 
 
-class PooledCrossEntropy(Loss):
+class PooledCrossEntropy(OutputLoss):
     """Cross-entropy of one label a sample on logits = W pool(Z) + b, mean over samples.
 
     ``pooling``: "mean" over tokens, the "first" (class) token, or the "last". Λ couples tokens but
@@ -228,23 +228,24 @@ class PooledCrossEntropy(Loss):
         return pool
 
 
-_BY_NAME: dict[str, Callable[[], Loss]] = {
-    "mse": MeanSquaredError,
+_BY_NAME: dict[str, Callable[[], OutputLoss]] = {
+    "mse": TokenSquaredError,
     "cross_entropy": TokenCrossEntropy,
 }
 
 
-def resolve_loss(loss: str | Loss) -> Loss:
-    """The loss named "mse" or "cross_entropy", or the given ``Loss`` itself."""
+def resolve_loss(loss: str | OutputLoss) -> OutputLoss:
+    """The loss named "mse" or "cross_entropy", or the ``OutputLoss`` itself."""
     if isinstance(loss, str):
         if loss not in _BY_NAME:
             raise ValueError(
-                f"unknown loss {loss!r}: use {' or '.join(map(repr, _BY_NAME))}, or a Loss object."
+                f"unknown loss {loss!r}: use {' or '.join(map(repr, _BY_NAME))}, or an OutputLoss "
+                "object."
             )
         return _BY_NAME[loss]()
-    if not isinstance(loss, Loss):
+    if not isinstance(loss, OutputLoss):
         raise TypeError(
-            "loss must be a name or a curvatlas.engines.tangent.losses.Loss, "
+            "loss must be a name or a curvatlas.engines.tangent.losses.OutputLoss, "
             f"got {type(loss).__name__}."
         )
     return loss

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import Way, Workspace, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stage_number
 from curvatlas.engines.tangent.structure import Norm
 
 # -------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _identity_like(n: Tensor) -> Tensor:
 
 @dataclass
 class NormTangent:
-    """What the way back needs of the way forward, for K directions."""
+    """What the backward pass needs of the forward pass, for K directions."""
 
     n_dot: Tensor | None  # ṅ (K, N, d)
     along: Tensor | None  # n·ẋ (K, N, 1)
@@ -161,7 +161,7 @@ class Normalization:
         self.delta: Tensor | None = None  # δ_y (N, d)
         self._along: Tensor | None = None  # b = n·(γ δ_y) (N, 1)
 
-    def value(self, space: Workspace) -> Tensor:
+    def value(self, space: Buffers) -> Tensor:
         """y (N, d); formed from n whenever it is needed, cheaper than keeping both."""
         if self.weight is None and self.bias is None:
             return self.n
@@ -172,7 +172,7 @@ class Normalization:
         return y if self.bias is None else y.add_(self.bias)
 
     def push(
-        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Workspace
+        self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
     ) -> tuple[Tensor | None, NormTangent]:
         """ẏ (K, N, d) and what ``pull`` needs."""
         n_dot, along = self._push_normalized(x_dot, space)
@@ -180,8 +180,8 @@ class Normalization:
         state = NormTangent(n_dot, along, weight_dot, bias_dot)
         return self.tangent(state, space), state
 
-    def tangent(self, state: NormTangent, space: Workspace) -> Tensor | None:
-        """ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇, formed again on the way back like ``value``."""
+    def tangent(self, state: NormTangent, space: Buffers) -> Tensor | None:
+        """ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇, formed again on the backward pass like ``value``."""
         n_dot, weight_dot, bias_dot = state.n_dot, state.weight_dot, state.bias_dot
         if n_dot is not None and self.weight is None and weight_dot is None and bias_dot is None:
             return n_dot
@@ -203,35 +203,37 @@ class Normalization:
             y.add_(shift) if done else y.copy_(shift.expand_as(y))
         return y
 
-    def pull(self, rate: Tensor | None, tangent: NormTangent | None, way: Way) -> Tensor | None:
+    def pull(
+        self, rate: Tensor | None, tangent: NormTangent | None, backward: BackwardPass
+    ) -> Tensor | None:
         """Rδ_x (K, N, d) from Rδ_y; the tangent adds the second-order terms. Finds γ and β too."""
         state = tangent if tangent is not None and self.delta is not None else _STILL
         first = next((t for t in (rate, state.n_dot, state.weight_dot) if t is not None), None)
         if first is None:
             return None
         shape = (first.shape[0], *self.n.shape)
-        if self.bias_name in way.wanted and rate is not None:
-            way.sums(self.bias_name, rate)
-        scratch = way.space.take("norm.scratch", *shape, like=self.n)
+        if self.bias_name in backward.wanted and rate is not None:
+            backward.sums(self.bias_name, rate)
+        scratch = backward.space.take("norm.scratch", *shape, like=self.n)
         crossed = self._crossed(rate, state, scratch)
-        if self.weight_name in way.wanted and crossed is not None:
-            way.sums(self.weight_name, crossed)
+        if self.weight_name in backward.wanted and crossed is not None:
+            backward.sums(self.weight_name, crossed)
         along = None if crossed is None else self._row_sums(crossed)
-        pulled = way.space.take(f"{self.name}.pulled{way.turn}", *shape, like=self.n)
+        pulled = backward.space.take(f"{self.name}.pulled{backward.turn}", *shape, like=self.n)
         pulled = self._through_jacobian(rate, state, along, pulled, scratch)
-        if way.record:
+        if backward.record:
             assert rate is not None
             assert along is not None
             self.delta, self._along = rate[0], along[0]
         return pulled
 
     def _push_normalized(
-        self, x_dot: Tensor | None, space: Workspace
+        self, x_dot: Tensor | None, space: Buffers
     ) -> tuple[Tensor | None, Tensor | None]:
         """ṅ = (Cẋ − n (n·ẋ)/d)/σ and n·ẋ."""
         if x_dot is None:
             return None, None
-        if self.norm == "none":  # a copy: the caller's buffer does not live until the way back
+        if self.norm == "none":  # a copy: the caller's buffer does not live until the backward pass
             return space.take(self._key + "n", *x_dot.shape, like=self.n).copy_(x_dot), None
         scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
         along = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True)

@@ -27,14 +27,14 @@ from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.families import map_stack
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
-from curvatlas.engines.tangent.linear import Way, Workspace, restart_numbers
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, restart_numbers
 from curvatlas.engines.tangent.losses import (
     LinearHeadCrossEntropy,
-    Loss,
-    MeanSquaredError,
+    OutputLoss,
     PooledCrossEntropy,
     Seeds,
     TokenCrossEntropy,
+    TokenSquaredError,
     resolve_loss,
 )
 from curvatlas.engines.tangent.reading import FlatOrder
@@ -65,7 +65,7 @@ class Chain:
         x: Tensor,
         *,
         mask: Tensor | None,
-        space: Workspace,
+        space: Buffers,
     ) -> None:
         restart_numbers()  # chains that share a workspace share their stages' buffers in it
         self.space = space
@@ -88,8 +88,8 @@ class Chain:
     def record(self, seeds: Seeds, weight: Tensor | None) -> None:
         """Take the loss of these samples, ``weight`` of the whole; let every stage keep δ."""
         self._seeds, self._weight = seeds, weight
-        way = Way(Workspace(keep=False), frozenset(), record=True)
-        rate = self.readout.pull(self.delta, None, way)
+        backward = BackwardPass(Buffers(keep=False), frozenset(), record=True)
+        rate = self.readout.pull(self.delta, None, backward)
         for block in reversed(self.blocks):
             assert rate is not None
             _, delta_x = block.gradient(rate[0], wanted=())
@@ -142,10 +142,10 @@ class Chain:
         accumulate: bool,
     ) -> Tensor | None:
         """Rδ of the last block's output; fills ``into`` or adds to it."""
-        way = Way(self.space, frozenset(into), into, accumulate=accumulate)
-        rate = self.readout.pull(rate, tangent, way)
+        backward = BackwardPass(self.space, frozenset(into), into, accumulate=accumulate)
+        rate = self.readout.pull(rate, tangent, backward)
         for name, slot in into.items():
-            if name not in way.found and not accumulate:
+            if name not in backward.rates and not accumulate:
                 slot.zero_()
         return rate
 
@@ -186,13 +186,13 @@ def mask_of(mask: Tensor | None, samples: slice, count: int) -> Tensor | None:
     return mask[samples]
 
 
-def shares(loss: Loss, targets: Tensor, samples: Sequence[slice]) -> list[Tensor] | None:
+def shares(loss: OutputLoss, targets: Tensor, samples: Sequence[slice]) -> list[Tensor] | None:
     """Each part's weight in the mean over the batch, or None when the loss is not such a mean.
 
     Cross-entropy weighs by valid targets; a part without any cannot be taken alone.
     """
     kind = type(loss)
-    if kind is MeanSquaredError or (kind is PooledCrossEntropy and loss.token_weights is None):  # type: ignore[attr-defined]
+    if kind is TokenSquaredError or (kind is PooledCrossEntropy and loss.token_weights is None):  # type: ignore[attr-defined]
         counts = [torch.tensor(float(targets[part].shape[0])) for part in samples]
     elif kind in (TokenCrossEntropy, LinearHeadCrossEntropy):
         ignored = loss.ignore_index  # type: ignore[attr-defined]
@@ -233,7 +233,7 @@ class LinearisedStack(DecomposedHessian):
         mask = mask.unsqueeze(0) if mask is not None and mask.ndim == 1 else mask
         targets = with_sample_axis(targets, stack.readout)
         self.include_input = include_input
-        self.space = Workspace(keep=True)
+        self.space = Buffers(keep=True)
         shapes = stack.named_weights if include_weights else {}
         self._shapes = {name: tuple(weight.shape) for name, weight in shapes.items()}
         if include_input:
@@ -323,7 +323,7 @@ class LinearisedStack(DecomposedHessian):
 
     @cached_property
     def gradient(self) -> Tensor:
-        """∂ℓ/∂θ (P,), by one way back when first asked for."""
+        """∂ℓ/∂θ (P,), by one backward pass when first asked for."""
         flat = self.chains[0].output.new_empty(1, self.shape[0])
         for number, chain in enumerate(self.chains):
             self._pull(number, chain.delta, None, None, flat)
@@ -358,7 +358,7 @@ class LinearisedStack(DecomposedHessian):
         readout: ReadoutTangent | None,
         flat: Tensor,
     ) -> None:
-        """One chain's way back: writes (the first chain) or adds its share to ``flat`` (K, P)."""
+        """One chain's backward pass: writes (the first chain) or adds to ``flat`` (K, P)."""
         chain = self.chains[number]
         into, more = _views(flat, self._groups.get(READOUT, [])), number > 0
         rate = chain.pull_readout(rate, readout, into, accumulate=more)
@@ -414,14 +414,14 @@ class BlockStack:
     """Blocks in a row, a readout and a loss.
 
     ``blocks``: (spec, weights) pairs. ``readout``: final norm, pooling, linear head (all optional).
-    ``loss``: ``"mse"``, ``"cross_entropy"``, or an ``engines.tangent.losses.Loss`` of the outputs.
+    ``loss``: ``"mse"``, ``"cross_entropy"``, or an ``engines.tangent.losses.OutputLoss``.
     """
 
     def __init__(
         self,
         blocks: Sequence[tuple[BlockSpec, Weights]],
         *,
-        loss: str | Loss = "mse",
+        loss: str | OutputLoss = "mse",
         readout: Readout | None = None,
     ) -> None:
         if not blocks:
@@ -442,7 +442,7 @@ class BlockStack:
 
     @classmethod
     def from_module(
-        cls, module: nn.Module, *, loss: str | Loss = "mse", head: bool = True
+        cls, module: nn.Module, *, loss: str | OutputLoss = "mse", head: bool = True
     ) -> BlockStack:
         """The blocks, final norm and linear head of a model; the input is the embeddings' output.
 

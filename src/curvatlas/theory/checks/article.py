@@ -14,7 +14,7 @@ from curvatlas.theory.reference import DenseParts, block_hessian, total_hessian
 from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
-    Effort,
+    CheckEffort,
     Outcome,
     judge,
     spread,
@@ -27,7 +27,7 @@ _WEIGHTS = ("query_weight", "key_weight", "value_weight", "up_weight", "down_wei
 
 
 def draw_relu_block(
-    effort: Effort, trial: int, *, norm_first: bool, scale: float = 1.0, samples: int = 2
+    effort: CheckEffort, trial: int, *, norm_first: bool, scale: float = 1.0, samples: int = 2
 ) -> tuple[BlockSpec, dict[str, Tensor], Tensor, Tensor]:
     generator = effort.generator(trial)
     spec = BlockSpec(d_model=6, d_k=6, d_v=6, d_ff=12, norm_first=norm_first, activation="relu")
@@ -54,7 +54,7 @@ def _norms(h: DenseParts) -> Tensor:
     counterexample="no block between the five weight matrices is zero, in either arrangement",
     derivation=_DERIVATION,
 )
-def many_zero_blocks(effort: Effort) -> Outcome:
+def many_zero_blocks(effort: CheckEffort) -> Outcome:
     zeros, smallest = 0, []
     for trial in range(effort.trials(4, 20)):
         norms = _norms(block_hessian(*draw_relu_block(effort, trial, norm_first=trial % 2 == 1)))
@@ -77,7 +77,7 @@ def many_zero_blocks(effort: Effort) -> Outcome:
     counterexample="more than half of ‖H‖_F² lies off the block diagonal",
     derivation=_DERIVATION,
 )
-def diagonal_dominance(effort: Effort) -> Outcome:
+def diagonal_dominance(effort: CheckEffort) -> Outcome:
     shares = []
     for trial in range(effort.trials(6, 40)):
         energy = _norms(
@@ -103,7 +103,7 @@ def diagonal_dominance(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def layer_norm_bounds(effort: Effort) -> Outcome:
+def layer_norm_bounds(effort: CheckEffort) -> Outcome:
     levels = _logspace(10.0, 1e4, 5)
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
     # W_V blind to the common shift: U keeps its variance, the norm removes c, the means m keep it
@@ -143,7 +143,7 @@ def layer_norm_bounds(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def data_size(effort: Effort) -> Outcome:
+def data_size(effort: CheckEffort) -> Outcome:
     piece, count = 64, effort.trials(192, 1024)
     # ε = 0.1: with d small and ε → 0 the curvature 1/σ² has no finite variance over samples
     spec = BlockSpec(d_model=5, d_k=2, d_v=5, d_ff=4, eps=0.1)
@@ -208,7 +208,7 @@ def data_size(effort: Effort) -> Outcome:
     counterexample="at weights of order one the query or key block overtakes",
     derivation=_DERIVATION,
 )
-def value_dominates(effort: Effort) -> Outcome:
+def value_dominates(effort: CheckEffort) -> Outcome:
     ratios: dict[float, list[float]] = {0.1: [], 2.0: []}
     for scale, found in ratios.items():
         for trial in range(effort.trials(6, 40)):
@@ -240,7 +240,7 @@ def value_dominates(effort: Effort) -> Outcome:
     counterexample="the block is c·gᵀg⊗I, as large as the others",
     derivation=_DERIVATION,
 )
-def down_projection(effort: Effort) -> Outcome:
+def down_projection(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=True)
     h = block_hessian(spec, weights, x, y)
     block = h.block("down_weight")
@@ -268,7 +268,7 @@ def down_projection(effort: Effort) -> Outcome:
     counterexample="wrong for either activation, by 1e-4 and more",
     derivation=_DERIVATION,
 )
-def gelu_derivative(effort: Effort) -> Outcome:
+def gelu_derivative(effort: CheckEffort) -> Outcome:
     z = torch.linspace(-6, 6, 4001, dtype=torch.float64, requires_grad=True)
     inner = (2.0 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)
     density = torch.exp(-0.5 * z**2) / (2.0 * torch.pi) ** 0.5
@@ -299,7 +299,7 @@ def gelu_derivative(effort: Effort) -> Outcome:
     counterexample="all quotients tend to the same largest eigenvalue",
     derivation=_DERIVATION,
 )
-def top_k(effort: Effort) -> Outcome:
+def top_k(effort: CheckEffort) -> Outcome:
     generator = effort.generator()
     values = torch.tensor([10.0, 7.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.1], dtype=torch.float64)
     q = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
@@ -329,7 +329,7 @@ def top_k(effort: Effort) -> Outcome:
     counterexample="rank one, infinite condition number, relative error near one",
     derivation=_DERIVATION,
 )
-def gradient_outer(effort: Effort) -> Outcome:
+def gradient_outer(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(3, 20)):
         spec, weights, x, y = draw_relu_block(effort, trial, norm_first=trial % 2 == 1)
@@ -357,7 +357,7 @@ def gradient_outer(effort: Effort) -> Outcome:
     counterexample="output and Hessian differ by tens of percent",
     derivation=_DERIVATION,
 )
-def residual_twice(effort: Effort) -> Outcome:
+def residual_twice(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
     tracked = reference.tracked(weights)
     middle = reference.affine_norm(

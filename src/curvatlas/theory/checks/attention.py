@@ -20,7 +20,15 @@ from curvatlas.theory.reference import (
     second_factor,
     shuffle,
 )
-from curvatlas.theory.statements import CORRECTED, HOLDS, Effort, Outcome, judge, statement, worst
+from curvatlas.theory.statements import (
+    CORRECTED,
+    HOLDS,
+    CheckEffort,
+    Outcome,
+    judge,
+    statement,
+    worst,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Softmax and attention moments: derivatives of one row of A, and what they are moments of.
@@ -48,7 +56,7 @@ def _derivatives(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     counterexample="the printed form couples different rows: off by more than 10 % at 3 tokens",
     derivation="docs/theory/derivations.md#softmax",
 )
-def softmax_derivative(effort: Effort) -> Outcome:
+def softmax_derivative(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(5, 40)):
         n = 3 + trial % 4
@@ -80,7 +88,7 @@ def softmax_derivative(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#softmax",
 )
-def softmax_jacobian_norm(effort: Effort) -> Outcome:
+def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     norms = []
     for trial in range(effort.trials(200, 5000)):
         generator = effort.generator(trial)
@@ -107,7 +115,7 @@ def softmax_jacobian_norm(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#softmax",
 )
-def softmax_second_derivative_norm(effort: Effort) -> Outcome:
+def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     largest = 0.0
     for trial in range(effort.trials(40, 400)):
         generator = effort.generator(trial)
@@ -140,7 +148,7 @@ def softmax_second_derivative_norm(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_moments(effort: Effort) -> Outcome:
+def attention_moments(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 20)):
         head = draw_head(
@@ -170,7 +178,7 @@ def attention_moments(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_exponential_family(effort: Effort) -> Outcome:
+def attention_exponential_family(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 20)):
         head = draw_head(effort.generator(trial), length=3 + trial % 3, d=3, d_k=2)
@@ -266,7 +274,7 @@ def automatic_blocks(head: SingleHead) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _compare(effort: Effort, part: str, names: tuple[str, ...]) -> Outcome:
+def _compare(effort: CheckEffort, part: str, names: tuple[str, ...]) -> Outcome:
     """Printed against automatic and against the efficient closed form, relative to ‖H‖_F."""
     printed_error, efficient_error = [], []
     for trial in range(effort.trials(4, 24)):
@@ -308,7 +316,7 @@ def _compare(effort: Effort, part: str, names: tuple[str, ...]) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_outer(effort: Effort) -> Outcome:
+def attention_outer(effort: CheckEffort) -> Outcome:
     return _compare(effort, "outer", _PRINTED_BLOCKS)
 
 
@@ -323,7 +331,7 @@ def attention_outer(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_functional(effort: Effort) -> Outcome:
+def attention_functional(effort: CheckEffort) -> Outcome:
     return _compare(effort, "functional", _PRINTED_BLOCKS)
 
 
@@ -338,7 +346,7 @@ def attention_functional(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_key_blocks(effort: Effort) -> Outcome:
+def attention_key_blocks(effort: CheckEffort) -> Outcome:
     outer, functional = (_compare(effort, p, _OUR_BLOCKS) for p in ("outer", "functional"))
     error = max(outer.numbers["printed_error"], functional.numbers["printed_error"])
     efficient = max(outer.numbers["efficient_error"], functional.numbers["efficient_error"])
@@ -360,7 +368,7 @@ def attention_key_blocks(effort: Effort) -> Outcome:
     counterexample="without K_{dK,d} the key Jacobian is off by order one (d = 3, d_k = 2)",
     derivation="docs/theory/derivations.md#attention",
 )
-def attention_jacobians(effort: Effort) -> Outcome:
+def attention_jacobians(effort: CheckEffort) -> Outcome:
     without, corrected = [], []
     for trial in range(effort.trials(4, 20)):
         head = draw_head(effort.generator(trial), length=3, d=3, d_k=2).tracked()
@@ -398,7 +406,7 @@ def attention_jacobians(effort: Effort) -> Outcome:
     counterexample="with m = d_v the inner sizes differ (L d_v² against L d_v³)",
     derivation="docs/theory/derivations.md#attention",
 )
-def functional_value_query(effort: Effort) -> Outcome:
+def functional_value_query(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=3, d=3, d_k=2)
     residual = (head.output() - head.target).reshape(1, -1)
     inner = kron(eye(3), shuffle(3)).shape[0]

@@ -32,7 +32,7 @@ from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
     HOLDS,
-    Effort,
+    CheckEffort,
     Outcome,
     judge,
     spread,
@@ -101,7 +101,7 @@ class PrintedBlock:
         return full.reshape(size * size, size)
 
 
-def draw_block(effort: Effort, trial: int) -> PrintedBlock:
+def draw_block(effort: CheckEffort, trial: int) -> PrintedBlock:
     generator = effort.generator(trial)
     d, d_k, d_ff, length = 2 + trial % 2, 1 + trial % 2, 3, 2
 
@@ -130,7 +130,7 @@ def draw_block(effort: Effort, trial: int) -> PrintedBlock:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def relu_lemma(effort: Effort) -> Outcome:
+def relu_lemma(effort: CheckEffort) -> Outcome:
     z = torch.randn(500, generator=effort.generator(), dtype=torch.float64)
     z = z[z.abs() > 1e-3]
     h = 1e-4
@@ -154,7 +154,7 @@ def relu_lemma(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def block_derivatives(effort: Effort) -> Outcome:
+def block_derivatives(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 24)):
         block = draw_block(effort, trial)
@@ -187,7 +187,7 @@ def _stacked_second(block: PrintedBlock, i: str, j: str) -> Tensor:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def block_second_derivatives(effort: Effort) -> Outcome:
+def block_second_derivatives(effort: CheckEffort) -> Outcome:
     errors: dict[str, float] = {}
     for trial in range(effort.trials(2, 8)):
         block = draw_block(effort, trial)
@@ -218,7 +218,7 @@ def block_second_derivatives(effort: Effort) -> Outcome:
     counterexample="H^{(Q,1)} and H^{(1,Q)} do not even have the same shape",
     derivation=_DERIVATION,
 )
-def block_symmetry(effort: Effort) -> Outcome:
+def block_symmetry(effort: CheckEffort) -> Outcome:
     block = draw_block(effort, 1)
     delta = torch.randn(
         block.z.numel(), generator=effort.generator(99), dtype=torch.float64
@@ -248,7 +248,7 @@ def block_symmetry(effort: Effort) -> Outcome:
     counterexample="post-norm: the final norm follows W2, the ratio is of order one",
     derivation=_DERIVATION,
 )
-def linear_parameters(effort: Effort) -> Outcome:
+def linear_parameters(effort: CheckEffort) -> Outcome:
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for norm_first, found in ratios.items():
         for trial in range(effort.trials(2, 10)):
@@ -280,7 +280,7 @@ def head_hessian(head: SingleHead, *, graph: bool = False) -> Tensor:
     return reference.hessian(h.loss(h.output()), h.parameters, graph=graph)
 
 
-def _random_head(effort: Effort, trial: int) -> SingleHead:
+def _random_head(effort: CheckEffort, trial: int) -> SingleHead:
     generator = effort.generator(trial)
     scales = torch.rand(2, generator=generator)
     return draw_head(
@@ -312,7 +312,7 @@ def _from_tensors(tensors: Sequence[Tensor]) -> SingleHead:
     "Y = [[0.233, -0.18], [0.217, -0.196]]",
     derivation=_DERIVATION_CURVATURE_BOUNDS,
 )
-def theorem_1(effort: Effort) -> Outcome:
+def theorem_1(effort: CheckEffort) -> Outcome:
     random = []
     for trial in range(effort.trials(12, 300)):
         head = _random_head(effort, trial)
@@ -353,7 +353,7 @@ def theorem_1(effort: Effort) -> Outcome:
     counterexample="all rows attending to one token: ‖A‖₂ = √L = 4 at 16 tokens",
     derivation=_DERIVATION_CURVATURE_BOUNDS,
 )
-def row_stochastic(effort: Effort) -> Outcome:
+def row_stochastic(effort: CheckEffort) -> Outcome:
     norms, violated, kept, trials = [], 0, True, effort.trials(40, 400)
     for trial in range(trials):
         head = _random_head(effort, trial)
@@ -385,7 +385,7 @@ def row_stochastic(effort: Effort) -> Outcome:
     counterexample="random heads exceed the maximum in most trials",
     derivation=_DERIVATION_CURVATURE_BOUNDS,
 )
-def block_maximum(effort: Effort) -> Outcome:
+def block_maximum(effort: CheckEffort) -> Outcome:
     ratios, kept = [], True
     for trial in range(effort.trials(20, 300)):
         head = _random_head(effort, trial)
@@ -433,7 +433,7 @@ def _size(matrix: Tensor) -> float:
     verdict=HOLDS,
     derivation=_DERIVATION_CURVATURE_BOUNDS,
 )
-def theorem_6(effort: Effort) -> Outcome:
+def theorem_6(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(4, 40)):
         block = draw_block(effort, trial)
@@ -475,7 +475,7 @@ def theorem_6(effort: Effort) -> Outcome:
     derivation=_DERIVATION_CURVATURE_BOUNDS,
     plot=lines_figure,
 )
-def attention_corrected(effort: Effort) -> Outcome:
+def attention_corrected(effort: CheckEffort) -> Outcome:
     ratios, blocks = [], 0.0
     for trial in range(effort.trials(20, 300)):
         head = _random_head(effort, trial)
@@ -518,7 +518,7 @@ def attention_corrected(effort: Effort) -> Outcome:
     )
 
 
-def _bounds_against_scale(effort: Effort) -> tuple[list[float], dict[str, list[float]]]:
+def _bounds_against_scale(effort: CheckEffort) -> tuple[list[float], dict[str, list[float]]]:
     """Exact norm and all bounds of one head under X → tX."""
     head = draw_head(effort.generator(4), length=6, d=4, d_k=3)
     scales = [0.03 * 10 ** (i / 4) for i in range(11)]
@@ -545,7 +545,7 @@ def _bounds_against_scale(effort: Effort) -> tuple[list[float], dict[str, list[f
     counterexample="VV has slope 2 at every scale, not 4: an upper bound, not sharp",
     derivation=_DERIVATION_CURVATURE_BOUNDS,
 )
-def growth_table(effort: Effort) -> Outcome:
+def growth_table(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=6, d=4, d_k=3)
     scales = torch.logspace(-2, 2, 9, dtype=torch.float64)
     norms = []

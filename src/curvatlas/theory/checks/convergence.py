@@ -12,7 +12,7 @@ from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
     HOLDS,
-    Effort,
+    CheckEffort,
     Outcome,
     judge,
     spread,
@@ -23,7 +23,9 @@ _DERIVATION = "docs/theory/derivations.md#one-more-sample"
 _SLACK = 1.0 + 1e-9
 
 
-def _quadratic_samples(effort: Effort, trial: int) -> tuple[Tensor, Tensor, Tensor, float, float]:
+def _quadratic_samples(
+    effort: CheckEffort, trial: int
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Samples ℓ_i(w) = c_i + ½ΔᵀH_iΔ around a shared stationary w*; Δ, k+1 Hessians, M, L."""
     generator = effort.generator(trial)
     k, p = 3 + trial % 8, 4
@@ -48,7 +50,7 @@ def _quadratic_samples(effort: Effort, trial: int) -> tuple[Tensor, Tensor, Tens
     counterexample="printed term too large by the factor k+1",
     derivation=_DERIVATION,
 )
-def loss_difference(effort: Effort) -> Outcome:
+def loss_difference(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(20, 200)):
         delta, h, offset, _, _ = _quadratic_samples(effort, trial)
@@ -76,7 +78,7 @@ def loss_difference(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def theorem_7(effort: Effort) -> Outcome:
+def theorem_7(effort: CheckEffort) -> Outcome:
     ratios, sharper = [], []
     for trial in range(effort.trials(200, 5000)):
         delta, h, offset, m, top = _quadratic_samples(effort, trial)
@@ -109,7 +111,7 @@ def theorem_7(effort: Effort) -> Outcome:
     counterexample="a = 1: difference 0.5 while the bound with M(w*) = 0 and L = 0 is 0",
     derivation=_DERIVATION,
 )
-def theorem_7_segment(effort: Effort) -> Outcome:
+def theorem_7_segment(effort: CheckEffort) -> Outcome:
     a, w, k = 1.0, 1.0, 1
     difference = abs((0.0 + a * w**4) / 2 - 0.0)
     at_optimum = 0.0 * w**2 / (k + 1)
@@ -136,7 +138,7 @@ def theorem_7_segment(effort: Effort) -> Outcome:
     counterexample="ℓ_{k+1} = g·w with flat other samples: difference 0.125, printed bound 0.001",
     derivation=_DERIVATION,
 )
-def theorem_7_assumption(effort: Effort) -> Outcome:
+def theorem_7_assumption(effort: CheckEffort) -> Outcome:
     k, gradient, w, m, top = 7, 1.0, 1.0, 1e-3, 5e-3
     difference = gradient * w / (k + 1)
     printed = (2 * top + m * w**2) / (k + 1)
@@ -165,7 +167,7 @@ def theorem_7_assumption(effort: Effort) -> Outcome:
     )
 
 
-def _trained_gradients(effort: Effort) -> float:
+def _trained_gradients(effort: CheckEffort) -> float:
     """Largest per-sample gradient norm at the optimum of a small trained block."""
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)
     generator = effort.generator(77)
@@ -212,7 +214,7 @@ def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def slope_null_control(effort: Effort) -> Outcome:
+def slope_null_control(effort: CheckEffort) -> Outcome:
     n, permutations = effort.trials(1500, 6000), 40
     generator = effort.generator()
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)

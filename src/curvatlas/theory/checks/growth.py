@@ -18,7 +18,15 @@ from curvatlas.theory.reference import (
     block_hessian,
     draw_head,
 )
-from curvatlas.theory.statements import CORRECTED, HOLDS, Effort, Outcome, judge, statement, worst
+from curvatlas.theory.statements import (
+    CORRECTED,
+    HOLDS,
+    CheckEffort,
+    Outcome,
+    judge,
+    statement,
+    worst,
+)
 
 _DERIVATION = "docs/theory/derivations.md#growth"
 _BLOCKS = ("QQ", "QK", "KK", "VQ", "VK", "VV")
@@ -85,7 +93,7 @@ def _errors(got: dict[str, float], want: dict[str, float]) -> dict[str, float]:
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def growth_outer(effort: Effort) -> Outcome:
+def growth_outer(effort: CheckEffort) -> Outcome:
     scales = _logspace(5e-3, 5e-2, 5)
     want = {"QQ": 6.0, "QK": 6.0, "KK": 6.0, "VQ": 4.0, "VK": 4.0, "VV": 2.0}
     errors, slopes = [], {}
@@ -121,7 +129,7 @@ def growth_outer(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def growth_functional(effort: Effort) -> Outcome:
+def growth_functional(effort: CheckEffort) -> Outcome:
     scales = _logspace(5e-3, 5e-2, 5)
     right = {"QQ": 5.0, "KK": 5.0, "QK": 3.0, "VQ": 3.0, "VK": 3.0}
     fixed_errors, scaled_errors = [], []
@@ -160,7 +168,7 @@ def growth_functional(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def growth_saturation(effort: Effort) -> Outcome:
+def growth_saturation(effort: CheckEffort) -> Outcome:
     scales = _logspace(1e-2, 3e2, 14)
     ratios, ends = [], []
     panels: dict[str, dict[str, list[float]]] = {}
@@ -198,7 +206,7 @@ def growth_saturation(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def growth_fixed_logits(effort: Effort) -> Outcome:
+def growth_fixed_logits(effort: CheckEffort) -> Outcome:
     scales = _logspace(0.1, 10.0, 5)
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
     found = sweep(
@@ -226,7 +234,7 @@ def growth_fixed_logits(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def growth_weights(effort: Effort) -> Outcome:
+def growth_weights(effort: CheckEffort) -> Outcome:
     outer = {
         "QQ": (0, 2, 2), "QK": (1, 1, 2), "KK": (2, 0, 2), "VQ": (0, 1, 1), "VK": (1, 0, 1),
         "VV": (0, 0, 0),
@@ -267,7 +275,7 @@ def growth_weights(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def linear_attention(effort: Effort) -> Outcome:
+def linear_attention(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
     spec = BlockSpec(d_model=4, d_k=3, d_v=4, residual=False, softmax=False)
     names = {"Q": "query_weight", "K": "key_weight", "V": "value_weight"}
@@ -343,7 +351,7 @@ def stack_outer_norms(
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def linear_mlp(effort: Effort) -> Outcome:
+def linear_mlp(effort: CheckEffort) -> Outcome:
     scales = _logspace(0.01, 100.0, 5)
     generator = effort.generator()
     x, y = torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
@@ -372,7 +380,7 @@ def linear_mlp(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def depth_dependence(effort: Effort) -> Outcome:
+def depth_dependence(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=3, d_k=2, d_v=3, residual=False, softmax=False)
     generator = effort.generator()
     x, y = torch.randn(2, 1, 3, 3, generator=generator, dtype=torch.float64)
@@ -401,7 +409,7 @@ def depth_dependence(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def carry_over(effort: Effort) -> Outcome:
+def carry_over(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm="none", norm_first=True)
     generator = effort.generator()
     layers = [(spec, reference.draw_weights(spec, generator)) for _ in range(3)]
@@ -453,7 +461,7 @@ def _block_curves(
     derivation=_DERIVATION,
     plot=growth_figure,
 )
-def pre_norm_fix(effort: Effort) -> Outcome:
+def pre_norm_fix(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm_first=True, eps=1e-30)
     generator = effort.generator()
     weights = reference.draw_weights(spec, generator)
@@ -493,7 +501,7 @@ def pre_norm_fix(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def post_norm_scaling(effort: Effort) -> Outcome:
+def post_norm_scaling(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, eps=1e-30)
     generator = effort.generator()
     weights = reference.draw_weights(spec, generator)

@@ -10,7 +10,7 @@ from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
     HOLDS,
-    Effort,
+    CheckEffort,
     Outcome,
     judge,
     statement,
@@ -98,7 +98,7 @@ _DERIVATION = "docs/theory/derivations.md#normalisation"
 SHARP = 2.0 / 3.0**0.5  # max of 3 t (1 − t²) on [0, 1]
 
 
-def _tokens(effort: Effort, trial: int, *, length: int = 2, d: int = 3) -> Tensor:
+def _tokens(effort: CheckEffort, trial: int, *, length: int = 2, d: int = 3) -> Tensor:
     scale = (0.3, 1.0, 4.0)[trial % 3]
     return scale * torch.randn(length, d, generator=effort.generator(trial), dtype=torch.float64)
 
@@ -113,7 +113,7 @@ def _tokens(effort: Effort, trial: int, *, length: int = 2, d: int = 3) -> Tenso
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def layer_norm_lemmas(effort: Effort) -> Outcome:
+def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 40)):
         a = torch.rand(3, 3, generator=effort.generator(trial), dtype=torch.float64) + 0.2
@@ -146,7 +146,7 @@ def layer_norm_lemmas(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def layer_norm_jacobian(effort: Effort) -> Outcome:
+def layer_norm_jacobian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(9, 60)):
         x, eps = _tokens(effort, trial, length=2 + trial % 2), (0.0, 1e-5, 0.1)[trial % 3]
@@ -168,7 +168,7 @@ def layer_norm_jacobian(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def layer_norm_hessian(effort: Effort) -> Outcome:
+def layer_norm_hessian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 30)):
         x, eps = _tokens(effort, trial), (0.0, 1e-5, 0.1)[trial % 3]
@@ -190,7 +190,7 @@ def layer_norm_hessian(effort: Effort) -> Outcome:
     counterexample="the cross terms ∂P·∂M are as large as the Hessian itself",
     derivation=_DERIVATION,
 )
-def layer_norm_only_p(effort: Effort) -> Outcome:
+def layer_norm_only_p(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 30)):
         x = _tokens(effort, trial)
@@ -212,7 +212,7 @@ def layer_norm_only_p(effort: Effort) -> Outcome:
     counterexample="relative error 0.4 to 1.0; exact once both are put back",
     derivation=_DERIVATION,
 )
-def layer_norm_article(effort: Effort) -> Outcome:
+def layer_norm_article(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(8, 60)):
         x = _tokens(effort, trial, d=3 + trial % 6)
@@ -242,7 +242,7 @@ def layer_norm_article(effort: Effort) -> Outcome:
     counterexample="any token with σ ≠ 1",
     derivation=_DERIVATION,
 )
-def layer_norm_entrywise(effort: Effort) -> Outcome:
+def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
     errors: dict[int, list[float]] = {2: [], 3: []}
     for trial in range(effort.trials(6, 40)):
         x = _tokens(effort, trial, length=1, d=4)
@@ -269,7 +269,7 @@ def layer_norm_entrywise(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def normalisation_gradient(effort: Effort) -> Outcome:
+def normalisation_gradient(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 60)):
         kind, eps = ("layer", "rms")[trial % 2], (0.0, 0.1)[(trial // 2) % 2]
@@ -302,7 +302,7 @@ def normalisation_gradient(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def normalisation_constant(effort: Effort) -> Outcome:
+def normalisation_constant(effort: CheckEffort) -> Outcome:
     random: list[float] = []
     attained: list[float] = []
     for trial in range(effort.trials(60, 2000)):
@@ -340,7 +340,7 @@ def normalisation_constant(effort: Effort) -> Outcome:
     counterexample="statistics over tokens give a different map, off by order one",
     derivation=_DERIVATION,
 )
-def layer_norm_statistics(effort: Effort) -> Outcome:
+def layer_norm_statistics(effort: CheckEffort) -> Outcome:
     x = _tokens(effort, 1, length=5, d=4)
     truth = torch.nn.functional.layer_norm(x, (4,), eps=1e-5)
     centred = x - x.mean(0, keepdim=True)

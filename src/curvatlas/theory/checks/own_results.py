@@ -14,7 +14,7 @@ from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import _logspace, slope
 from curvatlas.theory.norm_bounds import bounds
 from curvatlas.theory.reference import KINDS, Case, climb, draw_case
-from curvatlas.theory.statements import HOLDS, Effort, Outcome, judge, spread, statement, worst
+from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, spread, statement, worst
 from curvatlas.theory.third_order import Jet, directional_derivatives, normalize_jet
 from curvatlas.theory.token_bound import entry_bounds, has_norms, rows_by_backward
 
@@ -71,7 +71,7 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
     derivation=_DERIVATION,
     plot=looseness_figure,
 )
-def token_structured(effort: Effort) -> Outcome:
+def token_structured(effort: CheckEffort) -> Outcome:
     ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for trial in range(effort.trials(45, 2000)):
         kind = KINDS[trial % 3]
@@ -115,7 +115,7 @@ def token_structured(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def data_free(effort: Effort) -> Outcome:
+def data_free(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(12, 400)):
         case = draw_case(effort.generator(70_000 + trial), KINDS[trial % 3])
@@ -139,7 +139,7 @@ def data_free(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def stack_bounds(effort: Effort) -> Outcome:
+def stack_bounds(effort: CheckEffort) -> Outcome:
     token, data = [], []
     for trial in range(effort.trials(4, 120)):
         generator = effort.generator(80_000 + trial)
@@ -186,7 +186,7 @@ def _nested(value: Tensor, t: Tensor) -> list[Tensor]:
     verdict=HOLDS,
     derivation=_DERIVATION_THIRD_ORDER_CHECKS,
 )
-def third_normalisation(effort: Effort) -> Outcome:
+def third_normalisation(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 40)):
         kind, eps = ("layer", "rms")[trial % 2], (0.0, 0.1)[trial // 2 % 2]
@@ -215,7 +215,7 @@ def _direction(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def _compare(effort: Effort, kinds: tuple[str, ...], trials: int) -> list[float]:
+def _compare(effort: CheckEffort, kinds: tuple[str, ...], trials: int) -> list[float]:
     errors = []
     for trial in range(trials):
         generator = effort.generator(trial)
@@ -244,7 +244,7 @@ def _compare(effort: Effort, kinds: tuple[str, ...], trials: int) -> list[float]
     verdict=HOLDS,
     derivation=_DERIVATION_THIRD_ORDER_CHECKS,
 )
-def third_attention(effort: Effort) -> Outcome:
+def third_attention(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, ("attention",), effort.trials(5, 60))
     return Outcome(
         verdict=judge(printed=worst(errors) < 1e-9),
@@ -263,7 +263,7 @@ def third_attention(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_THIRD_ORDER_CHECKS,
 )
-def third_block(effort: Effort) -> Outcome:
+def third_block(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, KINDS[1:], effort.trials(6, 80))
     return Outcome(
         verdict=judge(printed=worst(errors) < 1e-8),
@@ -283,7 +283,7 @@ def third_block(effort: Effort) -> Outcome:
     derivation=_DERIVATION_THIRD_ORDER_CHECKS,
     plot=lines_figure,
 )
-def taylor_remainder(effort: Effort) -> Outcome:
+def taylor_remainder(effort: CheckEffort) -> Outcome:
     steps = _logspace(3e-3, 3e-2, 6)
     slopes, ratios = [], []
     curves: dict[str, list[float]] = {}

@@ -12,7 +12,15 @@ from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure, spectrum_figure
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import _logspace, slope
-from curvatlas.theory.statements import CORRECTED, HOLDS, Effort, Outcome, judge, statement, worst
+from curvatlas.theory.statements import (
+    CORRECTED,
+    HOLDS,
+    CheckEffort,
+    Outcome,
+    judge,
+    statement,
+    worst,
+)
 
 # -------------------------------------------------------------------------------------------------
 # The scalar attention model f(x) = w_V A(x) x and its spectrum in closed form.
@@ -103,7 +111,7 @@ class ScalarModel:
         return values
 
 
-def draw_scalar(effort: Effort, trial: int, d_k: int, *, batch: int = 2) -> ScalarModel:
+def draw_scalar(effort: CheckEffort, trial: int, d_k: int, *, batch: int = 2) -> ScalarModel:
     generator = effort.generator(trial)
 
     def draw(*shape: int) -> Tensor:
@@ -128,7 +136,7 @@ _DERIVATION = "docs/theory/derivations.md#spectra"
     derivation=_DERIVATION,
     plot=spectrum_figure,
 )
-def scalar_spectrum(effort: Effort) -> Outcome:
+def scalar_spectrum(effort: CheckEffort) -> Outcome:
     errors = []
     model = draw_scalar(effort, 0, 16)
     computed = predicted = model.spectrum()
@@ -160,7 +168,7 @@ def scalar_spectrum(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def scalar_condition(effort: Effort) -> Outcome:
+def scalar_condition(effort: CheckEffort) -> Outcome:
     model = draw_scalar(effort, 3, 6)
     basis = torch.linalg.qr(torch.stack([model.query, model.key], 1), mode="complete")[0]
     out, across = basis[:, 2], basis[:, 3]
@@ -200,7 +208,7 @@ def scalar_condition(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def gauss_newton_blind(effort: Effort) -> Outcome:
+def gauss_newton_blind(effort: CheckEffort) -> Outcome:
     errors, leaks = [], []
     for trial in range(effort.trials(6, 60)):
         model = draw_scalar(effort, trial, (2, 5, 16)[trial % 3])
@@ -235,7 +243,7 @@ def gauss_newton_blind(effort: Effort) -> Outcome:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def gauss_newton_top(effort: Effort) -> Outcome:
+def gauss_newton_top(effort: CheckEffort) -> Outcome:
     scales = _logspace(0.05, 1.0, 12)
     steepest, mlp_slopes = [], []
     curves: dict[str, list[float]] = {}
@@ -282,7 +290,7 @@ def gauss_newton_top(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def gamma_bulk(effort: Effort) -> Outcome:
+def gamma_bulk(effort: CheckEffort) -> Outcome:
     errors, gradients, leaks = [], [], []
     for trial in range(effort.trials(4, 24)):
         generator = effort.generator(trial)
@@ -349,7 +357,7 @@ def _with_sink(base: ScalarModel, level: float, kind: str) -> ScalarModel:
     return ScalarModel(x, base.query, base.key, base.value, base.target)
 
 
-def _medians(effort: Effort, kind: str) -> tuple[list[float], list[float]]:
+def _medians(effort: CheckEffort, kind: str) -> tuple[list[float], list[float]]:
     """Median bulk |g| and median |g|/largest outlier at every level, over random models."""
     count = effort.trials(60, 600)
     bulk, ratio = [], []
@@ -374,7 +382,7 @@ def _medians(effort: Effort, kind: str) -> tuple[list[float], list[float]]:
     derivation=_DERIVATION,
     plot=lines_figure,
 )
-def sinks_stretch(effort: Effort) -> Outcome:
+def sinks_stretch(effort: CheckEffort) -> Outcome:
     curves = {kind: _medians(effort, kind)[1] for kind in ("bias", "outlier")}
     falls = {kind: values[-1] / values[0] for kind, values in curves.items()}
     return Outcome(
@@ -405,7 +413,7 @@ def sinks_stretch(effort: Effort) -> Outcome:
     counterexample="an outlier token of size 9 multiplies the median bulk by more than ten",
     derivation=_DERIVATION,
 )
-def sink_shrinks(effort: Effort) -> Outcome:
+def sink_shrinks(effort: CheckEffort) -> Outcome:
     found = {kind: _medians(effort, kind) for kind in ("bias", "outlier")}
     absolute = {kind: bulk[-1] / bulk[0] for kind, (bulk, _) in found.items()}
     relative = {kind: ratio[-1] / ratio[0] for kind, (_, ratio) in found.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.reference import DenseParts, block_hessian
-from curvatlas.theory.statements import HOLDS, Effort, Outcome, judge, statement, worst
+from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, statement, worst
 
 # -------------------------------------------------------------------------------------------------
 # Symmetries of a block leave exact traces in its Hessian.
@@ -21,7 +21,7 @@ _DERIVATION = "docs/theory/derivations.md#invariants"
 class _Case:
     """A block at one batch with its closed-form Hessian and gradient."""
 
-    def __init__(self, effort: Effort, trial: int, spec: BlockSpec, *, bias: bool) -> None:
+    def __init__(self, effort: CheckEffort, trial: int, spec: BlockSpec, *, bias: bool) -> None:
         generator = effort.generator(trial)
         self.spec = spec
         self.weights = reference.draw_weights(spec, generator, bias=bias, output=spec.n_heads > 1)
@@ -73,7 +73,7 @@ def _spec(trial: int, **options: object) -> BlockSpec:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def shift_directions(effort: Effort) -> Outcome:
+def shift_directions(effort: CheckEffort) -> Outcome:
     residuals: list[float] = []
     control: list[float] = []
     for trial in range(effort.trials(4, 24)):
@@ -105,7 +105,7 @@ def shift_directions(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def key_bias(effort: Effort) -> Outcome:
+def key_bias(effort: CheckEffort) -> Outcome:
     found = []
     for trial in range(effort.trials(4, 24)):
         case = _Case(effort, trial, _spec(trial, norm_first=trial % 4 > 1), bias=True)
@@ -128,7 +128,7 @@ def key_bias(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION,
 )
-def rescaling(effort: Effort) -> Outcome:
+def rescaling(effort: CheckEffort) -> Outcome:
     found: dict[str, list[float]] = {"query-key": [], "value-output": [], "feed-forward": []}
     for trial in range(effort.trials(4, 24)):
         spec = _spec(trial, activation="relu", norm_first=trial % 4 > 1)
@@ -178,7 +178,9 @@ _DERIVATION_EXTENSIONS = "docs/theory/derivations.md#the-block"
 _EXACT = 1e-12
 
 
-def _errors(effort: Effort, spec: BlockSpec, loss: str, trial: int, *, bias: bool = True) -> float:
+def _errors(
+    effort: CheckEffort, spec: BlockSpec, loss: str, trial: int, *, bias: bool = True
+) -> float:
     """Largest error of H, H_o, H_f against double backward, relative to ‖H‖_F."""
     generator = effort.generator(trial)
     weights = reference.draw_weights(spec, generator, bias=bias)
@@ -212,7 +214,7 @@ def _outcome(errors: list[float]) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_EXTENSIONS,
 )
-def cross_entropy(effort: Effort) -> Outcome:
+def cross_entropy(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, d_k=3, d_v=4, residual=False),
         BlockSpec(d_model=4, d_k=3, d_v=4, d_ff=6),
@@ -231,7 +233,7 @@ def cross_entropy(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_EXTENSIONS,
 )
-def multi_head(effort: Effort) -> Outcome:
+def multi_head(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, n_heads=2, d_k=3, d_v=1, residual=False),
         BlockSpec(d_model=4, n_heads=4, n_kv_heads=2, d_k=2, d_v=2, d_ff=5),
@@ -250,7 +252,7 @@ def multi_head(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_EXTENSIONS,
 )
-def causal(effort: Effort) -> Outcome:
+def causal(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, d_k=3, d_v=4, residual=False, causal=True),
         BlockSpec(d_model=4, n_heads=2, d_ff=6, causal=True, norm_first=True),
@@ -268,7 +270,7 @@ def causal(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_EXTENSIONS,
 )
-def rms_swiglu(effort: Effort) -> Outcome:
+def rms_swiglu(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
         spec = BlockSpec(
@@ -288,7 +290,7 @@ def rms_swiglu(effort: Effort) -> Outcome:
     verdict=HOLDS,
     derivation=_DERIVATION_EXTENSIONS,
 )
-def pre_norm(effort: Effort) -> Outcome:
+def pre_norm(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
         spec = BlockSpec(
