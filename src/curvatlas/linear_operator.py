@@ -107,7 +107,13 @@ class LinearOperator:
             return (self @ tensor).cpu().numpy()
         if not isinstance(right, Tensor):
             return NotImplemented
-        check_columns(self, right)
+        if (
+            right.ndim not in (1, 2)
+            or right.shape[0] != self.shape[1]
+            or right.dtype != self.dtype
+            or right.device != self.device
+        ):
+            check_columns(self, right)  # says which
         columns = right.detach().unsqueeze(-1) if right.ndim == 1 else right.detach()
         self.products += columns.shape[1]
         result = self._columns(columns)

@@ -96,9 +96,23 @@ class CurvatureOperator(LinearOperator):
 
     def _columns(self, columns: Tensor) -> Tensor:
         layout = self.problem.layout
-        pieces = layout.split(columns)
-        given = dict(zip(layout.names, pieces, strict=True))
-        return self.restricted(given, layout.names).T
+        pieces = dict(zip(layout.names, layout.split(columns), strict=True))
+        graphs = [] if self._full is None else self._full.ready(columns.shape[1])
+        if not graphs:
+            return self.restricted(pieces, layout.names).T
+        count, total = columns.shape[1], torch.zeros((), dtype=self.dtype, device=self.device)
+        for place, (share, graph) in enumerate(graphs):
+            rows = [
+                total.new_zeros(count, size) if row is None else row.reshape(count, size)
+                for row, size in zip(graph.product(pieces, layout.names), layout.sizes, strict=True)
+            ]
+            joined = torch.cat(rows, 1)  # (K, P)
+            if share != 1:
+                joined.mul_(share)
+            total = total.add_(joined) if place else joined
+        if not torch.isfinite(total.sum()) and not _all_finite(total):
+            raise self._not_finite(pieces)
+        return total.T
 
     def restricted(self, columns: Columns, rows: Sequence[str]) -> Tensor:
         """Products with columns that live in some parameters only, read off at ``rows``.

@@ -243,7 +243,7 @@ class _Scope:
                     _refill(value, contents)
 
 
-_scopes: list[_Scope] = []  # that are open, innermost last
+open_scopes: list[_Scope] = []  # that are open, innermost last
 # By model, the buffers that its forward pass writes into.
 _written_buffers: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
@@ -315,7 +315,7 @@ def outside_inference(tensor: Tensor) -> Tensor:
 
 def as_it_was(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, an open scope shows the model as its user sees it."""
-    scope = next((s for s in reversed(_scopes) if s.model is model), None)
+    scope = next((s for s in reversed(open_scopes) if s.model is model), None)
     return contextlib.nullcontext() if scope is None else scope.before_its_calls()
 
 
@@ -351,13 +351,13 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
         stack.enter_context(mode.scope(model))
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         try:
-            _scopes.append(scope)
+            open_scopes.append(scope)
             for module in training:
                 module.training = False
             torch.backends.mha.set_fastpath_enabled(False)
             yield
         finally:
-            _scopes.remove(scope)
+            open_scopes.remove(scope)
             scope.put_back()
             for module in training:
                 module.training = True
@@ -403,7 +403,7 @@ def _switched(model: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
 def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     """The model's output with its parameters replaced by ``values``."""
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
-    scope = next((s for s in reversed(_scopes) if s.model is model), None)
+    scope = next((s for s in reversed(open_scopes) if s.model is model), None)
     versions = {name: value._version for name, value in values.items()}
     with _without_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
         if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):

@@ -42,6 +42,7 @@ from curvatlas.problem.evaluation import (
     evaluation,
     fresh_leaf,
     kinds,
+    open_scopes,
     refuse_sharded,
     unwrap,
     whole_parameters,
@@ -299,7 +300,7 @@ class Problem:
 
     def weights_version(self) -> tuple[bytes, bytes]:
         """Changes with any value of the weights, the buffers or the loss's own tensors."""
-        with as_it_was(self.model):
+        with as_it_was(self.model) if open_scopes else contextlib.nullcontext():
             weights = self._model_tensors.fingerprint()
         if self._gathered is not None and self._gathered != weights:
             raise ProblemError(

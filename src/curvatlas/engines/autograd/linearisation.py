@@ -38,6 +38,7 @@ class GraphSize:
     bytes: int
     tensors: int
     custom: frozenset[str] = frozenset()  # hand-written torch.autograd.Function nodes
+    runs_python: bool = False  # whether a pass through the graph calls a Function, ours too
 
     @property
     def mean_bytes(self) -> float:
@@ -59,7 +60,7 @@ def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = 
     tensors = 0
     custom: set[str] = set()
     once: set[str] = set()  # of these, the ones marked once_differentiable
-    refused = False
+    refused = runs_python = False
     while stack:
         node = stack.pop()
         if node in seen:
@@ -69,10 +70,12 @@ def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = 
         refused = refused or kind == "torch::autograd::Error"
         if kind == "torch::autograd::WarnNotImplemented":
             raise DifferentiationError(_without_formula(node))
-        if isinstance(node, BackwardCFunction) and kind not in _TRUSTED:
-            custom.add(kind)
-            if _differentiable_once(node):
-                once.add(kind.removesuffix("Backward"))
+        if isinstance(node, BackwardCFunction):
+            runs_python = True
+            if kind not in _TRUSTED:
+                custom.add(kind)
+                if _differentiable_once(node):
+                    once.add(kind.removesuffix("Backward"))
         for tensor in _saved_tensors(node):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
@@ -87,7 +90,12 @@ def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = 
             "replace it by plain PyTorch operations, or write its backward in them and remove the "
             "mark."
         )
-    return GraphSize(bytes=sum(storages.values()), tensors=tensors, custom=frozenset(custom))
+    return GraphSize(
+        bytes=sum(storages.values()),
+        tensors=tensors,
+        custom=frozenset(custom),
+        runs_python=runs_python,
+    )
 
 
 def _differentiable_once(node: Any) -> bool:
@@ -315,6 +323,7 @@ class KeptLinearisations:
     ) -> None:
         self._make = make
         self._problem = problem
+        self._device_type = problem.device.type
         self.names = tuple(names)
         self._kept: dict[int, Linearisation] = {}
         self._note_weights()
@@ -329,6 +338,8 @@ class KeptLinearisations:
         self.unused: frozenset[str] = frozenset(self.names)
         self._warned = False
         self._columns = 0
+        # (share of the loss, graph) of every batch, once all graphs are kept.
+        self._graphs: list[tuple[float, Linearisation]] = []
         self.plan_for(1)
 
     def plan_for(self, columns: int) -> None:
@@ -356,6 +367,7 @@ class KeptLinearisations:
         overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
         if before != self._most_samples or (overfull and not self._keep_all):
             self._kept.clear()
+            self._graphs = []
             self._kept_bytes = 0.0
 
     def _whole_fits(self) -> bool:
@@ -422,7 +434,7 @@ class KeptLinearisations:
                     yield piece
 
     def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
-        built = False
+        built, graphs = False, []
         for place, batch in enumerate(self._pieces()):
             found = self._kept.get(place)
             if found is None:
@@ -435,9 +447,12 @@ class KeptLinearisations:
                 if self._may_keep(size):
                     self._kept[place] = found
                     self._kept_bytes += size
+            if place in self._kept and not found.size.runs_python:
+                graphs.append((batch.count / self._problem.normaliser, found))
             yield batch.count, found
             found = None  # let go of it before the next one is built
         self._first_pass = False
+        self._graphs = graphs if len(graphs) == place + 1 else []
         if built:
             # Forward passes may leave something in the model, such as a count of its calls.
             self._problem.settle()
@@ -464,6 +479,24 @@ class KeptLinearisations:
         if self._problem.weights_version() != self.version:
             return True
         return any(tensor._version != count for tensor, count in self._writes)
+
+    def ready(self, columns: int) -> list[tuple[float, Linearisation]]:
+        """(share of the loss, graph) of every batch where products need nothing else; else none.
+
+        All graphs are kept and fit for so many columns, none of them runs Python, which would need
+        the model's scope, and weights, buffers and loss are as they were.
+        """
+        if not self._graphs or self._problem.distributed or columns > self._columns:
+            return []
+        if columns > 1 and columns > min(
+            self.columns_that_fit(), *(graph.columns_at_once for _, graph in self._graphs)
+        ):
+            return []
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(self._device_type):
+            return []
+        if any(tensor._version != count for tensor, count in self._writes):
+            return []
+        return self._graphs if self._problem.weights_version() == self.version else []
 
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""
