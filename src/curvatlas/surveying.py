@@ -16,6 +16,7 @@ from curvatlas.analysis.conditioning import conditioning_of
 from curvatlas.analysis.diagnostics import Advice, recommend
 from curvatlas.analysis.propagation.analyzer import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
+from curvatlas.budget import give_back
 from curvatlas.cli.options import Budget, Console, memory_plan
 from curvatlas.results import Result
 from curvatlas.runs import Run
@@ -114,6 +115,7 @@ class Survey:
         if not known:
             for operator in self.whole.values():
                 operator.release()  # one operator at a time has the memory to itself
+            give_back()
         return self.run.step(name, function, spends=spends)
 
     def say(self, part: str, found: Result) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import typer
 
 from curvatlas import files, parallel, runs
+from curvatlas.budget import give_back
 from curvatlas.cli.options import Console, Interrupted, TimeUp
 from curvatlas.results import Result, brief, parse
 from curvatlas.runs import LoadedRun, loading
@@ -208,6 +209,7 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
     def report() -> None:
         if parallel.rank() > 0:
             return
+        give_back()
         loaded = runs.load(run.path)
         write_report(loaded)
         if importlib.util.find_spec("matplotlib") is not None:

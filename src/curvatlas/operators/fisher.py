@@ -13,6 +13,7 @@ from curvatlas.engines.autograd.linearisation import Linearisation, OuterLineari
 from curvatlas.errors import ProblemError
 from curvatlas.linear_operator import Tags
 from curvatlas.operators.curvature import CurvatureOperator
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, CrossEntropy, Loss, MeanSquaredError, Problem
 from curvatlas.problem.cross_entropy import factored_product
 from curvatlas.problem.large_heads import HiddenLogits
@@ -66,14 +67,16 @@ def target_factors(
     count = outputs.numel() // (n * classes)
     units = units.expand(classes, n, count, classes).reshape(classes, *shape)
     weighted = product(units.movedim(1, 1 + axis)).movedim(1 + axis, 1)
-    blocks = weighted.reshape(classes, n, count, classes).movedim(0, 3).double()
+    blocks = in_float64(weighted.reshape(classes, n, count, classes).movedim(0, 3))
     values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)  # (n, T, C)
     rounding = classes * torch.finfo(outputs.dtype).eps * values.amax()
     columns: Tensor = vectors * values.where(values > rounding, 0.0).sqrt().unsqueeze(2)
     sizes = columns.square().sum((0, 2))  # (T, r)
     places = sizes.nonzero()
     order = sizes[places[:, 0], places[:, 1]].argsort(descending=True)
-    return TargetFactors(columns.to(outputs.dtype), places[order], shape)
+    return TargetFactors(
+        columns.to(outputs.dtype).to(outputs.device), places[order].to(outputs.device), shape
+    )
 
 
 def _outputs_of_a_target(loss: Loss, shape: torch.Size) -> int:

@@ -21,6 +21,7 @@ from curvatlas.engines.autograd.pull import pull
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.fisher import TargetFactors, sample_axis_of_outputs, target_factors
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call
 from curvatlas.problem.smooth_norms import SmoothNorms
@@ -266,7 +267,7 @@ class _Sampler:
         if not self._checked:
             self._check(batch, weights, rows)
             self._checked = True
-        return tuple(t.double().cpu()[weights > 0] for t in (weights, *rows))
+        return tuple(t.cpu().double()[weights > 0] for t in (weights, *rows))
 
     def _side_by_side(self, batch: Batch) -> tuple[Tensor, ...]:
         problem, directions, loss = self.problem, self.directions, self.problem.loss
@@ -407,7 +408,7 @@ class SampleFactors:
             return None
         if self._checks:
             problem.check()
-        total = torch.zeros(self.size, dtype=torch.float64, device=problem.device)
+        total = torch.zeros(self.size, dtype=torch.float64, device=float64_device(problem.device))
         mapping_checked = False
         try:
             with problem.evaluating():
@@ -428,12 +429,14 @@ class SampleFactors:
 
     def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
-        total = torch.zeros(self.size, dtype=torch.float64, device=factors.columns.device)
+        total = torch.zeros(
+            self.size, dtype=torch.float64, device=float64_device(factors.columns.device)
+        )
         for some in torch.split(factors.places, self._at_once):
             gradients = self._gradients(batch, factors.seeds(some))  # (r, n, *shape) each
             # Not in place: gradients of different parameters may share their memory.
             squares = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
-            total += torch.cat(squares).double()
+            total += in_float64(torch.cat(squares))
         return total
 
     def _gradients(self, batch: Batch, seeds: Tensor) -> list[Tensor]:
@@ -511,7 +514,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
     if problem.spread or not problem.separable or not _fewer_outputs_than_weights(problem):
         return None
     problem.check()
-    total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
+    total = torch.zeros(problem.size, dtype=torch.float64, device=float64_device(problem.device))
     passes = 0
     with problem.evaluating(), bar("exact diagonal") as progress:
         for piece in pieces(problem, 1):
@@ -523,7 +526,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
             samples_first = outputs.movedim(sample_axis_of_outputs(piece), 0)
             for some in torch.split(factors.places, max(1, _ROW_NUMBERS // problem.size)):
                 rows = pulled_rows(problem, leaves, samples_first, factors.seeds(some))
-                total += piece.count * rows.double().square().sum(0)
+                total += piece.count * in_float64(rows).square().sum(0)
             passes += len(factors.places)
             progress.update(1)
     if not bool(torch.isfinite(total).all()):

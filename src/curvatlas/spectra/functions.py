@@ -17,6 +17,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
@@ -193,7 +194,7 @@ def quadratic_form(
     check_budget(max_products)
     check_damping(damping)
     check_vector(b, n, "b")
-    square = float(b.double().pow(2).sum())
+    square = float(in_float64(b).pow(2).sum())
     basis = KrylovBasis(op, min(max_products, n) + 2)
     certain = function is None and op.tags.psd and damping > 0
     f = function if function is not None else _reciprocal
@@ -394,7 +395,7 @@ def _one(
     n = op.shape[0]
     check_vector(v, n, "v")
     v = v.detach().to(device=op.device, dtype=op.dtype)
-    size = float(torch.linalg.vector_norm(v.double()))
+    size = float(torch.linalg.vector_norm(in_float64(v)))
     basis = KrylovBasis(op, budget + 2)
     if size == 0.0 or not basis.add(v):
         return FunctionProduct(value=torch.zeros_like(v), error=0.0, products=0, converged=True)

@@ -14,6 +14,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator, MatrixOperator, Tags
+from curvatlas.precision import has_float64, in_float64
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -223,7 +224,7 @@ class FrobeniusSampler:
         for band in (slice(start, start + step) for start in range(0, length, step)):
             part = torch.cat([piece[band] for piece in pieces], 1)
             part.addmm_(rows[:, band].T, inside, alpha=-1)
-            total += (part.T @ part).double().cpu()
+            total += (part.T @ part).cpu().double()
         inner: Array = total.numpy()
         return inner
 
@@ -236,8 +237,9 @@ class FrobeniusSampler:
     def estimate(self) -> tuple[float, float, float]:
         """‖A‖_F and its 95 % interval."""
         m = self.probe_count
-        lengths = torch.linalg.vector_norm(self.images, dim=1, dtype=torch.float64)
-        exact = float(lengths.square().sum())
+        precise = torch.float64 if has_float64(self.op.device) else None
+        lengths = torch.linalg.vector_norm(self.images, dim=1, dtype=precise)
+        exact = float(in_float64(lengths).square().sum())
         rest, centred = self._rest(self.count)
         square = exact + rest
         if square == 0.0:
@@ -555,7 +557,7 @@ def _complete(sampler: FrobeniusSampler) -> Estimate:
 def _closed_form(op: LinearOperator) -> Estimate | None:
     eps = torch.finfo(op.dtype).eps
     if isinstance(op, MatrixOperator):
-        value = float(torch.linalg.norm(op.matrix.double()))
+        value = float(torch.linalg.norm(in_float64(op.matrix)))
         method = "the matrix itself"
     else:
         known = getattr(op, "exact_frobenius_norm", None)
@@ -584,7 +586,7 @@ def _read_columns(op: LinearOperator) -> Estimate:
         images = op @ block
         if start == 0 and bool(torch.isfinite(images).all()):
             refuse_asymmetric_images(op, block, images, "frobenius_norm")
-        value = _grown(value, images.double())
+        value = _grown(value, in_float64(images))
     if not np.isfinite(value):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     return exact_estimate(

@@ -18,6 +18,7 @@ from torch import Tensor
 from curvatlas.errors import ConvergenceError
 from curvatlas.linear_operator import LinearOperator, MatrixOperator, Tags
 from curvatlas.operators.algebra import DiagonalOperator, IdentityOperator
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
@@ -527,13 +528,14 @@ def inverse_diagonal(
         n - products, _GROUP * _iterations(basis, known, damping, rtol), budget - products
     ):
         return read()
-    exact = torch.zeros(n, dtype=torch.float64, device=op.device)
+    place = float64_device(op.device)
+    exact = torch.zeros(n, dtype=torch.float64, device=place)
     if len(known):
         if np.abs(known + damping).min() == 0.0:
             raise ValueError("A + damping·I is singular: take damping above zero.")
-        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=op.device)
-        exact = (vectors.double().pow(2) * weights[:, None]).sum(0)
-    samples = torch.empty(n, 0, dtype=torch.float64, device=op.device)
+        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=place)
+        exact = (in_float64(vectors).pow(2) * weights[:, None]).sum(0)
+    samples = torch.empty(n, 0, dtype=torch.float64, device=place)
     converged = False
     values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
     while not converged:
@@ -553,7 +555,7 @@ def inverse_diagonal(
         products += solved.products
         groups = 1.0
         if solved.converged or not kept:
-            samples = torch.cat([samples, (probes * solved.value).double()], 1)
+            samples = torch.cat([samples, in_float64(probes * solved.value)], 1)
             m = samples.shape[1]
             error = samples.std(1) / m**0.5
             values = exact + samples.mean(1)

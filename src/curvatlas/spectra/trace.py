@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.deflated import FEWEST_PROBES, FEWEST_VECTORS, DeflatedSampler, plan
@@ -267,7 +268,7 @@ def _read_diagonal(op: LinearOperator, offset: float) -> Estimate:
 def _closed_form(op: LinearOperator) -> Estimate | None:
     eps = torch.finfo(op.dtype).eps
     if isinstance(op, MatrixOperator):
-        diagonal = op.matrix.diagonal().double()
+        diagonal = in_float64(op.matrix.diagonal())
         return exact_estimate(
             "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()), eps=eps,
             products=0, method="diagonal of the matrix",

@@ -17,6 +17,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
 from curvatlas.operators import GaussNewton, Hessian
 from curvatlas.operators.per_sample import exact_outer_diagonal, sampled_gradients
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
@@ -279,7 +280,7 @@ def _report(
 
     return Pruning(
         method=method,
-        sparsity=float(removed[places].double().mean()),
+        sparsity=float(in_float64(removed[places]).mean()),
         masks=named(~removed),
         weights=named(new),
         role_sparsity={
@@ -373,7 +374,7 @@ def quantization_sensitivity(
     return QuantizationSensitivity(
         bits=tuple(bits),
         roles=present,
-        predicted=predicted.double().reshape(shape),
+        predicted=in_float64(predicted).reshape(shape),
         measured=torch.tensor(measured, dtype=torch.float64).reshape(shape),
         loss=base,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.errors import ProblemError
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
@@ -216,7 +217,9 @@ def attention_sinks(model: nn.Module, inputs: Mapping[str, Any]) -> AttentionSin
     length = found[0].shape[-1]
     if length < 2:
         raise ProblemError("a sequence of one token has no other to look at: give longer ones.")
-    mass = torch.stack([w[:, :, 1:, 0].double().mean((0, 2)) for w in found])  # (B, H, L, L) each
+    mass = torch.stack(
+        [in_float64(w[:, :, 1:, 0]).mean((0, 2)) for w in found]
+    )  # (B, H, L, L) each
     causal = not bool(found[0][:, :, 0, 1:].any())
     steps = torch.arange(2, length + 1, dtype=torch.float64)
     uniform = float((1 / steps).mean()) if causal else 1 / length

@@ -25,6 +25,7 @@ from curvatlas.operators.curvature import (
     GaussNewton,
     Hessian,
 )
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
@@ -110,10 +111,10 @@ def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor
     energy = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     trace = torch.zeros(count, dtype=torch.float64, device="cpu")
     for a, rows in enumerate(indices):
-        stripe = matrix[rows].double()
-        trace[a] = stripe[:, rows].trace()
+        stripe = in_float64(matrix[rows])
+        trace[a] = stripe[:, rows.to(stripe.device)].trace()
         for b in range(count):
-            energy[a, b] = stripe[:, indices[b]].pow(2).sum()
+            energy[a, b] = stripe[:, indices[b].to(stripe.device)].pow(2).sum()
     return (energy + energy.T) / 2, trace
 
 
@@ -124,7 +125,7 @@ def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
     result = torch.zeros(len(places), len(places), dtype=torch.float64, device="cpu")
     for a, rows in enumerate(places):
         for b in range(a, len(places)):
-            block = matrix[rows][:, places[b]].double()
+            block = in_float64(matrix[rows][:, places[b]])
             result[a, b] = result[b, a] = largest_singular(block)
     return result
 
@@ -133,7 +134,7 @@ def _negative_mass(matrix: Tensor, indices: Sequence[Tensor], floor: float) -> T
     """Share of negative eigenvalues of every diagonal block, rounding (below ``floor``) apart."""
     result = torch.zeros(len(indices), dtype=torch.float64, device="cpu")
     for a, places in enumerate(indices):
-        block = matrix[places][:, places].double()
+        block = in_float64(matrix[places][:, places])
         values = torch.linalg.eigvalsh((block + block.T) / 2)
         rounding = len(values) * torch.finfo(matrix.dtype).eps * values.abs().max()
         result[a] = (values < -max(float(rounding), floor)).double().mean()
@@ -349,7 +350,7 @@ def _norm_maps(
     for a, own in enumerate(members):
         gather[a, own] = 1
     for part in PARTS:
-        energy = gather @ derivatives.frobenius(part).double().cpu().square() @ gather.T
+        energy = gather @ derivatives.frobenius(part).cpu().double().square() @ gather.T
         traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)
         trace = gather @ traces
         for view in VIEWS:

@@ -22,6 +22,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.operators.per_sample import count_samples, root_gradients
+from curvatlas.precision import sum_in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import call
 from curvatlas.progress import bar, track
@@ -189,7 +190,7 @@ def role_shares(problem: Problem, vectors: Tensor) -> Participation:
     fourth = torch.zeros(vectors.shape[1], dtype=torch.float64)
     for k in range(vectors.shape[1]):
         squares = vectors[:, k].float().square_()
-        fourth[k] = squares.square().sum(dtype=torch.float64)
+        fourth[k] = sum_in_float64(squares.square())
         mass[k] = _by_role(squares, roles)
     whole = mass.sum(1, keepdim=True)
     mass /= whole
@@ -220,7 +221,7 @@ def _traces(
 def _by_role(entries: Tensor, roles: dict[str, tuple[Slice, ...]]) -> Tensor:
     """Sums of the entries (n,) of each role: (roles,), float64."""
     sums = [
-        torch.stack([_entries(entries, piece).sum(dtype=torch.float64) for piece in slices]).sum()
+        torch.stack([sum_in_float64(_entries(entries, piece)) for piece in slices]).sum()
         for slices in roles.values()
     ]
     return torch.stack(sums).cpu()

@@ -19,6 +19,7 @@ from torch import Tensor
 from curvatlas.analysis.atlas.result import Block
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 
 # -------------------------------------------------------------------------------------------------
@@ -193,16 +194,16 @@ class Directions:
             return
         stacked = torch.cat([self._kept, *self._waiting])  # (k, n)
         self._waiting = []
-        values, vectors = torch.linalg.eigh((stacked @ stacked.T).double())
+        values, vectors = torch.linalg.eigh(in_float64(stacked @ stacked.T))
         vectors = vectors.flip(1)[:, : min(self._most, int((values > 1e-6 * values[-1]).sum()))]
-        self._kept = vectors.T.to(stacked.dtype) @ stacked
+        self._kept = vectors.T.to(stacked.dtype).to(stacked.device) @ stacked
 
     def basis(self) -> Tensor:
         """(n, r) orthonormal, leading direction first; r = 0 before the first sample."""
         if not self.samples:
             return torch.zeros(self.size, 0, dtype=self._kept.dtype)
         if self._covariance is not None:
-            vectors: Tensor = torch.linalg.eigh(self._covariance.double().cpu()).eigenvectors
+            vectors: Tensor = torch.linalg.eigh(self._covariance.cpu().double()).eigenvectors
             return vectors.flip(1).to(self._kept.dtype)
         self._merge()
         return orthonormal(self._kept.T.cpu())
@@ -316,9 +317,9 @@ class Sketch:
             for i, piece in enumerate(self._pieces(results[part])):
                 # In the model's own precision: a float64 copy of ten million rows costs more than
                 # the product, and 1e-6 is far below the probes' own error.
-                grams[p, i] = (piece @ piece.T).double().cpu().numpy()
+                grams[p, i] = (piece @ piece.T).cpu().double().numpy()
                 if i == j:
-                    inner[p] = (piece @ basis).double().cpu().numpy()
+                    inner[p] = (piece @ basis).cpu().double().numpy()
         self._learn(j, results, grams)
         longest = float(draw.square().sum(0).max())
         noise = _noise(energy_of(grams, size, longest=longest))
@@ -337,7 +338,7 @@ class Sketch:
         scale = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > floor)
         outer, functional = (self._pieces(results[part]) for part in PARTS[1:])
         cross = np.stack(
-            [(a @ b.T).double().cpu().numpy() for a, b in zip(outer, functional, strict=True)]
+            [(a @ b.T).cpu().double().numpy() for a, b in zip(outer, functional, strict=True)]
         )
         both = np.block([[grams[1], cross], [cross.swapaxes(-1, -2), grams[2]]])  # (rows, 2q, 2q)
         scale = np.repeat(scale.T, grams.shape[-1], axis=1)  # (rows, 2q)

@@ -39,6 +39,7 @@ from curvatlas.analysis.landscape.taylor_result import (
     empty,
 )
 from curvatlas.operators.curvature import Hessian
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Loss, Problem
 from curvatlas.problem.parameters import Parameters
 from curvatlas.progress import track
@@ -97,9 +98,9 @@ def observed_curvature(
 
 def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
     if isinstance(values, Tensor):
-        return values.detach().double().cpu()
+        return values.detach().cpu().double()
     if len(values) and isinstance(values[0], Tensor):
-        rows = [torch.as_tensor(v).detach().double().cpu().reshape(-1) for v in values]
+        rows = [torch.as_tensor(v).detach().cpu().double().reshape(-1) for v in values]
         stacked = torch.stack(rows)
         return stacked.squeeze(1) if stacked.shape[1] == 1 else stacked
     return torch.tensor([float(v) for v in values], dtype=torch.float64)
@@ -298,7 +299,7 @@ def critical_rate(
     descent = Descent(problem)
     # deviations must be small against the third derivative and large against rounding: float64
     precise = descent if problem.dtype == torch.float64 else Descent(in_double(problem))
-    top_vector = found.vectors[:, 0].double()
+    top_vector = in_float64(found.vectors[:, 0])
     growth, losses = [], []
     for ratio in ratios:
         growth.append(
@@ -321,11 +322,13 @@ def critical_rate(
 
 def in_double(problem: Problem) -> Problem:
     """The same problem with a float64 copy of the model and of real-valued inputs."""
-    model = copy.deepcopy(problem.model).double()
+    model = copy.deepcopy(problem.model).to(float64_device(problem.device)).double()
 
     def widened(leaf: Any) -> Any:
-        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if real else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        moved = leaf.to(float64_device(leaf.device))
+        return moved.double() if leaf.is_floating_point() else moved
 
     data = [
         (tree_map(widened, batch.inputs), tree_map(widened, batch.targets))

@@ -25,6 +25,7 @@ from curvatlas.analysis.propagation.matrix_free import (
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
 from curvatlas.anatomy import anatomy_of
 from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.losses import Loss, main_tensor
@@ -106,7 +107,7 @@ def _dense(
     if values is not None:
         largest = float(values.abs().max())
     else:
-        largest = max(largest_singular(one.double()) for one in total)
+        largest = max(largest_singular(in_float64(one)) for one in total)
     norm = float(torch.linalg.norm(total))
     amplification = norm / behind if behind else None
     return FlowEntry(

@@ -31,6 +31,7 @@ from torch import Tensor
 from curvatlas.analysis.atlas.sketch import Energy, energy_of
 from curvatlas.analysis.propagation.capture import Capture, Node
 from curvatlas.analysis.propagation.dense import cut, is_sum, pulled
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
@@ -182,9 +183,9 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
     u = torch.stack([g[0] for g in groups], dim=1)  # (K, groups, *shape)
     y = torch.stack([g[1] for g in groups], dim=1)
     tokens = (u * y).sum(1)
-    tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).double().cpu()
+    tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).cpu().double()
     u, y = (t.reshape(count * len(groups), samples, -1).transpose(0, 1) for t in (u, y))
-    dots = (u @ y.mT).double().cpu().numpy()
+    dots = (u @ y.mT).cpu().double().numpy()
     dots = dots.reshape(samples, count, len(groups), count, len(groups))
     own = np.einsum("skglg->sgkl", dots)  # (samples, groups, K, K)
     apart = ~np.eye(count, dtype=bool)
@@ -194,7 +195,7 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
     least_variance = 0.0
     if sketch.fresh is not None:
         images = y.reshape(samples, count, len(groups), -1)[:, :, -1]
-        grams = (images @ images.mT).double().cpu().numpy()
+        grams = (images @ images.mT).cpu().double().numpy()
         least_variance = 2 / count * float((grams**2).sum(0)[apart].mean())
         local = (own[:, -1] * np.swapaxes(own[:, -1], 1, 2)).sum(0)
         weights = weights - local + _means(_squares(sketch.fresh[1]))
@@ -217,7 +218,7 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
 
 
 def _squares(vectors: Tensor) -> Array:
-    found: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).double().cpu().numpy()
+    found: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).cpu().double().numpy()
     return found
 
 
@@ -404,7 +405,7 @@ NOTHING = Probed(
 def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
     """From S Q for an orthonormal Q: both (K, samples, tokens, width)."""
     count = len(basis)
-    flat, q = images.reshape(count, -1).double(), basis.reshape(count, -1).double()
+    flat, q = (in_float64(t.reshape(count, -1)) for t in (images, basis))
     size = flat.shape[1]
     energy = energy_of((flat @ flat.T).cpu().numpy(), size)
     low, high = (float(np.sqrt(max(float(end), 0.0))) for end in energy.interval())
@@ -412,7 +413,7 @@ def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
     trace = size / count * float((flat * q).sum())
     reach = TAIL * float(np.sqrt(2 / count * max(0.0, 1 - count / size))) * norm
     ends = tuple(float(np.sqrt(max(float(end), 0.0))) for end in energy.spectral_interval())
-    tokens = size * (images * basis).double()  # (K, samples, tokens, width)
+    tokens = size * in_float64(images * basis)  # (K, samples, tokens, width)
     tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).cpu()
     left = max(0.0, 1 - count / size) / count
     return Probed(

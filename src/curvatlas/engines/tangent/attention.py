@@ -16,6 +16,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.attention_core import AttentionCore, CoreTangent, attention_mask
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, complete, stage_number
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
+from curvatlas.precision import float64_device
 
 # -------------------------------------------------------------------------------------------------
 # Rotary positions: an orthogonal map of each head's coordinates, different at every position.
@@ -44,9 +45,10 @@ class Rotation:
             raise ValueError(f"rope_base must be positive, got {base!r}.")
         half = size // 2
         # Angles in float64 whatever the dtype: position × frequency loses digits for long inputs.
-        exponent = torch.arange(half, dtype=torch.float64, device=device) / half
-        position = torch.arange(length, dtype=torch.float64, device=device)
-        return cls((position[:, None] * base ** (-exponent)).to(dtype))
+        place = float64_device(device)
+        exponent = torch.arange(half, dtype=torch.float64, device=place) / half
+        position = torch.arange(length, dtype=torch.float64, device=place)
+        return cls((position[:, None] * base ** (-exponent)).to(dtype=dtype).to(device=device))
 
     def apply(self, x: Tensor) -> Tensor:
         """R_i x_i:  (…, L, s) → (…, L, s)."""

@@ -40,6 +40,7 @@ from curvatlas.engines.tangent.losses import (
 from curvatlas.engines.tangent.reading import FlatOrder
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, Tags, check_columns
+from curvatlas.precision import in_float64
 
 # -------------------------------------------------------------------------------------------------
 # The blocks of a stack at some samples of a batch, one after the other.
@@ -199,7 +200,7 @@ def shares(loss: OutputLoss, targets: Tensor, samples: Sequence[slice]) -> list[
         counts = [(targets[part] != ignored).sum() for part in samples]
     else:
         return None
-    total = torch.stack([count.to(torch.float64) for count in counts])
+    total = torch.stack([in_float64(count) for count in counts])
     if bool((total == 0).any()):
         return None
     return list(total / total.sum())
