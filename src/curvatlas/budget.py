@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -146,6 +147,21 @@ def _mapped() -> tuple[int, int]:
 def _mapped_at_first() -> tuple[int, int]:
     """The same when it was first asked for: a plan must not depend on what came in between."""
     return _mapped()
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library (glibc) would keep it in its gaps."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows
+        return None
 
 
 def ran_out(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ def parse_time(text: str) -> float:
 
 MOST_PRODUCTS = 300  # of one estimate, unless --products says otherwise
 _MEMORY = 2 * 10**9  # of a survey, unless --memory says otherwise
+_FIRST_USE = 60 * 10**6  # measured: what libraries load and keep when they are first used
 _VECTORS = 60  # that a survey needs room for, however large the model
 
 
@@ -92,12 +93,16 @@ class MemoryPlan:
     @property
     def graphs(self) -> int:
         """For what an operator keeps and what its products allocate."""
-        return self.total * 40 // 100
+        return self._divided * 40 // 100
 
     @property
     def vectors(self) -> int:
         """For the vectors of an estimate; the rest is left to the allocator's gaps."""
-        return self.total * 42 // 100
+        return self._divided * 42 // 100
+
+    @property
+    def _divided(self) -> int:
+        return self.total - min(_FIRST_USE, self.total // 4)
 
 
 def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:

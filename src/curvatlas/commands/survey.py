@@ -16,6 +16,7 @@ from curvatlas.analysis.atlas_blocks import blocks_of
 from curvatlas.analysis.diagnostics_conditioning import conditioning_of
 from curvatlas.analysis.propagation import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation_result import CurvatureFlow, FlowEntry
+from curvatlas.budget import give_back
 from curvatlas.commands.budgets import Budget, memory_plan
 from curvatlas.commands.console import Console
 from curvatlas.results import Result
@@ -115,6 +116,7 @@ class Survey:
         if not known:
             for operator in self.whole.values():
                 operator.release()  # one operator at a time has the memory to itself
+            give_back()
         return self.run.step(name, function, spends=spends)
 
     def say(self, part: str, found: Result) -> None:

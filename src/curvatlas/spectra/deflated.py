@@ -260,13 +260,14 @@ class DeflatedSampler:
         centre = float((forms.cpu().numpy() / lengths).mean())
 
         def bands() -> Iterator[tuple[Tensor, Tensor]]:
-            step = _BAND // self._held + 1
+            # A thirty-second of what may be held: two bands beside it are no matter.
+            step = min(_BAND, self.room * self.size // 32) // self._held + 1
             for band in (slice(start, start + step) for start in range(0, self.size, step)):
                 rows = basis.rows[:r, band].T
                 u = torch.cat([chunk[band] for chunk in self._probes], 1)
                 image = torch.cat([chunk[band] for chunk in self._images], 1)
-                u = (u - rows[:, :j] @ inside[:j]) * root
-                image = (image - rows @ removed) * root
+                u.addmm_(rows[:, :j], inside[:j], alpha=-1).mul_(root)
+                image.addmm_(rows, removed, alpha=-1).mul_(root)
                 yield u, image.sub_(u, alpha=centre)
 
         return centre, bands()
