@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from curvatlas import runs
+from curvatlas import archive, runs
 from curvatlas.files import previous
 from curvatlas.results import same
 from run_samples import estimate, write_run
@@ -192,6 +193,64 @@ def test_a_damaged_part_of_several_processes_takes_its_checkpoint_along(run: Pat
         estimate(2).save(run / "part").rename(path.with_name(f"{path.name}.{name}"))
     assert runs.check(run).whole
     _flip(path.with_name(f"{path.name}.step1.5-9"))
+    assert runs.repair(run).whole
+    assert not list(path.parent.iterdir())
+
+
+def _sharded(run: Path, *, steps: int) -> Path:
+    """A checkpoint of two processes that have written ``steps`` states of vectors of 9 entries."""
+    path = run / "checkpoints/hessian.density.safetensors"
+    for step in range(1, steps + 1):
+        for start, stop in ((0, 5), (5, 9)):
+            part = path.with_name(f"{path.name}.step{step}.{start}-{stop}")
+            archive.write(part, {"rows": torch.ones(step, stop - start)}, {})
+        header = {
+            "schema": 2,
+            "fingerprint": {"shape": [9, 9]},
+            "numbers": {"step": step, "rows": step},
+        }
+        text = {"curvatlas_checkpoint": json.dumps(header)}
+        archive.write(path, {"x": torch.ones(step)}, text, keep_previous=True)
+    return path
+
+
+@pytest.mark.parametrize("lost", ["0-5", "5-9"])
+def test_a_missing_part_of_several_processes_is_told(run: Path, lost: str) -> None:
+    path = _sharded(run, steps=1)
+    assert runs.check(run).whole
+    path.with_name(f"{path.name}.step1.{lost}").unlink()
+    fault = _one_fault(run)
+    assert fault.file == "checkpoints/hessian.density.safetensors"
+    assert fault.fault == f"no whole part of step 1 holds entries {lost.replace('-', ' to ')} of 9"
+    assert "begins the step again" in fault.remedy
+    assert runs.repair(run).whole
+    assert not list(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_lost_part_goes_back_to_the_state_before_it(run: Path, damaged: bool) -> None:
+    path = _sharded(run, steps=2)
+    assert runs.check(run).whole
+    part = path.with_name(f"{path.name}.step2.5-9")
+    if damaged:
+        _flip(part)
+    else:
+        part.unlink()
+    assert all("goes back" in fault.remedy for fault in runs.check(run).faults)
+    assert runs.repair(run).whole
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        path.name,
+        f"{path.name}.step1.0-5",
+        f"{path.name}.step1.5-9",
+    ]
+    assert archive.parse(archive.read(path), "it")[1]["x"].shape == (1,)
+
+
+def test_parts_without_a_state_are_left_over(run: Path) -> None:
+    path = _sharded(run, steps=1)
+    path.unlink()
+    seen = runs.check(run)
+    assert ["state is gone" in fault.fault for fault in seen.faults] == [True, True]
     assert runs.repair(run).whole
     assert not list(path.parent.iterdir())
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from curvatlas import archive
-from curvatlas.files import PARTIAL_SUFFIX, previous, write_json
+from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
 from curvatlas.results import Result, brief
 from curvatlas.runs import loading
 from curvatlas.runs import manifest as manifests
 from curvatlas.runs.locking import FolderLock, is_locked
 from curvatlas.runs.manifest import Manifest
+from curvatlas.spectra.checkpoint_shards import missing_entries, parts_on_disk, step_of
 
 CHECKPOINTS = "checkpoints"
 _ROUNDS = 10  # of repair: one can bring to light what the next one mends
@@ -222,23 +223,28 @@ class _Inspection:
 
     def _look_at_checkpoints(self, manifest: Manifest) -> None:
         """Those of unfinished steps: each whole, or with a whole state before it."""
+        if self.busy:
+            return
         for file in _files_in(self.folder / CHECKPOINTS):
             step, dot, rest = file.name.partition(".safetensors")
             if step in manifest.steps or file.name.endswith(PARTIAL_SUFFIX) or not dot:
                 continue
-            damage = _checkpoint_damage(file)
-            if damage is None or self.busy:
+            state = file.with_name(f"{step}{dot}")
+            if rest.startswith(".step"):
+                damage = _checkpoint_damage(file)
+                if damage is None and not state.exists() and not previous(state).exists():
+                    self._left_over(file, "a part of a checkpoint whose state is gone")
+                # A part that is damaged counts as missing where its state is looked at.
+                elif damage is not None:
+                    self._fault(file, damage, *_way_back(state))
                 continue
-            older = previous(file)
-            if rest.startswith(".step"):  # one process's part: nobody can go on without it
-                remedy = "removes all of this checkpoint, and a resume begins the step again"
-                parts = [f for f in _files_in(file.parent) if f.name.startswith(f"{step}{dot}")]
-                act = _removes(*parts)
-            elif rest == "" and older.exists() and _checkpoint_damage(older) is None:
-                remedy, act = "goes back to the state before it", _replaces(older, file)
+            damage = _checkpoint_damage(file) or _missing_parts(file, state)
+            if damage is None:
+                continue
+            if rest == "":
+                self._fault(file, damage, *_way_back(state))
             else:
-                remedy, act = "removes it, and a resume begins the step again", _removes(file)
-            self._fault(file, damage, remedy, act)
+                self._fault(file, damage, "removes it", _removes(file))
 
     def _left_over(self, file: Path, what: str) -> None:
         if not self.busy:
@@ -272,10 +278,6 @@ def _removes(*files: Path) -> Callable[[], None]:
     return remove
 
 
-def _replaces(source: Path, target: Path) -> Callable[[], None]:
-    return lambda: os.replace(source, target)
-
-
 def _damage(file: Path, digest: str) -> str | None:
     """What is wrong with a file whose SHA-256 is known."""
     try:
@@ -295,6 +297,53 @@ def _checkpoint_damage(file: Path) -> str | None:
     except (ValueError, FileNotFoundError) as error:
         return _reason(error, file)
     return None
+
+
+def _missing_parts(file: Path, state: Path) -> str | None:
+    """What the parts of several processes' checkpoint lack; ``file``: the state or the one before.
+
+    Whole files only: a damaged one has been told already.
+    """
+    texts = archive.parse(archive.read(file, follow_links=False), "it")[0]
+    if "curvatlas_checkpoint" not in texts:
+        return None
+    try:
+        header = parse_json(texts["curvatlas_checkpoint"], "its header", allow_nan=True)
+        step = step_of(header)
+        if step is None:
+            return None
+        whole = [
+            (start, stop)
+            for part, at, start, stop in parts_on_disk(state)
+            if at == step and _checkpoint_damage(part) is None
+        ]
+        lacking = missing_entries(header, whole)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return f"its header is not ours ({error})"
+    return None if lacking is None else f"no whole part of step {step} holds {lacking}"
+
+
+def _way_back(state: Path) -> tuple[str, Callable[[], None]]:
+    """What ``repair`` says and does about a checkpoint that nobody can go on with."""
+    older = previous(state)
+    if older.exists() and not (_checkpoint_damage(older) or _missing_parts(older, state)):
+        return "goes back to the state before it", lambda: _go_back(state)
+    everything = [state, older, *(part for part, *_ in parts_on_disk(state))]
+    return "removes all of this checkpoint, and a resume begins the step again", _removes(
+        *everything
+    )
+
+
+def _go_back(state: Path) -> None:
+    """Put the state before in place, and remove the parts that are not its own."""
+    if not previous(state).exists():
+        return  # another fault of the same checkpoint has done so
+    os.replace(previous(state), state)
+    texts = archive.parse(archive.read(state, follow_links=False), "it")[0]
+    if "curvatlas_checkpoint" not in texts:
+        return
+    step = step_of(parse_json(texts["curvatlas_checkpoint"], "its header", allow_nan=True))
+    _removes(*(part for part, at, *_ in parts_on_disk(state) if at != step))()
 
 
 def _reason(error: Exception, path: Path) -> str:

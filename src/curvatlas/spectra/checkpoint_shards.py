@@ -8,8 +8,9 @@ when a part is damaged; parts of other steps are removed.
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,33 @@ from curvatlas.spectra.checkpoint import (
 
 _SHARDED = "rows"
 _SUM = "crc32"  # of a part, which is read row by row
+
+
+def parts_on_disk(path: Path) -> list[tuple[Path, int, int, int]]:
+    """(file, step, start, stop) of every part of the checkpoint ``path``."""
+    parts = []
+    for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.step*")):
+        match = re.fullmatch(r"\.step(\d+)\.(\d+)-(\d+)", file.name[len(path.name) :])
+        if match:
+            parts.append((file, int(match[1]), int(match[2]), int(match[3])))
+    return parts
+
+
+def step_of(header: Mapping[str, Any]) -> int | None:
+    """The step whose parts the state with this header needs; None where it has no parts."""
+    numbers = header["numbers"]
+    return int(numbers["step"]) if {"step", "rows"} <= set(numbers) else None
+
+
+def missing_entries(header: Mapping[str, Any], parts: Iterable[tuple[int, int]]) -> str | None:
+    """What the parts (start, stop) of a state's step leave out of its vectors, in words."""
+    size = int(header["fingerprint"]["shape"][1])
+    end = 0
+    for start, stop in [*sorted(parts), (size, size)]:
+        if start > end:
+            return f"entries {end} to {start} of {size}"
+        end = max(end, stop)
+    return None
 
 
 class ShardedCheckpoint(Checkpoint):
@@ -86,14 +114,8 @@ class ShardedCheckpoint(Checkpoint):
         return [(file, start, stop) for file, at, start, stop in self._all_parts() if at == step]
 
     def _all_parts(self) -> list[tuple[Path, int, int, int]]:
-        """(file, step, start, stop) of every part on disk."""
         assert self.path is not None
-        found = []
-        for file in sorted(self.path.parent.glob(f"{self.path.name}.step*")):
-            match = re.fullmatch(r".*\.step(\d+)\.(\d+)-(\d+)", file.name)
-            if match:
-                found.append((file, int(match[1]), int(match[2]), int(match[3])))
-        return found
+        return parts_on_disk(self.path)
 
     def due(self) -> bool:
         """Decided by the first process, so that all write the same step."""
