@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import math
 import pickle
 import random
 import struct
+import types
+import typing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -469,3 +473,81 @@ def test_a_forged_structure_is_refused_or_read_and_nothing_else(seed: int) -> No
         except ValueError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+def _every_result() -> list[type[results.Result]]:
+    archive.import_result_modules()
+    kinds = [cls for cls in results._registry.values() if cls.__module__.startswith("curvatlas.")]
+    return sorted(kinds, key=lambda cls: cls.kind)
+
+
+# What a forger writes where numbers, tensors and collections are expected: right in type.
+_ODD: dict[str, dict[str, Any]] = {
+    "nothing": {"number": 0, "tensor": torch.zeros(0), "length": 0, "some": None},
+    "not a number": {"number": math.nan, "tensor": torch.full((2,), math.nan), "length": 1},
+    "infinite": {"number": -math.inf, "tensor": torch.tensor(math.inf), "length": 2},
+    "other axes": {"number": -1, "tensor": torch.zeros(2, 0, 3), "length": 3},
+}
+
+
+def _odd(hint: Any, odd: dict[str, Any]) -> Any:
+    """A value of the annotated type, as odd as it can be."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in inner and "some" in odd:
+            return None
+        return _odd(inner[0], odd)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return tuple(_odd(one, odd) for one in inner)
+    if origin in (tuple, list):
+        return origin(_odd(inner[0], odd) for _ in range(odd["length"]))
+    if origin is dict:
+        return {f"key {i}": _odd(inner[1], odd) for i in range(odd["length"])}
+    if hint is Any or hint is type(None):
+        return None
+    if origin is typing.Literal:
+        return inner[0]
+    if hint is torch.Tensor:
+        return odd["tensor"].clone()
+    if hint is float:
+        return odd["number"]
+    if hint is int:
+        return int(odd["number"]) if math.isfinite(odd["number"]) else -(10**30)
+    if hint is bool:
+        return True
+    if isinstance(hint, type) and issubclass(hint, results.Result):
+        chosen = hint if dataclasses.is_dataclass(hint) else results._registry["RunFault"]
+        hints = typing.get_type_hints(chosen)
+        fields = {f.name: _odd(hints[f.name], odd) for f in dataclasses.fields(chosen) if f.init}
+        return chosen(**fields)
+    return "" if hint is str else None
+
+
+@pytest.mark.parametrize("odd", _ODD)
+def test_every_forged_result_prints(odd: str, tmp_path: Path) -> None:
+    """Signed, each field of its type, and no estimate: str() answers and never raises."""
+    kinds, told = _every_result(), 0
+    for cls in kinds:
+        made = _odd(cls, _ODD[odd])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = results.load(made.save(tmp_path / cls.kind))
+            text = str(loaded)
+        assert loaded.kind == cls.kind
+        told += "fields that do not belong together" in text
+        assert "belong together" not in text or "\n" not in text
+    assert len(kinds) > 50
+    assert told < len(kinds)  # most print what they hold
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithTerms(results.Result):
+    name: str
+    terms: dict[str, float]
+
+
+@pytest.mark.parametrize("value", [None, "2.5", [1.0], True])
+def test_a_mapping_of_something_else_than_numbers_is_refused(value: Any) -> None:
+    fields = {"name": "x", "terms": {"a": 1.0, "b": value}}
+    assert archive.wrongly_typed(_WithTerms, fields) == "terms"
+    assert archive.wrongly_typed(_WithTerms, {**fields, "terms": {"a": 1.0}}) is None

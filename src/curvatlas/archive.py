@@ -223,6 +223,8 @@ def _fits(value: Any, hint: Any) -> bool:
         if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
             return all(_fits(item, arguments[0]) for item in value)
         return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, arguments[1]) for v in value.values())
     if isinstance(origin, type):
         return isinstance(value, origin)
     return isinstance(value, hint) if isinstance(hint, type) else True

@@ -12,10 +12,12 @@ the manifest of a run vouches for them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -31,6 +33,16 @@ R = TypeVar("R", bound="Result")
 
 _SCHEMA = 2
 _HEADER = "curvatlas"  # entry of the metadata that holds everything but the tensors
+# What a function raises on values of the right type that it was not written for.
+_BY_CONTENT = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_LONGEST_REASON = 120  # letters of an error inside a line
 _registry: dict[str, type[Result]] = {}
 
 
@@ -43,6 +55,8 @@ class Result:
         super().__init_subclass__(**options)
         cls.kind = cls.__name__
         _registry[cls.__name__] = cls
+        if "__str__" in vars(cls):
+            setattr(cls, "__str__", _always_printed(vars(cls)["__str__"]))  # noqa: B010
 
     def to_dict(self) -> dict[str, Any]:
         """The whole result as JSON-ready values; tensors become nested lists."""
@@ -136,6 +150,34 @@ def _read_header(text: str, tensors: dict[str, Tensor], where: str) -> tuple[Res
     if unused:
         raise ValueError(f"{where} is a damaged curvatlas result: nothing names {min(unused)!r}.")
     return result, schema
+
+
+def _always_printed(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
+    """``__str__`` that says so where the fields do not belong together, instead of raising.
+
+    A file can be signed and its fields of the right types, and yet no estimate ever has an empty
+    list of eigenvalues or NaN for a number of samples.
+    """
+
+    @functools.wraps(text_of)
+    def printed(result: Result) -> str:
+        try:
+            return text_of(result)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = " ".join(str(error).split())[:_LONGEST_REASON]
+            return (
+                f"{result.kind} with fields that do not belong together "
+                f"({type(error).__name__}: {reason}): compute it again, or read it by .to_dict()."
+            )
+
+    return printed
 
 
 def _fields(result: Result) -> dict[str, Any]:
