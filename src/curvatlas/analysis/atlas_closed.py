@@ -149,7 +149,7 @@ def _norm_maps(
     for a, own in enumerate(members):
         gather[a, own] = 1
     for part in PARTS:
-        energy = gather @ derivatives.frobenius(part).double().cpu().square() @ gather.T  # type: ignore[arg-type]
+        energy = gather @ derivatives.frobenius(part).cpu().double().square() @ gather.T  # type: ignore[arg-type]
         traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)  # type: ignore[arg-type]
         trace = gather @ traces
         for view in VIEWS:

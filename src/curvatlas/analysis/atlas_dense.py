@@ -14,6 +14,7 @@ from curvatlas.analysis.atlas_blocks import VIEWS, Block, groups_of
 from curvatlas.analysis.atlas_result import AtlasMap
 from curvatlas.budget import available_bytes, readable
 from curvatlas.operators.parts import PARTS, CurvatureParts
+from curvatlas.precision import in_float64
 from curvatlas.progress import track
 
 _COLUMNS = 256
@@ -92,10 +93,10 @@ def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor
     energy = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     trace = torch.zeros(count, dtype=torch.float64, device="cpu")
     for a, rows in enumerate(indices):
-        stripe = matrix[rows].double()
-        trace[a] = stripe[:, rows].trace()
+        stripe = in_float64(matrix[rows])
+        trace[a] = stripe[:, rows.to(stripe.device)].trace()
         for b in range(count):
-            energy[a, b] = stripe[:, indices[b]].pow(2).sum()
+            energy[a, b] = stripe[:, indices[b].to(stripe.device)].pow(2).sum()
     return (energy + energy.T) / 2, trace
 
 
@@ -106,7 +107,7 @@ def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
     result = torch.zeros(len(places), len(places), dtype=torch.float64, device="cpu")
     for a, rows in enumerate(places):
         for b in range(a, len(places)):
-            block = matrix[rows][:, places[b]].double()
+            block = in_float64(matrix[rows][:, places[b]])
             result[a, b] = result[b, a] = largest_singular(block)
     return result
 
@@ -115,7 +116,7 @@ def _negative_mass(matrix: Tensor, indices: Sequence[Tensor], floor: float) -> T
     """Share of negative eigenvalues of every diagonal block, rounding (below ``floor``) apart."""
     result = torch.zeros(len(indices), dtype=torch.float64, device="cpu")
     for a, places in enumerate(indices):
-        block = matrix[places][:, places].double()
+        block = in_float64(matrix[places][:, places])
         values = torch.linalg.eigvalsh((block + block.T) / 2)
         rounding = len(values) * torch.finfo(matrix.dtype).eps * values.abs().max()
         result[a] = (values < -max(float(rounding), floor)).double().mean()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvatlas.precision import in_float64
+
 _FULL_UP_TO = 512  # entries of a block whose whole covariance is kept
 MOST = 40  # directions kept of a larger block
 WAITING = 0.6  # samples, as a share of these, gathered before they are merged
@@ -62,16 +64,16 @@ class Directions:
             return
         stacked = torch.cat([self._kept, *self._waiting])  # (k, n)
         self._waiting = []
-        values, vectors = torch.linalg.eigh((stacked @ stacked.T).double())
+        values, vectors = torch.linalg.eigh(in_float64(stacked @ stacked.T))
         vectors = vectors.flip(1)[:, : min(self._most, int((values > 1e-6 * values[-1]).sum()))]
-        self._kept = vectors.T.to(stacked.dtype) @ stacked
+        self._kept = vectors.T.to(stacked.dtype).to(stacked.device) @ stacked
 
     def basis(self) -> Tensor:
         """(n, r) orthonormal, leading direction first; r = 0 before the first sample."""
         if not self.samples:
             return torch.zeros(self.size, 0, dtype=self._kept.dtype)
         if self._covariance is not None:
-            vectors: Tensor = torch.linalg.eigh(self._covariance.double().cpu()).eigenvectors
+            vectors: Tensor = torch.linalg.eigh(self._covariance.cpu().double()).eigenvectors
             return vectors.flip(1).to(self._kept.dtype)
         self._merge()
         return orthonormal(self._kept.T.cpu())

@@ -100,9 +100,9 @@ class Sketch:
             for i, piece in enumerate(self._pieces(results[part])):
                 # In the model's own precision: a float64 copy of ten million rows costs more than
                 # the product, and 1e-6 is far below the probes' own error.
-                grams[p, i] = (piece @ piece.T).double().cpu().numpy()
+                grams[p, i] = (piece @ piece.T).cpu().double().numpy()
                 if i == j:
-                    inner[p] = (piece @ basis).double().cpu().numpy()
+                    inner[p] = (piece @ basis).cpu().double().numpy()
         self._learn(j, results, grams)
         longest = float(draw.square().sum(0).max())
         noise = _noise(energy_of(grams, size, longest=longest))
@@ -121,7 +121,7 @@ class Sketch:
         scale = np.divide(1.0, norms, out=np.zeros_like(norms), where=norms > floor)
         outer, functional = (self._pieces(results[part]) for part in PARTS[1:])
         cross = np.stack(
-            [(a @ b.T).double().cpu().numpy() for a, b in zip(outer, functional, strict=True)]
+            [(a @ b.T).cpu().double().numpy() for a, b in zip(outer, functional, strict=True)]
         )
         both = np.block([[grams[1], cross], [cross.swapaxes(-1, -2), grams[2]]])  # (rows, 2q, 2q)
         scale = np.repeat(scale.T, grams.shape[-1], axis=1)  # (rows, 2q)

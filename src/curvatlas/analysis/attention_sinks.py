@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.errors import ProblemError
+from curvatlas.precision import in_float64
 from curvatlas.results import Result
 
 
@@ -57,7 +58,9 @@ def attention_sinks(model: nn.Module, inputs: Mapping[str, Any]) -> AttentionSin
     length = found[0].shape[-1]
     if length < 2:
         raise ProblemError("a sequence of one token has no other to look at: give longer ones.")
-    mass = torch.stack([w[:, :, 1:, 0].double().mean((0, 2)) for w in found])  # (B, H, L, L) each
+    mass = torch.stack(
+        [in_float64(w[:, :, 1:, 0]).mean((0, 2)) for w in found]
+    )  # (B, H, L, L) each
     causal = not bool(found[0][:, :, 0, 1:].any())
     steps = torch.arange(2, length + 1, dtype=torch.float64)
     uniform = float((1 / steps).mean()) if causal else 1 / length

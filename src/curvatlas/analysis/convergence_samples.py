@@ -123,7 +123,7 @@ class _Sampler:
             self._checked = True
         counts = self._counts(batch)
         valid = counts > 0
-        return tuple(t.double().cpu()[valid] for t in (counts, *rows))
+        return tuple(t.cpu().double()[valid] for t in (counts, *rows))
 
     def _counts(self, batch: Batch) -> Tensor:
         count = self.problem.loss.count

@@ -23,6 +23,7 @@ from curvatlas.analysis.propagation_free import (
 from curvatlas.analysis.propagation_local import Samples, is_sum
 from curvatlas.analysis.propagation_result import FlowEntry, Measure
 from curvatlas.analysis.propagation_sweep import Sweep
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 
@@ -97,7 +98,7 @@ def _dense(
     if values is not None:
         largest = float(values.abs().max())
     else:
-        largest = max(largest_singular(one.double()) for one in total)
+        largest = max(largest_singular(in_float64(one)) for one in total)
     norm = float(torch.linalg.norm(total))
     amplification = norm / behind if behind else None
     return FlowEntry(

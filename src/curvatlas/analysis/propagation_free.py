@@ -12,6 +12,7 @@ from torch import Tensor
 from curvatlas.analysis.atlas_statistics import energy_of
 from curvatlas.analysis.propagation_capture import Capture, Node
 from curvatlas.analysis.propagation_local import cut, is_sum, pull
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.output_curvature import differentiable_leaves, output_curvature
 
@@ -154,7 +155,7 @@ NOTHING = Probed(
 def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
     """From S Q for an orthonormal Q: both (K, samples, tokens, width)."""
     count = len(basis)
-    flat, q = images.reshape(count, -1).double(), basis.reshape(count, -1).double()
+    flat, q = (in_float64(t.reshape(count, -1)) for t in (images, basis))
     size = flat.shape[1]
     energy = energy_of((flat @ flat.T).cpu().numpy(), size)
     low, high = (float(np.sqrt(max(float(end), 0.0))) for end in energy.interval())
@@ -162,7 +163,7 @@ def probe(images: Tensor, basis: Tensor, samples: int) -> Probed:
     trace = size / count * float((flat * q).sum())
     reach = TAIL * float(np.sqrt(2 / count * max(0.0, 1 - count / size))) * norm
     ends = tuple(float(np.sqrt(max(float(end), 0.0))) for end in energy.spectral_interval())
-    tokens = size * (images * basis).double()  # (K, samples, tokens, width)
+    tokens = size * in_float64(images * basis)  # (K, samples, tokens, width)
     tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).cpu()
     left = max(0.0, 1 - count / size) / count
     return Probed(

@@ -154,9 +154,9 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
     u = torch.stack([g[0] for g in groups], dim=1)  # (K, groups, *shape)
     y = torch.stack([g[1] for g in groups], dim=1)
     tokens = (u * y).sum(1)
-    tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).double().cpu()
+    tokens = tokens.reshape(count, samples, -1, tokens.shape[-1]).sum(-1).cpu().double()
     u, y = (t.reshape(count * len(groups), samples, -1).transpose(0, 1) for t in (u, y))
-    dots = (u @ y.mT).double().cpu().numpy()
+    dots = (u @ y.mT).cpu().double().numpy()
     dots = dots.reshape(samples, count, len(groups), count, len(groups))
     own = np.einsum("skglg->sgkl", dots)  # (samples, groups, K, K)
     apart = ~np.eye(count, dtype=bool)
@@ -166,7 +166,7 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
     least_variance = 0.0
     if sketch.fresh is not None:
         images = y.reshape(samples, count, len(groups), -1)[:, :, -1]
-        grams = (images @ images.mT).double().cpu().numpy()
+        grams = (images @ images.mT).cpu().double().numpy()
         least_variance = 2 / count * float((grams**2).sum(0)[apart].mean())
         local = (own[:, -1] * np.swapaxes(own[:, -1], 1, 2)).sum(0)
         weights = weights - local + _means(_squares(sketch.fresh[1]))
@@ -189,7 +189,7 @@ def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
 
 
 def _squares(vectors: Tensor) -> Array:
-    found: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).double().cpu().numpy()
+    found: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).cpu().double().numpy()
     return found
 
 

@@ -26,6 +26,7 @@ from curvatlas.analysis.atlas_blocks import blocks_of
 from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import sum_in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import bar
 from curvatlas.results import Result
@@ -194,7 +195,7 @@ def role_shares(problem: Problem, vectors: Tensor) -> Participation:
     fourth = torch.zeros(vectors.shape[1], dtype=torch.float64)
     for k in range(vectors.shape[1]):
         squares = vectors[:, k].float().square_()
-        fourth[k] = squares.square().sum(dtype=torch.float64)
+        fourth[k] = sum_in_float64(squares.square())
         mass[k] = _by_role(squares, roles)
     whole = mass.sum(1, keepdim=True)
     mass /= whole
@@ -232,7 +233,7 @@ def _samples_of(problem: Problem) -> list[Batch]:
 def _by_role(entries: Tensor, roles: dict[str, tuple[Slice, ...]]) -> Tensor:
     """Sums of the entries (n,) of each role: (roles,), float64."""
     sums = [
-        torch.stack([_entries(entries, piece).sum(dtype=torch.float64) for piece in slices]).sum()
+        torch.stack([sum_in_float64(_entries(entries, piece)) for piece in slices]).sum()
         for slices in roles.values()
     ]
     return torch.stack(sums).cpu()

@@ -54,8 +54,8 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
         raise ValueError(f"gradient noise needs at least 4 samples, got {count}.")
     operator = Hessian(problem)
     bent = (operator @ gradients.T.contiguous()).T  # (n, P)
-    plain = (gradients @ gradients.T).double().cpu().numpy()  # g_i·g_j
-    curved = (gradients @ bent.T).double().cpu().numpy()  # g_i·H g_j
+    plain = (gradients @ gradients.T).cpu().double().numpy()  # g_i·g_j
+    curved = (gradients @ bent.T).cpu().double().numpy()  # g_i·H g_j
     simple, simple_interval = _ratio(plain)
     critical, interval = _ratio(curved)
     return GradientNoise(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from curvatlas import parallel
 from curvatlas.analysis.taylor_norms import smooth_norms
 from curvatlas.errors import ProblemError
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.guards import check_finite_loss
 
@@ -57,7 +58,7 @@ class Line:
                 for place, t in enumerate(points):
                     loss = self._loss(batch, torch.tensor(t, dtype=self.problem.dtype))
                     check_finite_loss(float(loss), batch.index)
-                    found[place] += batch.count * loss.double()
+                    found[place] += batch.count * in_float64(loss)
 
         return self._sum(one, len(points))
 
@@ -69,7 +70,7 @@ class Line:
             t.requires_grad_(True)
             current = self._loss(batch, t)
             check_finite_loss(float(current.detach()), batch.index)
-            found[0] += batch.count * current.detach().double()
+            found[0] += batch.count * in_float64(current.detach())
             for k in range(1, order + 1):
                 if not current.requires_grad:
                     return  # a polynomial of lower degree: the rest is zero
@@ -77,7 +78,7 @@ class Line:
                     current, t, create_graph=k < order, materialize_grads=True
                 )
                 current = slope
-                found[k] += batch.count * current.detach().double()
+                found[k] += batch.count * in_float64(current.detach())
 
         return self._sum(one, order + 1)
 
@@ -98,7 +99,7 @@ class Line:
             fill,
             [size],
             dtype=torch.float64,
-            device=problem.device,
+            device=float64_device(problem.device),
             distributed=problem.distributed,
         )
         return [float(v) for v in (total / problem.normaliser).tolist()]

@@ -58,9 +58,9 @@ def observed_curvature(
 
 def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
     if isinstance(values, Tensor):
-        return values.detach().double().cpu()
+        return values.detach().cpu().double()
     if len(values) and isinstance(values[0], Tensor):
-        rows = [torch.as_tensor(v).detach().double().cpu().reshape(-1) for v in values]
+        rows = [torch.as_tensor(v).detach().cpu().double().reshape(-1) for v in values]
         stacked = torch.stack(rows)
         return stacked.squeeze(1) if stacked.shape[1] == 1 else stacked
     return torch.tensor([float(v) for v in values], dtype=torch.float64)

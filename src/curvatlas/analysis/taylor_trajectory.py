@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from curvatlas.analysis.taylor_line import Array
 from curvatlas.analysis.taylor_result import CriticalLearningRate, PredictedTrajectory
 from curvatlas.operators.hessian import Hessian
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -153,7 +154,7 @@ def critical_rate(
     descent = Descent(problem)
     # deviations must be small against the third derivative and large against rounding: float64
     precise = descent if problem.dtype == torch.float64 else Descent(in_double(problem))
-    top_vector = found.vectors[:, 0].double()
+    top_vector = in_float64(found.vectors[:, 0])
     growth, losses = [], []
     for ratio in ratios:
         growth.append(
@@ -176,11 +177,13 @@ def critical_rate(
 
 def in_double(problem: Problem) -> Problem:
     """The same problem with a float64 copy of the model and of real-valued inputs."""
-    model = copy.deepcopy(problem.model).double()
+    model = copy.deepcopy(problem.model).to(float64_device(problem.device)).double()
 
     def widened(leaf: Any) -> Any:
-        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if real else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        moved = leaf.to(float64_device(leaf.device))
+        return moved.double() if leaf.is_floating_point() else moved
 
     data = [
         (tree_map(widened, batch.inputs), tree_map(widened, batch.targets))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvatlas.precision import float64_device
+
 
 class Rotation:
     """The rotation R_i of L positions; ``angles`` (L, s/2)."""
@@ -29,9 +31,10 @@ class Rotation:
             raise ValueError(f"rope_base must be positive, got {base!r}.")
         half = size // 2
         # Angles in float64 whatever the dtype: position × frequency loses digits for long inputs.
-        exponent = torch.arange(half, dtype=torch.float64, device=device) / half
-        position = torch.arange(length, dtype=torch.float64, device=device)
-        return cls((position[:, None] * base ** (-exponent)).to(dtype))
+        place = float64_device(device)
+        exponent = torch.arange(half, dtype=torch.float64, device=place) / half
+        position = torch.arange(length, dtype=torch.float64, device=place)
+        return cls((position[:, None] * base ** (-exponent)).to(dtype=dtype).to(device=device))
 
     def apply(self, x: Tensor) -> Tensor:
         """R_i x_i:  (…, L, s) → (…, L, s)."""

@@ -24,6 +24,7 @@ from curvatlas.blocks.products import BlockTangent, LinearisedBlock
 from curvatlas.blocks.products_head import LinearisedReadout, Readout, ReadoutTangent
 from curvatlas.blocks.products_workspace import Way, Workspace, restart_numbers
 from curvatlas.blocks.structure import BlockSpec, Weights
+from curvatlas.precision import in_float64
 
 READOUT = -1  # the group of the readout's weights; block i is group i
 Groups = dict[int, dict[str, Tensor]]
@@ -168,7 +169,7 @@ def shares(loss: Loss, targets: Tensor, samples: Sequence[slice]) -> list[Tensor
         counts = [(targets[part] != ignored).sum() for part in samples]
     else:
         return None
-    total = torch.stack([count.to(torch.float64) for count in counts])
+    total = torch.stack([in_float64(count) for count in counts])
     if bool((total == 0).any()):
         return None
     return list(total / total.sum())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator, Tags, Transpose
+from curvatlas.precision import in_float64
 
 if TYPE_CHECKING:
     from curvatlas.problem import Problem
@@ -51,10 +52,10 @@ class DiagonalOperator(LinearOperator):
         return Submatrix(self, rows, columns)
 
     def exact_trace(self) -> float:
-        return float(self.diagonal.double().sum())
+        return float(in_float64(self.diagonal).sum())
 
     def exact_frobenius_norm(self) -> float:
-        return float(torch.linalg.vector_norm(self.diagonal.double()))
+        return float(torch.linalg.vector_norm(in_float64(self.diagonal)))
 
     def exact_diagonal(self) -> Tensor:
         return self.diagonal.clone()

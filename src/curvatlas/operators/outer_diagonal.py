@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvatlas.errors import NonFiniteError
 from curvatlas.operators.target_factors import sample_axis_of_outputs, target_factors
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import bar
 
@@ -29,7 +30,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
     if problem.spread or not problem.separable or not _fewer_outputs_than_weights(problem):
         return None
     problem.check()
-    total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
+    total = torch.zeros(problem.size, dtype=torch.float64, device=float64_device(problem.device))
     passes = 0
     with problem.evaluating(), bar("exact diagonal") as progress:
         for batch in problem.batches():
@@ -60,12 +61,12 @@ def _of_sample(problem: Problem, piece: Batch) -> tuple[Tensor, int] | None:
     factors = target_factors(problem.loss, outputs, piece.targets, axis=axis)
     if factors is None:
         return None
-    total = torch.zeros(problem.size, dtype=torch.float64, device=problem.device)
+    total = torch.zeros(problem.size, dtype=torch.float64, device=float64_device(problem.device))
     for some in torch.split(factors.places, max(1, _NUMBERS // problem.size)):
         rows = torch.autograd.grad(
             outputs.movedim(axis, 0), list(leaves.values()), factors.seeds(some),
             is_grads_batched=True, retain_graph=True, allow_unused=True,
         )  # fmt: skip
-        squares = [None if r is None else r.double().square().sum(0) for r in rows]
+        squares = [None if r is None else in_float64(r).square().sum(0) for r in rows]
         total += problem.layout.join(squares, like=total)
     return total, len(factors.places)

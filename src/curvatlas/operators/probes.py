@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from curvatlas.errors import DifferentiationError
 from curvatlas.operators.graph import graph_size
 from curvatlas.operators.linearisation import HessianLinearisation, Linearisation
+from curvatlas.precision import has_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.chunked import HiddenLogits
 from curvatlas.problem.guards import listed
@@ -103,6 +104,8 @@ def probe_by_differences(
 def _in_float64(problem: Problem, batch: Batch, room: int) -> tuple[Problem, Batch]:
     """A copy of the problem and of a batch of it."""
     tensors = [*problem.model.parameters(), *problem.model.buffers()]
+    if not has_float64(problem.device):
+        raise TypeError(f"{problem.device} has no float64.")
     if sum(t.numel() * 8 for t in tensors) > room:
         raise MemoryError("the model is too large to be copied.")
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from curvatlas.operators.fisher import drawn_uniform
 from curvatlas.operators.layer_uses import RecordedPass, Use, record
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 
@@ -367,9 +368,13 @@ def _root_columns(
     units = torch.eye(classes, dtype=outputs.dtype, device=outputs.device).view(classes, *shape)
     if loss.root_product(outputs, batch.targets, torch.zeros_like(outputs)) is None:
         rows = [product(unit.expand_as(outputs).clone()).reshape(-1, classes) for unit in units]
-        blocks = torch.stack(rows, -1).double()  # (targets, C, C)
+        blocks = in_float64(torch.stack(rows, -1))  # (targets, C, C)
         values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
-        roots = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(outputs.dtype)
+        roots = (
+            (vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
+            .to(outputs.dtype)
+            .to(outputs.device)
+        )
     else:
         roots = None
     # The factor is used target by target: it must be all of Λ.

@@ -28,6 +28,7 @@ from curvatlas.operators.target_factors import (
     sample_axis_of_outputs,
     target_factors,
 )
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, Problem
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class SampleFactors:
             return None
         if self._checks:
             problem.check()
-        total = torch.zeros(self.size, dtype=torch.float64, device=problem.device)
+        total = torch.zeros(self.size, dtype=torch.float64, device=float64_device(problem.device))
         together = max(1, self._at_once // max(columns, 1))
         mapped = False
         try:
@@ -130,12 +131,14 @@ class SampleFactors:
 
     def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
         """Σ_i Σ_c (J_iᵀ f_ic)² of one batch, flat and in float64."""
-        total = torch.zeros(self.size, dtype=torch.float64, device=factors.columns.device)
+        total = torch.zeros(
+            self.size, dtype=torch.float64, device=float64_device(factors.columns.device)
+        )
         for some in torch.split(factors.places, self._at_once):
             gradients = self._gradients(batch, factors.seeds(some))  # (r, n, *shape) each
             # Not in place: gradients of different parameters may share their memory.
             pieces = [gradient.flatten(2).square().sum((0, 1)) for gradient in gradients]
-            total += torch.cat(pieces).double()
+            total += in_float64(torch.cat(pieces))
         return total
 
     def _gradients(self, batch: Batch, seeds: Tensor) -> list[Tensor]:

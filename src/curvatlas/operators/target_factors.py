@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.errors import ProblemError
+from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, CrossEntropy, Loss, MeanSquaredError
 
 _MOST_NUMBERS = 2**27  # in the matrices Λ_t of one call, 1 GB
@@ -53,14 +54,16 @@ def target_factors(
     count = outputs.numel() // (n * classes)
     units = units.expand(classes, n, count, classes).reshape(classes, *shape)
     weighted = product(units.movedim(1, 1 + axis)).movedim(1 + axis, 1)
-    blocks = weighted.reshape(classes, n, count, classes).movedim(0, 3).double()
+    blocks = in_float64(weighted.reshape(classes, n, count, classes).movedim(0, 3))
     values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)  # (n, T, C)
     rounding = classes * torch.finfo(outputs.dtype).eps * values.amax()
     columns: Tensor = vectors * values.where(values > rounding, 0.0).sqrt().unsqueeze(2)
     sizes = columns.square().sum((0, 2))  # (T, r)
     places = sizes.nonzero()
     order = sizes[places[:, 0], places[:, 1]].argsort(descending=True)
-    return TargetFactors(columns.to(outputs.dtype), places[order], shape)
+    return TargetFactors(
+        columns.to(outputs.dtype).to(outputs.device), places[order].to(outputs.device), shape
+    )
 
 
 def _outputs_of_a_target(loss: Loss, shape: torch.Size) -> int:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvatlas.errors import ProblemError
+from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.chunked import ChunkedSoftmax, HiddenLogits
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Rebuild, Uniform, main_tensor
 
@@ -146,7 +147,8 @@ class CrossEntropy(Loss):
             return 1.0  # ``check`` will say what is wrong with it
         if targets.is_floating_point():
             return float(self._probabilities(targets)[..., 0].numel())
-        return float(self._row_weights(targets, torch.float64).sum())
+        precise = torch.float64 if has_float64(targets.device) else torch.float32
+        return float(in_float64(self._row_weights(targets, precise)).sum())
 
     def _classes(self, targets: Tensor) -> Tensor:
         """Class indices with a class in range where a target is ignored."""

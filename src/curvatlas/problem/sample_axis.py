@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.budget import default_budget
 from curvatlas.errors import ProblemError
+from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
 
@@ -173,6 +174,7 @@ class _Probe:
         weights overflow, or the model takes no float64, they are tried as they are.
         """
         doubled = 8 * sum(t.numel() for t in self._problem.own_tensors()) <= self._room // 4
+        doubled = doubled and has_float64(self._problem.device)
         for dtype in dict.fromkeys([torch.float64, self._dtype] if doubled else [self._dtype]):
             self._set_precision(dtype)
             strict = dtype == torch.float64 and self._problem.keep_float64
@@ -206,7 +208,7 @@ class _Probe:
         }
         if not distance:
             return values
-        squares = {n: float(values[n].double().square().sum()) for n in problem.parameter_names}
+        squares = {n: float(in_float64(values[n]).square().sum()) for n in problem.parameter_names}
         typical = math.sqrt(sum(squares.values()) / max(problem.size, 1)) or 1.0
         drawn = torch.randn(
             _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"

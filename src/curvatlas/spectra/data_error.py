@@ -42,7 +42,7 @@ def linear_samples(
     shares = np.array([share for share, _ in parts])
     rows = []
     for _, part in parts:
-        rows.append(read(part @ probes).double().cpu().numpy())
+        rows.append(read(part @ probes).cpu().double().numpy())
         let_go_of_graphs(part)  # every part has the budget of the operator to itself
     return shares / shares.sum(), np.stack(rows)
 

@@ -27,6 +27,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import float64_device, in_float64, sum_in_float64
 from curvatlas.spectra.checkpoint import undone
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.requirements import refuse_asymmetric_images
@@ -220,7 +221,7 @@ class DeflatedSampler:
         """Mean ‖B_c u‖² of the probes at hand, with only the first so many vectors of V."""
         total = 0.0
         for _, centred in self._centred(deflated)[1]:
-            total += float((centred * centred).sum(dtype=torch.float64))
+            total += float(sum_in_float64(centred * centred))
         return total / self._held
 
     def _grams_now(self) -> Grams:
@@ -232,7 +233,7 @@ class DeflatedSampler:
         sums = torch.zeros(3, m, m, dtype=torch.float64, device="cpu")
         for u, centred in bands:
             products = [u.T @ u, u.T @ centred, centred.T @ centred]
-            sums += torch.stack(products).double().cpu()
+            sums += torch.stack(products).cpu().double()
         lengths, cross, gram = sums.numpy()
         d = self.size - j
         values = np.diag(cross) + centre * d
@@ -253,9 +254,9 @@ class DeflatedSampler:
         removed = action @ inside[:j]
         removed[:j] = raw[:j]
         d = self.size - j
-        lengths = (self._lengths - inside[:j].double().square().sum(0)).cpu().numpy()
+        lengths = (self._lengths - in_float64(inside[:j]).square().sum(0)).cpu().numpy()
         root = inside.new_tensor(np.sqrt(d / lengths))
-        forms = self._forms - (inside.double() * removed.double()).sum(0)
+        forms = self._forms - (in_float64(inside) * in_float64(removed)).sum(0)
         # Good to the rounding of A u, not of B u: enough for a centre.
         centre = float((forms.cpu().numpy() / lengths).mean())
 
@@ -290,7 +291,7 @@ class DeflatedSampler:
         self._forms = torch.cat([self._forms, _dots(probes, images)])
 
     def _forget_probes(self) -> None:
-        empty = torch.zeros(0, dtype=torch.float64, device=self.op.device)
+        empty = torch.zeros(0, dtype=torch.float64, device=float64_device(self.op.device))
         self._probes, self._images, self._known = [], [], []
         self._lengths, self._forms, self._latest = empty, empty, None
 
@@ -335,7 +336,7 @@ class DeflatedSampler:
 def _dots(left: Tensor, right: Tensor) -> Tensor:
     """Σ_i left_ij right_ij (m,) in float64."""
     dots: Tensor = torch.linalg.vecdot(left, right, dim=0)
-    return dots.double()
+    return in_float64(dots)
 
 
 def _off_mean(matrices: list[Array]) -> float:

@@ -19,6 +19,7 @@ from scipy.linalg import qr, solve_triangular
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.requirements import largest_asymmetry, not_symmetric
 from curvatlas.spectra.selection import Which, select
@@ -52,7 +53,8 @@ class KeptProducts(LinearOperator):
         """The symmetric (n, n) in float64, and the magnification of its rounding."""
         known = Completion(self.op, torch.cat(self._directions, 1), torch.cat(self._images, 1))
         n = self.op.shape[0]
-        matrix = torch.zeros(n, n, dtype=torch.float64, device=self.op.device)
+        place = float64_device(self.op.device)
+        matrix = torch.zeros(n, n, dtype=torch.float64, device=place)
         for basis, images in known.blocks():
             matrix.addmm_(images, basis.T)
         return _symmetric(matrix, self.op.dtype, what), known.magnification
@@ -70,17 +72,18 @@ class Completion:
     def __init__(self, op: LinearOperator, directions: Tensor, images: Tensor) -> None:
         """directions (n, k) of any length and angle, images (m, k) under the operator."""
         self.op = op
-        sizes = directions.double().norm(dim=0)
+        sizes = in_float64(directions).norm(dim=0)
         held = sizes > 0
-        columns = (directions.double()[:, held] / sizes[held]).cpu().numpy()
+        columns = (in_float64(directions)[:, held] / sizes[held]).cpu().numpy()
         basis, right, order = qr(columns, mode="economic", pivoting=True)
         rank = int((np.abs(np.diag(right)) > _INDEPENDENT).sum())
         right, order = right[:rank, :rank], order[:rank]
-        scaled = (images.double()[:, held] / sizes[held]).cpu().numpy()[:, order]
+        scaled = (in_float64(images)[:, held] / sizes[held]).cpu().numpy()[:, order]
         # A (D R⁻¹) = (A D) R⁻¹
         known = solve_triangular(right, scaled.T, trans="T").T if rank else scaled
-        self._basis = torch.from_numpy(np.ascontiguousarray(basis[:, :rank])).to(op.device)
-        self._known = torch.from_numpy(np.ascontiguousarray(known)).to(op.device)
+        self._place = float64_device(op.device)
+        self._basis = torch.from_numpy(np.ascontiguousarray(basis[:, :rank])).to(self._place)
+        self._known = torch.from_numpy(np.ascontiguousarray(known)).to(self._place)
         inverse = solve_triangular(right, np.eye(rank)) if rank else np.eye(1)
         self.magnification = float(np.linalg.norm(inverse, 2))
         self.missing = op.shape[1] - rank
@@ -93,21 +96,21 @@ class Completion:
         reflections = torch.geqrf(self._basis) if rank else None
         for start in range(rank, n, _BLOCK):
             stop = min(start + _BLOCK, n)
-            block = torch.zeros(n, stop - start, dtype=torch.float64, device=self.op.device)
+            block = torch.zeros(n, stop - start, dtype=torch.float64, device=self._place)
             block[start:stop].fill_diagonal_(1)
             if reflections is not None:
                 block = torch.ormqr(*reflections, block)
-            columns = block.to(self.op.dtype)
-            images = (self.op @ columns).double()
+            columns = block.to(self.op.dtype).to(self.op.device)
+            images = in_float64(self.op @ columns)
             if not bool(torch.isfinite(images).all()):
                 raise FloatingPointError("a product with the operator gave NaN or infinity.")
-            yield columns.double(), images
+            yield in_float64(columns), images
 
 
 def dense_matrix(op: LinearOperator) -> tuple[Tensor, int]:
     """(n, n) in float64 and the products it took."""
     before = op.products
-    matrix = op.dense().double()
+    matrix = in_float64(op.dense())
     if not bool(torch.isfinite(matrix).all()):
         raise FloatingPointError(
             "the operator's matrix contains NaN or infinity: check the loss and the parameters."

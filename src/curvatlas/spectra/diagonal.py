@@ -19,6 +19,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator, MatrixOperator
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
@@ -119,7 +120,7 @@ class _Run:
         # A third for the outliers: their columns make most of the scatter.
         self.steps = min(budget // 3, 60) if op.tags.symmetric else 0
         self.basis = KrylovBasis(op, self.steps + 2)
-        zeros = torch.zeros(n, dtype=torch.float64, device=op.device)
+        zeros = torch.zeros(n, dtype=torch.float64, device=float64_device(op.device))
         self.total, self.squares = zeros, zeros.clone()
         self.probes = 0
         # Kept only where the estimate may end in reading all columns: what was multiplied, (n, k).
@@ -191,7 +192,7 @@ class _Run:
         if self.reads:
             self.directions = torch.cat([self.directions, directions], 1)
             self.images = torch.cat([self.images, images], 1)
-        samples = (probes * images).double()
+        samples = in_float64(probes * images)
         self.total = self.total + samples.sum(1)
         self.squares = self.squares + samples.pow(2).sum(1)
         self.probes += count
@@ -205,7 +206,7 @@ class _Run:
                 basis.coefficients[:r, :j], dtype=basis.rows.dtype, device="cpu"
             )
             image = action.T.to(basis.rows.device) @ basis.rows[:r]  # rows (A v_i)ᵀ
-            exact = (image * basis.rows[:j]).sum(0).double()
+            exact = in_float64((image * basis.rows[:j]).sum(0))
         mean = self.total / m
         variance = (self.squares / m - mean**2).clamp_min(0) * m / max(m - 1, 1)
         error = (variance / m).sqrt()
@@ -249,8 +250,8 @@ class _Run:
 
     def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.basis.restore(tensors, numbers)
-        self.total = tensors["total"].to(self.op.device)
-        self.squares = tensors["squares"].to(self.op.device)
+        self.total = tensors["total"].to(self.total.device)
+        self.squares = tensors["squares"].to(self.squares.device)
         self.random.set_state(tensors["random"])
         if self.reads:
             self.directions = tensors["directions"].to(self.op.device)
@@ -271,13 +272,13 @@ def read_diagonal(op: LinearOperator, what: str = "diagonal") -> Tensor:
         largest = max(largest, float(torch.linalg.vector_norm(images, dim=0).max()))
         if stop == n and np.isfinite(largest):
             refuse_asymmetric_images(op, block, images, what, scale=largest)
-        entries.append(images[start:stop].diagonal().double())
+        entries.append(in_float64(images[start:stop].diagonal()))
     return torch.cat(entries)
 
 
 def _closed_form(op: LinearOperator) -> Tensor | None:
     if isinstance(op, MatrixOperator):
-        return op.matrix.diagonal().double()
+        return in_float64(op.matrix.diagonal())
     known = getattr(op, "exact_diagonal", None)
     return known() if callable(known) else None
 
@@ -300,7 +301,7 @@ def exact_diagonal(
     radius: Tensor | None = None,
 ) -> DiagonalEstimate:
     """A diagonal known up to rounding, which ``condition`` magnifies, or up to ``radius``."""
-    values = values.detach().double()
+    values = in_float64(values.detach())
     if radius is None:
         radius = 64 * eps * condition * values.abs()
     radius = radius + np.finfo(np.float64).tiny

@@ -20,6 +20,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import has_float64, in_float64
 from curvatlas.spectra.checkpoint import undone
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.requirements import refuse_asymmetric_images
@@ -196,7 +197,7 @@ class FrobeniusSampler:
         for band in (slice(start, start + step) for start in range(0, length, step)):
             part = torch.cat([piece[band] for piece in pieces], 1)
             part.addmm_(rows[:, band].T, inside, alpha=-1)
-            total += (part.T @ part).double().cpu()
+            total += (part.T @ part).cpu().double()
         inner: Array = total.numpy()
         return inner
 
@@ -209,8 +210,9 @@ class FrobeniusSampler:
     def estimate(self) -> tuple[float, float, float]:
         """‖A‖_F and its 95 % interval."""
         m = self.probe_count
-        lengths = torch.linalg.vector_norm(self.images, dim=1, dtype=torch.float64)
-        exact = float(lengths.square().sum())
+        precise = torch.float64 if has_float64(self.op.device) else None
+        lengths = torch.linalg.vector_norm(self.images, dim=1, dtype=precise)
+        exact = float(in_float64(lengths).square().sum())
         rest, centred = self._rest(self.count)
         square = exact + rest
         if square == 0.0:

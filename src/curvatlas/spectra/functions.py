@@ -16,6 +16,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.dense import (
@@ -194,7 +195,7 @@ def quadratic_form(
     check_budget(max_products)
     check_damping(damping)
     check_vector(b, n, "b")
-    square = float(b.double().pow(2).sum())
+    square = float(in_float64(b).pow(2).sum())
     basis = KrylovBasis(op, min(max_products, n) + 2)
     certain = function is None and op.tags.psd and damping > 0
     f = function if function is not None else _reciprocal

@@ -8,6 +8,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.dense import KeptProducts, reads_the_rest, symmetric_matrix
 from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal
@@ -68,13 +69,14 @@ def inverse_diagonal(
         n - products, _GROUP * _iterations(basis, known, damping, rtol), budget - products
     ):
         return read()
-    exact = torch.zeros(n, dtype=torch.float64, device=op.device)
+    place = float64_device(op.device)
+    exact = torch.zeros(n, dtype=torch.float64, device=place)
     if len(known):
         if np.abs(known + damping).min() == 0.0:
             raise ValueError("A + damping·I is singular: take damping above zero.")
-        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=op.device)
-        exact = (vectors.double().pow(2) * weights[:, None]).sum(0)
-    samples = torch.empty(n, 0, dtype=torch.float64, device=op.device)
+        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=place)
+        exact = (in_float64(vectors).pow(2) * weights[:, None]).sum(0)
+    samples = torch.empty(n, 0, dtype=torch.float64, device=place)
     converged = False
     values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
     while not converged:
@@ -94,7 +96,7 @@ def inverse_diagonal(
         products += solved.products
         groups = 1.0
         if solved.converged or not kept:
-            samples = torch.cat([samples, (probes * solved.value).double()], 1)
+            samples = torch.cat([samples, in_float64(probes * solved.value)], 1)
             m = samples.shape[1]
             error = samples.std(1) / m**0.5
             values = exact + samples.mean(1)

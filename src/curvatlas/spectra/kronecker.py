@@ -72,6 +72,7 @@ from curvatlas.errors import NonFiniteError
 from curvatlas.operators.base import LinearOperator, Tags
 from curvatlas.operators.layer_uses import Use
 from curvatlas.operators.pulled_columns import ColumnChoice, PulledColumns, SampleRun
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.guards import listed
 
@@ -202,7 +203,7 @@ class BlockwiseOperator(LinearOperator):
     def _sum_over_eigenvalues(self, function: Callable[[Tensor], Tensor]) -> float:
         others = self.shape[0] - sum(block.values.numel() for block in self.blocks)
         alone = torch.tensor(self.elsewhere, dtype=torch.float64, device="cpu")
-        inside = sum(float(function(block.values.double()).sum()) for block in self.blocks)
+        inside = sum(float(function(in_float64(block.values)).sum()) for block in self.blocks)
         return inside + (others * float(function(alone)) if others else 0.0)
 
     def exact_trace(self) -> float:
@@ -553,7 +554,7 @@ class _BlockSums:
             mean = _total(
                 pair[side] * trace[1 - side] for pair, trace in zip(matrices, traces, strict=True)
             )
-            bases.append(torch.linalg.eigh(mean.double())[1].to(mean.dtype))
+            bases.append(torch.linalg.eigh(in_float64(mean))[1].to(mean.dtype).to(mean.device))
         values = _total(
             _diagonal_in(bases[0], left)[:, None] * _diagonal_in(bases[1], right)
             for left, right in matrices
@@ -565,8 +566,9 @@ def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues, none below zero, and eigenvectors; None, the identity, for a diagonal (n,)."""
     if factor.ndim == 1:
         return factor, None
-    values, vectors = torch.linalg.eigh(factor.double())
-    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype)
+    values, vectors = torch.linalg.eigh(in_float64(factor))
+    values, vectors = (t.to(factor.dtype).to(factor.device) for t in (values, vectors))
+    return values.clamp_min(0), vectors
 
 
 def _matrix(factor: Tensor) -> Tensor:

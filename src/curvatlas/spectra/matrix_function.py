@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.functions import Function, _applied
@@ -87,7 +88,7 @@ def _one(
     n = op.shape[0]
     check_vector(v, n, "v")
     v = v.detach().to(device=op.device, dtype=op.dtype)
-    size = float(torch.linalg.vector_norm(v.double()))
+    size = float(torch.linalg.vector_norm(in_float64(v)))
     basis = KrylovBasis(op, budget + 2)
     if size == 0.0 or not basis.add(v):
         return FunctionProduct(value=torch.zeros_like(v), error=0.0, products=0, converged=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from curvatlas.operators.base import LinearOperator, MatrixOperator, Tags
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
@@ -224,7 +225,7 @@ def _complete(sampler: FrobeniusSampler) -> Estimate:
 def _closed_form(op: LinearOperator) -> Estimate | None:
     eps = torch.finfo(op.dtype).eps
     if isinstance(op, MatrixOperator):
-        value = float(torch.linalg.norm(op.matrix.double()))
+        value = float(torch.linalg.norm(in_float64(op.matrix)))
         method = "the matrix itself"
     else:
         known = getattr(op, "exact_frobenius_norm", None)
@@ -253,7 +254,7 @@ def _read_columns(op: LinearOperator) -> Estimate:
         images = op @ block
         if start == 0 and bool(torch.isfinite(images).all()):
             refuse_asymmetric_images(op, block, images, "frobenius_norm")
-        value = _grown(value, images.double())
+        value = _grown(value, in_float64(images))
     if not np.isfinite(value):
         raise FloatingPointError("a product with the operator gave NaN or infinity.")
     return exact_estimate(

@@ -40,7 +40,7 @@ def participation(
     """vectors: (n,) or (n, k) columns of the whole flat vector."""
     if by not in ("role", "sublayer", "layer", "slice"):
         raise ValueError(f'by must be "role", "sublayer", "layer" or "slice", got {by!r}.')
-    columns = (vectors.unsqueeze(-1) if vectors.ndim == 1 else vectors).detach().double().cpu()
+    columns = (vectors.unsqueeze(-1) if vectors.ndim == 1 else vectors).detach().cpu().double()
     if columns.shape[0] != anatomy.size:
         raise ValueError(f"vectors have {columns.shape[0]} rows, the anatomy {anatomy.size}.")
     squares = columns.pow(2)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator, Tags
+from curvatlas.precision import float64_device, in_float64
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.diagonal import diagonal as estimated_diagonal
 from curvatlas.spectra.requirements import (
@@ -109,7 +110,7 @@ def partial_cholesky(op: LinearOperator, rank: int, *, diagonal: Tensor | None =
         diagonal = estimated_diagonal(op, max_products=max(rank, 16)).values
     if diagonal.shape != (n,):
         raise ValueError(f"the diagonal is a tensor ({n},), got {tuple(diagonal.shape)}.")
-    left = diagonal.detach().to(device=op.device, dtype=torch.float64).clone()
+    left = in_float64(diagonal.detach()).to(float64_device(op.device)).clone()
     eps = torch.finfo(op.dtype).eps
     factor = torch.zeros(n, rank, dtype=op.dtype, device=op.device)
     taken, largest = 0, 0.0
@@ -129,7 +130,7 @@ def partial_cholesky(op: LinearOperator, rank: int, *, diagonal: Tensor | None =
         if pivot <= 100 * n * eps * largest:
             continue
         factor[:, taken] = column / pivot**0.5
-        left -= factor[:, taken].double() ** 2
+        left -= in_float64(factor[:, taken]) ** 2
         taken += 1
     return factor[:, :taken]
 

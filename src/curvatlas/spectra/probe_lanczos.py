@@ -67,7 +67,7 @@ def recurrences(
             break
         own = beta[:, None]
         kept[:, step + 1] = torch.where(own > 0, image / torch.where(own > 0, own, 1.0), 0.0)
-    result = torch.stack([alphas, betas]).double().cpu().numpy()
+    result = torch.stack([alphas, betas]).cpu().double().numpy()
     return result[0].T, result[1].T, products
 
 

@@ -15,6 +15,7 @@ from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes, readable
 from curvatlas.errors import ProblemError
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.problem.fingerprint import content
 from curvatlas.spectra.krylov import KrylovBasis
 
@@ -140,8 +141,8 @@ def asymmetry(directions: Tensor, images: Tensor) -> tuple[float, float]:
     if count < 2 or not bool((norms > 0).all()):
         return 0.0, 0.0
     forms = (directions / norms).T @ (images / norms)
-    apart = float((forms - forms.T).double().pow(2).sum()) / (count * (count - 1))
-    size = float((images / norms).double().pow(2).sum()) / count
+    apart = float(in_float64(forms - forms.T).pow(2).sum()) / (count * (count - 1))
+    size = float(in_float64(images / norms).pow(2).sum()) / count
     return float(np.sqrt(n * n * apart)), float(np.sqrt(n * size))
 
 

@@ -154,4 +154,4 @@ class Rows:
                 lost += (turned - into.to(self.dtype)).square().sum(1)
         if not self.packed:
             return np.zeros(turn.shape[0])
-        return self._summed(lost).sqrt().double().cpu().numpy()
+        return self._summed(lost).sqrt().cpu().double().numpy()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from curvatlas.operators.base import LinearOperator, MatrixOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator
 from curvatlas.spectra.data_error import around, batches_of, half_width, linear_samples
@@ -259,7 +260,7 @@ def _read_diagonal(op: LinearOperator, offset: float) -> Estimate:
 def _closed_form(op: LinearOperator) -> Estimate | None:
     eps = torch.finfo(op.dtype).eps
     if isinstance(op, MatrixOperator):
-        diagonal = op.matrix.diagonal().double()
+        diagonal = in_float64(op.matrix.diagonal())
         return exact_estimate(
             "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()), eps=eps,
             products=0, method="diagonal of the matrix",

@@ -15,6 +15,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from curvatlas.operators.base import LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array, KrylovBasis
@@ -66,7 +67,7 @@ def newton_step(
         raise ValueError(f"radius must be positive, got {radius!r}.")
     budget = min(n, 200) if max_products is None else max_products
     check_budget(budget)
-    size = float(torch.linalg.vector_norm(gradient.double()))
+    size = float(torch.linalg.vector_norm(in_float64(gradient)))
     basis = KrylovBasis(op, budget + 2)
     if size == 0.0 or not basis.add(gradient):
         return NewtonStep(

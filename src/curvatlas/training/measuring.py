@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice
 from curvatlas.operators import Hessian, LinearOperator
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -142,7 +143,7 @@ class Measuring:
         )
         probes = (2.0 * signs - 1.0).to(dtype=operator.dtype, device=operator.device)
         products = operator @ probes
-        samples = (probes * products).sum(0).double()
+        samples = in_float64((probes * products).sum(0))
         mean, spread = float(samples.mean()), float(samples.std()) / self._probes**0.5
         quantile = _student_95(self._probes - 1)
         each = (probes * products).mean(1)

@@ -17,6 +17,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
 from curvatlas.operators import GaussNewton
 from curvatlas.operators.outer_diagonal import exact_outer_diagonal
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
@@ -213,7 +214,7 @@ def _report(
 
     return Pruning(
         method=method,
-        sparsity=float(removed[places].double().mean()),
+        sparsity=float(in_float64(removed[places]).mean()),
         masks=named(~removed),
         weights=named(new),
         role_sparsity={

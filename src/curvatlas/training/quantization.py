@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.operators import Hessian
+from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.training.pruning import PRUNED_ROLES, value_at
@@ -69,7 +70,7 @@ def quantization_sensitivity(
     return QuantizationSensitivity(
         bits=tuple(bits),
         roles=present,
-        predicted=predicted.double().reshape(shape),
+        predicted=in_float64(predicted).reshape(shape),
         measured=torch.tensor(measured, dtype=torch.float64).reshape(shape),
         loss=base,
     )
