@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from curvatlas import parallel, runs
+from curvatlas.budget import give_back
 from curvatlas.commands.budgets import Interrupted, TimeUp
 from curvatlas.commands.console import Console
 from curvatlas.results import brief
@@ -75,6 +76,7 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
     def report() -> None:
         if parallel.rank() > 0:
             return
+        give_back()
         loaded = runs.load(run.path)
         write_report(loaded)
         if importlib.util.find_spec("matplotlib") is not None:
