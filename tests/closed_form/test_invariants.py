@@ -1,4 +1,4 @@
-"""Directions the loss does not see, and Lie identities of its symmetries (THEORY 16.4)."""
+"""Directions the loss does not see, and Lie identities of its symmetries (derivations §17)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_check_that_breaks_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_statement_is_shown_at_length() -> None:
     text = describe(run_verify(["theorem-7-assumption"]).entries[0])
-    assert "docs/theory/derivations.md#one-more-sample" in text
+    assert "docs/theory/derivations.md#14-one-more-sample" in text
     assert "counterexample" in text
     assert "measured" in text
 

@@ -20,7 +20,7 @@ from curvatlas.results import Result
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMoments(Result):
-    """Central moments of the tokens under each row of A (THEORY 2.1).
+    """Central moments of the tokens under each row of A (derivations §4).
 
     M1_i = Σ_j A_ij x_j,  M2_i = Σ_j A_ij x̃x̃ᵀ,  M3_i = Σ_j A_ij x̃ ⊗ x̃ ⊗ x̃,  x̃ = x_j − M1_i.
     """
@@ -92,7 +92,7 @@ class SelfAttentionHessian(ClosedFormBlock):
     ) -> BlockHessian:
         r"""Loss, attention weights and every block QQ, QK, …, VV (OO) of the Hessian.
 
-        For one head, MSE with c = 2/(L d) and s = 1/√d_k (THEORY 2.1, compact form of §7):
+        For one head, MSE with c = 2/(L d) and s = 1/√d_k (derivations §4, compact form of §9):
 
             QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
 

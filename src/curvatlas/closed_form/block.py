@@ -130,7 +130,7 @@ class StructuralZeros:
         curved = spec.norm != "none"
         bent = spec.activation in _BENT
         whole = spec.d_ff is not None
-        # Functional curvature at the places of the tail: S, hidden, v, U (THEORY §5 with Λ_Z = 0).
+        # Functional curvature at S, hidden, v, U (derivations §7 with Λ_Z = 0).
         self.at_S = post and curved
         self.at_hidden = {
             ("gate", "gate"): self.at_S or bent,

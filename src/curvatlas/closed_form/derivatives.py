@@ -1,8 +1,8 @@
 """Second derivatives of one evaluated block: dense, single blocks, diagonal, norms, factor.
 
-The Hessian is linear in the seeds at the output (THEORY P2), so one routine gives all three parts:
-total = H(Λ, δ), outer = H(Λ, 0), functional = H(0, δ). A loss that couples tokens has no token-wise
-Λ but a factor of low rank: then outer = V Vᵀ with V = Jᵀ φ, and total = functional + outer.
+The Hessian is linear in the seeds at the output, so one routine gives all three parts: total =
+H(Λ, δ), outer = H(Λ, 0), functional = H(0, δ) (derivations §2). A loss that couples tokens has no
+token-wise Λ but a factor of low rank: then outer = V Vᵀ with V = Jᵀ φ (derivations §10).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: 
 
 
 # -------------------------------------------------------------------------------------------------
-# The exact diagonal of a block's Hessian, without any P × P or d_ff × d_ff object (THEORY §10).
+# The exact diagonal of a block's Hessian, without a P × P or d_ff × d_ff object (derivations §12).
 #
 # On the diagonal only M survives:  diag[(r, a)] = Σ_i α_i[a]² M_i[r, r],  and of every M only its
 # diagonal is formed, e.g. for the queries Σ_d (X Λ) ⊙ X + s² diag T_KK.
@@ -169,7 +169,7 @@ def add_diagonal(out: Tensor, terms: Terms, f: Family) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# The outer part as a factor: H_o = V Vᵀ for losses whose Λ has low rank (THEORY §8).
+# The outer part as a factor: H_o = V Vᵀ for losses whose Λ has low rank (derivations §10).
 #
 # Pooled and class-token classifiers see a sample through a few numbers, so Λ = Σ_r φ_r φ_rᵀ with R
 # ≤
@@ -582,7 +582,7 @@ class BlockDerivatives(DecomposedHessian):
         return self._terms(*whole, "outer")
 
     def outer_factor(self) -> Tensor:
-        """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (THEORY §8)."""
+        """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (derivations §10)."""
         return self._factor
 
     # ---- diagonal, norms, products with one block -------------------------------------------

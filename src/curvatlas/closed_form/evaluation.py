@@ -39,7 +39,7 @@ class NormState:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A block at one batch x (B, L, d); the letters are those of THEORY §5 and §6."""
+    """A block at one batch x (B, L, d); the letters are those of derivations §7 and §8."""
 
     spec: BlockSpec
     weights: dict[str, Tensor]

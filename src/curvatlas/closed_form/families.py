@@ -7,7 +7,7 @@ order of the computation every block of the Hessian is
     H_fg[(r, a), (c, b)] = Σ_i α_i[a] ( M_i[r, c] α'_i[b] + K_i[r, b] δ'_i[c] ),
 
 r, c core indices, a, b activation indices: M the curvature between the two places, K the change
-of g's activation along f, δ' the adjoint at g (THEORY §7 row by row). One formula means one
+of g's activation along f, δ' the adjoint at g (derivations §9 row by row). One formula means one
 routine for dense blocks, one for products, one for norms.
 
     family     core          α           δ

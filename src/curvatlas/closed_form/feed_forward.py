@@ -162,7 +162,7 @@ class FFNHessian(nn.Module):
         r"""The Hessian over gate, up and down weights and biases for x (…, d).
 
         W2W2 = Σ ĝĝᵀ ⊗ Λ,  W1W1 = Σ v̂v̂ᵀ ⊗ (D1 W2ᵀ Λ W2 D1 + ρ),  ρ = D2 ⊙ W2ᵀδ,
-        W1W2 = Σ v̂ ĝ (D1 W2ᵀ Λ) + v̂ D1 δ                                          (THEORY §7)
+        W1W2 = Σ v̂ ĝ (D1 W2ᵀ Λ) + v̂ D1 δ                                          (derivations §9)
         """
         found = self.derivatives(x, target, loss=loss)
         return block_hessian(found, part=part, out=out, workspace=workspace)

@@ -1,4 +1,4 @@
-r"""Moments of attention rows (THEORY §3.1, §6): the only tensors through which Q, K, V act.
+r"""Moments of attention rows (derivations §8): the only tensors through which Q, K, V act.
 
 Row i of a head depends on the weights through θ_i alone, as an exponential family over its keys:
 
@@ -7,8 +7,8 @@ Row i of a head depends on the weights through θ_i alone, as an exponential fam
 
 with adjoint weights w_ij = A_ij(e_ij − Σ_l A_il e_il), e_ij = τ_i·v_j. The tokens are centred by
 their sequence mean first: exact, since covariances and w (Σ_j w_ij = 0) ignore a shift, and what
-keeps float32 accurate when all tokens share a large mean (THEORY §17). Without softmax A = T is
-linear in θ: M_i = Σ_j x_j x_jᵀ over the allowed keys, T_i = 0, w_ij = τ_i·v_j there.
+keeps float32 accurate when all tokens share a large mean (derivations §20). Without softmax A = T
+is linear in θ: M_i = Σ_j x_j x_jᵀ over the allowed keys, T_i = 0, w_ij = τ_i·v_j there.
 
 With ``augmented`` a constant coordinate 1 stands behind the d coordinates of every token: it makes
 biases ordinary weights. Centred, it is exactly 0: the key bias has no curvature under softmax.

@@ -1,4 +1,4 @@
-r"""Everything after attention, token by token (THEORY §5): from the seeds at Z back to U = X + F.
+r"""Everything after attention, token by token, from the seeds at Z back to U (derivations §7).
 
     v = γ ⊙ n(U) + β,   h = v W1ᵀ,   g = act(h),   S = g W2ᵀ + (v post-norm | U pre-norm),
     Z = γ ⊙ n(S) + β (post-norm) or S.

@@ -203,7 +203,7 @@ def growth_with_depth(kind: str, slopes: Sequence[float], depths: Sequence[int])
 
 
 def norm_curvature(slopes: Sequence[float]) -> Claim:
-    """THEORY 3.2: ‖Ψ(δ)‖ ≤ √2 ‖δ‖ / (√d σ²), so created curvature falls like 1/variance."""
+    """derivations §5: ‖Ψ(δ)‖ ≤ √2 ‖δ‖ / (√d σ²), so created curvature falls like 1/variance."""
     return claim(
         "norm curvature falls with the variance of a token",
         "what LayerNorm creates per slope falls like 1 / variance of the token",

@@ -285,7 +285,7 @@ def printed_theorem_1(head: SingleHead) -> dict[str, Tensor]:
 
 
 def corrected_blocks(head: SingleHead) -> Tensor:
-    """Corrected block bounds (THEORY §14.2) as the symmetric 3×3 matrix over (Q, K, V).
+    """Corrected block bounds (derivations §13) as the symmetric 3×3 matrix over (Q, K, V).
 
     Uses ‖M2_i‖ ≤ r² with r the largest distance of a token from the mean token, |e_ij| ≤ 2r‖u_i‖.
     """

@@ -1,4 +1,4 @@
-r"""Per-token ingredients of the token-structured bound (THEORY §5 and §6).
+r"""Per-token ingredients of the token-structured bound (derivations §7 and §8).
 
 After attention everything acts token by token, so a block's Hessian is known from small tensors at
 each of the N = n·L tokens. Everything here is a plain differentiable function of inputs and
@@ -21,7 +21,7 @@ from curvatlas.theory.reference import linear
 # -------------------------------------------------------------------------------------------------
 # Upper bounds on the norm of sums of Kronecker products over tokens.
 #
-# Every block of a Transformer block's Hessian is a sum over tokens (THEORY §7)
+# Every block of a Transformer block's Hessian is a sum over tokens (derivations §9)
 #
 #     Σ_i α_i β_iᵀ ⊗ M_i          or, with an adjoint term,   Σ_i α_i ⊗ (a_i ⊗ N_i + K_i ⊗ b_i).
 #
@@ -104,7 +104,7 @@ def _summed_top(weight: Tensor, middle: Tensor) -> Tensor:
 
 
 def plain_frobenius(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:
-    """‖Σ_i α_iβ_iᵀ ⊗ M_i‖_F from Gram matrices of the tokens (THEORY §10), exact."""
+    """‖Σ_i α_iβ_iᵀ ⊗ M_i‖_F from Gram matrices of the tokens (derivations §12), exact."""
     flat = middle.reshape(len(middle), -1)
     return _root(((alpha @ alpha.T) * (beta @ beta.T) * (flat @ flat.T)).sum())
 
@@ -295,7 +295,7 @@ def _through_norm(
 def tail_at_tokens(
     spec: BlockSpec, weights: Weights, u: Tensor, delta: Tensor, lam: Tensor
 ) -> TokenTail:
-    """The recursion of THEORY §5 from seeds δ_Z (N, d), Λ_Z (N, d, d) down to U (N, d)."""
+    """The recursion of derivations §7 from seeds δ_Z (N, d), Λ_Z (N, d, d) down to U (N, d)."""
     if not spec.residual or (spec.d_ff is None and spec.norm_first):
         return TokenTail(delta, lam)
     if spec.d_ff is None:

@@ -220,9 +220,8 @@ def entries(problem: Problem, *, biases: bool = True, budget: int | str | None =
 # Where the model is one layer that ``curvatlas.closed_form`` knows, H, H_o and H_f come in closed
 # form:
 # assembled and measured entry by entry while three matrices fit the budget, and beyond it the
-# exact
-# Frobenius norms and traces alone (THEORY §10), with nothing P × P. One product of the operator is
-# compared with the closed form first: a layer that was read wrongly is never used.
+# exact Frobenius norms and traces alone (derivations §12), with nothing P × P. One product of the
+# operator is compared with the closed form first: a layer that was read wrongly is never used.
 # -------------------------------------------------------------------------------------------------
 
 

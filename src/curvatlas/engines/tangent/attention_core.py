@@ -1,4 +1,4 @@
-r"""The attention core O = A V, A = softmax(s Q Kᵀ), with its tangent and its adjoint's (THEORY 9).
+r"""The attention core O = A V, A = softmax(s Q Kᵀ), with both tangents (derivations §11).
 
 With Ṫ = s(Q̇Kᵀ + QK̇ᵀ), B = A ⊙ Ṫ, c = rowsum B, D = δ_O Vᵀ, w = δ_T = A ⊙ (D − rowsum(A ⊙ D)):
 

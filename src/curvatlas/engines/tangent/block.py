@@ -1,4 +1,4 @@
-r"""Matrix-free derivatives of one Transformer block, written out by hand (THEORY 9).
+r"""Matrix-free derivatives of one Transformer block, written out by hand (derivations §11).
 
 ``linearise`` evaluates a block once and keeps its activations; every product after that is a
 sequence of matrix products and few elementwise passes, no autograd graph anywhere:

@@ -1,8 +1,8 @@
 r"""The feed-forward part down(g(h)), h = up(v), or g = f(h_gate) ⊙ h_up, twice differentiated.
 
-    ġ = D1 ḣ,   δ_h = D1 t,   Rδ_h = D1 Rt + (D2 t) ḣ,   t = δ_S W_down          (THEORY 9)
+    ġ = D1 ḣ,   δ_h = D1 t,   Rδ_h = D1 Rt + (D2 t) ḣ,   t = δ_S W_down          (derivations §11)
 
-with D1, D2 of THEORY 3.3, per hidden unit (2 × 2 when gated). ``None`` is zero.
+with D1, D2 of derivations §6, per hidden unit (2 × 2 when gated). ``None`` is zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from curvatlas.engines.tangent.structure import Activation, BlockSpec, Weights
 # Activation functions with their derivatives up to the third, written out.
 #
 # Nothing here calls autograd: a closed form needs f, f', f'' at every hidden unit, a Taylor
-# remainder also f'''. Formulas: THEORY 3.3.
+# remainder also f'''. Formulas: derivations §6.
 # -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-r"""A linear layer y = x Wᵀ + b with its tangent and the tangent of its adjoint (THEORY 9).
+r"""A linear layer y = x Wᵀ + b with its tangent and the tangent of its adjoint (derivations §11).
 
 Forward tangent, adjoint, and the tangent R of the adjoint, W in PyTorch's (out, in) layout:
 

@@ -1,6 +1,6 @@
 r"""Losses as seeds: what a closed form needs to know of ℓ(Z), and nothing else.
 
-The Hessian of a block is linear in the pair of seeds at its output Z (THEORY P2):
+The Hessian of a block is linear in the pair of seeds at its output Z (derivations §2):
 
     δ = ∂ℓ/∂Z   (the functional part)      and      Λ = ∂²ℓ/∂Z²   (the outer-product part).
 

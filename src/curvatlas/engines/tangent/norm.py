@@ -1,11 +1,11 @@
-r"""A normalisation y = γ ⊙ n(x) + β with its tangent and the tangent of its adjoint (THEORY 9).
+r"""A normalisation y = γ ⊙ n(x) + β, its tangent and its adjoint's tangent (derivations §11).
 
     ṅ = J ẋ,   ẏ = γ ⊙ ṅ + γ̇ ⊙ n + β̇
     δ_x = J(γ ⊙ δ_y)
     R δ_x = J u + Ψ(γ ⊙ δ_y) ẋ,   u = γ ⊙ Rδ_y + γ̇ ⊙ δ_y
     R ∂ℓ/∂γ = Σ_i (n ⊙ Rδ_y + ṅ ⊙ δ_y),   R ∂ℓ/∂β = Σ_i Rδ_y
 
-With J and Ψ of THEORY 3.2, Jδ·ẋ = δ·ṅ, everything over one common factor 1/σ, b = n·γδ_y and
+With J and Ψ of derivations §5, Jδ·ẋ = δ·ṅ, everything over one common factor 1/σ, b = n·γδ_y and
 c = −(n·ẋ)/(dσ):
 
     R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ.
@@ -28,7 +28,7 @@ from curvatlas.engines.tangent.structure import Norm
 # Normalisation layers: Jacobian and second derivative of each token's map, both in O(d).
 #
 # With σ = √(var + ε) and n = (x − μ)/σ the normalised token is d times the gradient of σ, so its
-# Jacobian is symmetric and its second derivative a fully symmetric tensor (THEORY 3.2):
+# Jacobian is symmetric and its second derivative a fully symmetric tensor (derivations §5):
 #
 #     J = (C − n nᵀ/d)/σ,      ∂²n_a/∂x_b∂x_c = −(J_ab n_c + J_ac n_b + J_bc n_a)/(d σ).
 #

@@ -22,7 +22,7 @@ from curvatlas.theory.statements import (
 )
 
 ARTICLE = "article 'Transformer Full Block Hessian Analysis'"
-_DERIVATION = "docs/theory/derivations.md#the-articles-claims"
+_DERIVATION = "docs/theory/derivations.md#18-the-articles-claims"
 _WEIGHTS = ("query_weight", "key_weight", "value_weight", "up_weight", "down_weight")
 
 

@@ -54,7 +54,7 @@ def _derivatives(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tested_by="both entrywise formulas against automatic differentiation, 3 to 6 tokens",
     verdict=CORRECTED,
     counterexample="the printed form couples different rows: off by more than 10 % at 3 tokens",
-    derivation="docs/theory/derivations.md#softmax",
+    derivation="docs/theory/derivations.md#3-softmax",
 )
 def softmax_derivative(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
@@ -86,7 +86,7 @@ def softmax_derivative(effort: CheckEffort) -> Outcome:
     formula="‖∂A/∂T‖₂ = max_i ‖diag(a_i) − a_i a_iᵀ‖₂ ≤ ½ (the draft uses ≤ 1)",
     tested_by="random logits at scales 0.1 to 30, and the two-token row (½, ½), which attains ½",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#softmax",
+    derivation="docs/theory/derivations.md#3-softmax",
 )
 def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     norms = []
@@ -113,7 +113,7 @@ def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     formula="‖D²softmax(t)[u, v]‖₂ ≤ 2 (Var_a u · Var_a v)^½ ≤ ‖u‖‖v‖",
     tested_by="alternating maximisation from random starts, 2 to 8 tokens, scales 0.1 to 5",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#softmax",
+    derivation="docs/theory/derivations.md#3-softmax",
 )
 def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     largest = 0.0
@@ -146,7 +146,7 @@ def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     " = (I⊗K⊗I) rows x_iᵀ⊗x_i⊗M3_i",
     tested_by="both sides built in full at 2 to 4 tokens; ∂A/∂T by automatic differentiation",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_moments(effort: CheckEffort) -> Outcome:
     errors = []
@@ -176,7 +176,7 @@ def attention_moments(effort: CheckEffort) -> Outcome:
     formula="ψ(θ) = log Σ_j exp(x_jᵀθ): ∇ψ = M1, ∇²ψ = M2, ∇³ψ = M3",
     tested_by="three derivatives of ψ by automatic differentiation against the moments",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_exponential_family(effort: CheckEffort) -> Outcome:
     errors = []
@@ -206,7 +206,7 @@ _OUR_BLOCKS = ("KK", "VK")
 
 
 def outer_blocks(head: SingleHead) -> dict[str, Tensor]:
-    """H_o block by block, as printed; KK and VK derived in the same notation (THEORY §2.1)."""
+    """H_o block by block, as printed; KK and VK derived in the same notation (derivations §4)."""
     length, d = head.x.shape
     c, s, d_k = head.reduction, head.scale, head.query.shape[1]
     m = moments(head.attention(), head.x)
@@ -226,7 +226,7 @@ def outer_blocks(head: SingleHead) -> dict[str, Tensor]:
 
 
 def functional_blocks(head: SingleHead) -> dict[str, Tensor]:
-    """H_f block by block, as printed; KK and VK derived in the same notation (THEORY §2.1)."""
+    """H_f block by block, as printed; KK and VK derived in the same notation (derivations §4)."""
     length, d = head.x.shape
     c, s, d_k = head.reduction, head.scale, head.query.shape[1]
     m = moments(head.attention(), head.x)
@@ -314,7 +314,7 @@ def _compare(effort: CheckEffort, part: str, names: tuple[str, ...]) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_outer(effort: CheckEffort) -> Outcome:
     return _compare(effort, "outer", _PRINTED_BLOCKS)
@@ -329,7 +329,7 @@ def attention_outer(effort: CheckEffort) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_functional(effort: CheckEffort) -> Outcome:
     return _compare(effort, "functional", _PRINTED_BLOCKS)
@@ -344,7 +344,7 @@ def attention_functional(effort: CheckEffort) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_key_blocks(effort: CheckEffort) -> Outcome:
     outer, functional = (_compare(effort, p, _OUR_BLOCKS) for p in ("outer", "functional"))
@@ -366,7 +366,7 @@ def attention_key_blocks(effort: CheckEffort) -> Outcome:
     tested_by="both Jacobians against automatic differentiation, with and without K",
     verdict=CORRECTED,
     counterexample="without K_{dK,d} the key Jacobian is off by order one (d = 3, d_k = 2)",
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_jacobians(effort: CheckEffort) -> Outcome:
     without, corrected = [], []
@@ -404,7 +404,7 @@ def attention_jacobians(effort: CheckEffort) -> Outcome:
     tested_by="sizes of the factors; the product with m = d_v² against double backward",
     verdict=CORRECTED,
     counterexample="with m = d_v the inner sizes differ (L d_v² against L d_v³)",
-    derivation="docs/theory/derivations.md#attention",
+    derivation="docs/theory/derivations.md#4-attention",
 )
 def functional_value_query(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=3, d=3, d_k=2)

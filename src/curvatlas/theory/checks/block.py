@@ -46,7 +46,7 @@ from curvatlas.theory.statements import (
 
 
 _EXACT = 1e-11
-_DERIVATION = "docs/theory/derivations.md#the-block"
+_DERIVATION = "docs/theory/derivations.md#7-the-block"
 _NAMES = ("Q", "K", "V", "1", "2")
 
 
@@ -270,7 +270,7 @@ def linear_parameters(effort: CheckEffort) -> Outcome:
     )
 
 
-_DERIVATION_CURVATURE_BOUNDS = "docs/theory/derivations.md#bounds"
+_DERIVATION_CURVATURE_BOUNDS = "docs/theory/derivations.md#13-bounds"
 _SLACK = 1.0 + 1e-9  # rounding
 
 

@@ -19,7 +19,7 @@ from curvatlas.theory.statements import (
     statement,
 )
 
-_DERIVATION = "docs/theory/derivations.md#one-more-sample"
+_DERIVATION = "docs/theory/derivations.md#14-one-more-sample"
 _SLACK = 1.0 + 1e-9
 
 

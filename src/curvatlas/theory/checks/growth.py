@@ -28,7 +28,7 @@ from curvatlas.theory.statements import (
     worst,
 )
 
-_DERIVATION = "docs/theory/derivations.md#growth"
+_DERIVATION = "docs/theory/derivations.md#15-growth"
 _BLOCKS = ("QQ", "QK", "KK", "VQ", "VK", "VV")
 
 

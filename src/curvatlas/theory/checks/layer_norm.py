@@ -94,7 +94,7 @@ def compact_hessian(x: Tensor, eps: float, *, kind: str = "layer") -> Tensor:
 
 
 _EXACT = 1e-12
-_DERIVATION = "docs/theory/derivations.md#normalisation"
+_DERIVATION = "docs/theory/derivations.md#5-normalisation"
 SHARP = 2.0 / 3.0**0.5  # max of 3 t (1 − t²) on [0, 1]
 
 

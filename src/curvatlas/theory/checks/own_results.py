@@ -23,7 +23,7 @@ from curvatlas.theory.token_bound import entry_bounds, has_norms, rows_by_backwa
 # -------------------------------------------------------------------------------------------------
 
 
-_DERIVATION = "docs/theory/derivations.md#bounds"
+_DERIVATION = "docs/theory/derivations.md#13-bounds"
 _SLACK = 1.0 + 1e-9  # rounding
 
 
@@ -158,7 +158,7 @@ def stack_bounds(effort: CheckEffort) -> Outcome:
     )
 
 
-_DERIVATION_THIRD_ORDER_CHECKS = "docs/theory/derivations.md#third-order"
+_DERIVATION_THIRD_ORDER_CHECKS = "docs/theory/derivations.md#19-third-order"
 
 
 def _nested(value: Tensor, t: Tensor) -> list[Tensor]:

@@ -83,7 +83,7 @@ class ScalarModel:
         return self.scale * self.derivatives()["b"]
 
     def spectrum(self) -> Tensor:
-        """All 2 d_k + 1 eigenvalues in closed form, ascending (THEORY §16.1)."""
+        """All 2 d_k + 1 eigenvalues in closed form, ascending (derivations §16)."""
         d, s = self.derivatives(), self.scale
         g, c, h = s * d["b"], s * d["vb"], s**2 * d["bb"]
         alpha = float((self.query + self.key).norm()) / 2**0.5
@@ -120,7 +120,7 @@ def draw_scalar(effort: CheckEffort, trial: int, d_k: int, *, batch: int = 2) ->
     return ScalarModel(draw(batch, 5), draw(d_k), draw(d_k), float(draw(1)), draw(batch, 5))
 
 
-_DERIVATION = "docs/theory/derivations.md#spectra"
+_DERIVATION = "docs/theory/derivations.md#16-spectra"
 
 
 @statement(

@@ -15,7 +15,7 @@ from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, stat
 # -------------------------------------------------------------------------------------------------
 
 
-_DERIVATION = "docs/theory/derivations.md#invariants"
+_DERIVATION = "docs/theory/derivations.md#17-invariants"
 
 
 class _Case:
@@ -174,7 +174,7 @@ def rescaling(effort: CheckEffort) -> Outcome:
     )
 
 
-_DERIVATION_EXTENSIONS = "docs/theory/derivations.md#the-block"
+_DERIVATION_EXTENSIONS = "docs/theory/derivations.md#7-the-block"
 _EXACT = 1e-12
 
 
