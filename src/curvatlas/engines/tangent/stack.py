@@ -7,8 +7,8 @@ r"""Exact products with the Hessian of a whole stack of blocks, no autograd grap
     ca.eigenpairs(here), ca.trace(here.outer)         # operators like any other
 
 Tangents run forward block by block, adjoints and their tangents run back (derivations §11):
-passing ẋ in and (δ_x, Rδ_x) out of each block composes exactly. The flat order is block by block in the order
-of ``WEIGHT_NAMES``, then the readout, then, if asked for, the stack's input.
+passing ẋ in and (δ_x, Rδ_x) out of each block composes exactly. The flat order is block by block in
+the order of ``WEIGHT_NAMES``, then the readout, then, if asked for, the stack's input.
 """
 
 from __future__ import annotations
