@@ -42,6 +42,7 @@ from curvatlas.studies.cost_model import (
     TransformerShape,
 )
 from curvatlas.zoo.models import GPT, GPTConfig
+from harness.cost_fits import fit_link, fit_machine
 from harness.peak import peak_bytes, settled
 from harness.results import RESULTS, keep, requirement
 from harness.sizes import smollm2_shaped
@@ -220,7 +221,7 @@ def measure(names: list[str], rounds: int, *, both: tuple[str, ...]) -> dict[str
         for quantity in kinds_of(name)
     }
     fitted = [key for key in alone if key.split("/")[0] in FITTED]
-    machine = cost_model.fit_machine(
+    machine = fit_machine(
         [task_of(*key.split("/")) for key in fitted], [alone[key] for key in fitted],
         name="one core of this machine",
     )  # fmt: skip
@@ -228,7 +229,7 @@ def measure(names: list[str], rounds: int, *, both: tuple[str, ...]) -> dict[str
     linking = [key for key in shared if key.split("/")[0] in FITTED]
     if linking:
         tasks = [task_of(*key.split("/"), processes=2) for key in linking]
-        machine = cost_model.fit_link(
+        machine = fit_link(
             machine, tasks, [shared[key][0] for key in linking],
             reductions=[shared[key][1] for key in linking],
         )  # fmt: skip

@@ -16,7 +16,12 @@ import curvatlas as ca
 from curvatlas.analysis.atlas.exact import entries
 from curvatlas.figures.atlas import compare_atlases
 from curvatlas.studies.claims import examine_claims
-from curvatlas.studies.comparisons import compare_norm_placement
+from curvatlas.studies.comparisons import (
+    compare_input_scale,
+    compare_norm_placement,
+    compare_training,
+    compare_with_mlp,
+)
 from curvatlas.zoo import digits, reference_vit, train
 
 
@@ -49,6 +54,8 @@ def main() -> None:
     print(compare_norm_placement(samples=samples, seeds=seeds))
     if options.claims:
         print(examine_claims("digits"))
+        for compare in (compare_input_scale, compare_with_mlp, compare_training):
+            print(compare(samples=samples, seeds=seeds))
     print(f"figures in {options.output}")
 
 

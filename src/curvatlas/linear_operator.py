@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Part = Literal["total", "outer", "functional"]  # H = H_o + H_f
 PARTS: tuple[Part, ...] = get_args(Part)
+SYMBOLS: dict[str, str] = {"total": "H", "outer": "H_o", "functional": "H_f"}
 
 
 def require_part(part: str) -> None:

@@ -18,10 +18,11 @@ from curvatlas.studies.cost_model import (
     Machine,
     Task,
     TransformerShape,
-    fit_link,
-    fit_machine,
 )
 from curvatlas.zoo.models import GPT, GPTConfig
+from script_loading import ROOT, load
+
+cost_fits = load(ROOT / "benchmarks" / "harness" / "cost_fits.py")
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
 SHAPES = [
@@ -96,8 +97,8 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
         slowdown=1.2,
     )  # fmt: skip
     alone, shared = tasks(), tasks(processes=2)
-    found = fit_machine(alone, [machine.seconds(task) for task in alone])
-    found = fit_link(
+    found = cost_fits.fit_machine(alone, [machine.seconds(task) for task in alone])
+    found = cost_fits.fit_link(
         found, shared, [machine.seconds(task) for task in shared],
         reductions=[machine.reduction_seconds(task) for task in shared],
     )  # fmt: skip
@@ -108,9 +109,9 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
 
 def test_too_few_or_mixed_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="at least four"):
-        fit_machine(tasks()[:3], [1.0, 2.0, 3.0])
+        cost_fits.fit_machine(tasks()[:3], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="one process"):
-        fit_machine(tasks(processes=2), [1.0] * 18)
+        cost_fits.fit_machine(tasks(processes=2), [1.0] * 18)
 
 
 def test_costs_move_as_the_algorithm_says() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
 from curvatlas.analysis.propagation.result import Measure
+from curvatlas.figures.training import layers_figure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
@@ -103,15 +104,7 @@ class LayerWiseCurvature(Result):
 
     def plot(self) -> Any:
         """Largest eigenvalue of every sublayer as bars."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 3.8), layout="constrained")
-        axes = figure.add_subplot()
-        names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in self.layers]
-        axes.bar(range(len(names)), [c.top_eigenvalue for c in self.layers])
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-        axes.set(ylabel="largest eigenvalue", title="curvature by layer")
-        return figure
+        return layers_figure(self)
 
 
 class TransformerHessianAnalyzer:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from curvatlas.anatomy import Slice
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.training import conditioning_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.results import Result
@@ -88,23 +88,7 @@ class EffectiveConditioning(Result):
 
     def plot(self) -> Any:
         """Sharpness of every layer with its certified interval, and the edge 2/η."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.5, 3.6), layout="constrained")
-        axes = figure.add_subplot()
-        values = [layer.sharpness for layer in self.layers]
-        error = [
-            [max(v - layer.interval[0], 0) for v, layer in zip(values, self.layers, strict=True)],
-            [max(layer.interval[1] - v, 0) for v, layer in zip(values, self.layers, strict=True)],
-        ]
-        axes.bar(range(len(values)), values, yerr=error, color="#0072b2", capsize=3)
-        axes.axhline(self.largest, color="black", linewidth=1, label="whole model")
-        if self.learning_rate:
-            axes.axhline(2 / self.learning_rate, color="#d55e00", linestyle="--", label="2/η")
-        axes.set_xticks(range(len(values)), [layer.name for layer in self.layers], rotation=30)
-        axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
-        axes.legend(fontsize=8)
-        return tidy_log_axes(figure)
+        return conditioning_figure(self)
 
 
 def effective_conditioning(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from curvatlas.analysis.conditioning import EffectiveConditioning, effective_conditioning
 from curvatlas.analysis.gradient_noise import GradientNoise, gradient_noise
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.training import trajectory_figure
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
@@ -315,33 +315,7 @@ class ConvergenceTrajectory(Result):
 
     def plot(self) -> Any:
         """Loss and gradient norm, sharpness against 2/η, conditioning."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(12, 3.6), layout="constrained")
-        a, b, c = figure.subplots(1, 3)
-        a.plot(self.losses.tolist(), label="loss of the batch", color="#0072b2")
-        a.plot(self.gradient_norms.tolist(), label="gradient norm", color="#d55e00", linewidth=0.8)
-        a.set(xlabel="step", ylabel="loss, gradient norm (loss / parameter)", yscale="log")
-        steps = list(self.look_steps)
-        top = [look.largest for look in self.looks]
-        error = [
-            [max(v - k.largest_interval[0], 0) for v, k in zip(top, self.looks, strict=True)],
-            [max(k.largest_interval[1] - v, 0) for v, k in zip(top, self.looks, strict=True)],
-        ]
-        b.errorbar(steps, top, yerr=error, fmt="o-", color="#0072b2", label="λmax (certified)")
-        edge = 2 * (1 + self.momentum) / self.learning_rate
-        b.axhline(edge, color="#d55e00", linestyle="--", label="edge of stability")
-        b.set(xlabel="step", ylabel="sharpness (loss / parameter²)", yscale="log")
-        kappa = [look.condition_number for look in self.looks]
-        error = [
-            [max(v - k.interval[0], 0) for v, k in zip(kappa, self.looks, strict=True)],
-            [min(max(k.interval[1] - v, 0), 9 * v) for v, k in zip(kappa, self.looks, strict=True)],
-        ]
-        c.errorbar(steps, kappa, yerr=error, fmt="o-", color="#009e73", label="95 %")
-        c.set(xlabel="step", ylabel="condition number λmax / mean |λ|", yscale="log")
-        for axes in (a, b, c):
-            axes.legend(fontsize=8)
-        return tidy_log_axes(figure)
+        return trajectory_figure(self)
 
 
 class ConvergenceDiagnostics:

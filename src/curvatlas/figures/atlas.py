@@ -5,28 +5,44 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from curvatlas.analysis.atlas.result import SYMBOLS, Atlas, AtlasMap
+from curvatlas.figures.drawing import (
+    BLUE,
+    GREEN,
+    PINK,
+    SKY,
+    YELLOW,
+    band,
+    new_figure,
+    tidy_log_axes,
+)
+from curvatlas.linear_operator import PARTS, SYMBOLS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from curvatlas.analysis.atlas.attention import AttentionCurvature
+    from curvatlas.analysis.atlas.result import Atlas, AtlasMap
+
+PART_LABELS = {"total": "H", "outer": "H$_o$", "functional": "H$_f$"}  # as matplotlib sets them
 
 _LABELLED_UP_TO = 40  # rows whose every name is written; more are labelled by layer
 _DECADES = 5  # shown below the largest entry
-_MAP, _SIGNED = "viridis", "PuOr"  # both survive colour blindness and grey printing
+_MAP = "viridis"  # survives colour blindness and grey printing
 
 
 def plot_map(
     chosen: AtlasMap, *, limits: tuple[float, float] | None = None, title: str | None = None
 ) -> Any:
     """One heat map of log10 values (plain for couplings), or bars for traces."""
-    from matplotlib.figure import Figure
-
     if chosen.values.ndim == 1:
         return _bars([chosen], title)
     side = _side(len(chosen.names))
-    figure = Figure(figsize=(side + 1.6, side + 0.6), layout="constrained")
+    figure = new_figure(side + 1.6, side + 0.6)
     axes = figure.add_subplot()
     image = _draw(axes, chosen, limits or _limits([chosen]), first=True)
     axes.set_title(title or f"{chosen.quantity} of {SYMBOLS[chosen.part]}, by {chosen.view}")
@@ -36,30 +52,29 @@ def plot_map(
 
 def plot_atlas(atlas: Atlas, *, view: str = "block", quantity: str = "frobenius") -> Any:
     """H, H_o and H_f side by side on one colour scale (bars for traces)."""
-    from matplotlib.figure import Figure
-
-    chosen = [atlas.view(view, quantity, part) for part in SYMBOLS]
+    chosen = [atlas.view(view, quantity, part) for part in PARTS]
     if chosen[0].values.ndim == 1:
         return _bars(chosen, None)
     side = _side(len(chosen[0].names), panels=3)
     labels = max(_label_width(chosen[0].names), 1.0)
-    figure = Figure(figsize=(3 * side + labels + 1.2, side + labels + 0.4), layout="constrained")
+    figure = new_figure(3 * side + labels + 1.2, side + labels + 0.4)
     panels = figure.subplots(1, 3)
     limits = _limits(chosen)
     for k, (axes, one) in enumerate(zip(panels, chosen, strict=True)):
         image = _draw(axes, one, limits, first=k == 0)
-        axes.set_title({"total": "H", "outer": "H$_o$", "functional": "H$_f$"}[one.part])
+        axes.set_title(PART_LABELS[one.part])
     figure.colorbar(image, ax=list(panels), shrink=0.8, label=_scale_name(chosen[0]))
     return figure
 
 
 def compare_atlases(
-    atlases: dict[str, Atlas], *, view: str = "role", quantity: str = "frobenius",
+    atlases: dict[str, Atlas],
+    *,
+    view: str = "role",
+    quantity: str = "frobenius",
     part: str = "total",
-) -> Any:  # fmt: skip
+) -> Any:
     """The same map of several models on one colour scale."""
-    from matplotlib.figure import Figure
-
     chosen = {name: atlas.view(view, quantity, part) for name, atlas in atlases.items()}
     maps = list(chosen.values())
     if maps[0].values.ndim == 1:
@@ -67,7 +82,7 @@ def compare_atlases(
     side = max(_side(len(m.names), panels=len(maps)) for m in maps)
     labels = max(max(_label_width(m.names), 1.0) for m in maps)
     size = (len(maps) * (side + labels) + 1.2, side + labels + 0.5)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     panels = np.atleast_1d(np.asarray(figure.subplots(1, len(maps))))
     limits = _limits(maps)
     for axes, (name, one) in zip(panels, chosen.items(), strict=True):
@@ -129,9 +144,13 @@ def _draw(axes: Any, chosen: AtlasMap, limits: tuple[float, float], *, first: bo
 
     colours = matplotlib.colormaps[_MAP].with_extremes(bad="0.8")
     image = axes.imshow(
-        values, vmin=limits[0], vmax=limits[1], cmap=colours, interpolation="nearest",
+        values,
+        vmin=limits[0],
+        vmax=limits[1],
+        cmap=colours,
+        interpolation="nearest",
         aspect="equal",
-    )  # fmt: skip
+    )
     _label(axes, chosen.names, first=first)
     return image
 
@@ -174,22 +193,24 @@ def _layers(names: Sequence[str]) -> list[tuple[str, int, int]]:
 
 def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None = None) -> Any:
     """Horizontal bars with intervals, one colour a part."""
-    from matplotlib.figure import Figure
-
     names = maps[0].names
     height = max(2.4, 0.2 * len(names) + 0.9)
-    figure = Figure(figsize=(6.4, min(height, 40)), layout="constrained")
+    figure = new_figure(6.4, min(height, 40))
     axes = figure.add_subplot()
-    colours = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"]  # Okabe and Ito
+    colours = (BLUE, YELLOW, GREEN, PINK, SKY)
     step = 0.8 / len(maps)
     places = np.arange(len(names))
     for k, one in enumerate(maps):
         value, low, high = (t.double().numpy() for t in (one.values, one.low, one.high))
         axes.barh(
-            places + k * step, value, height=step,
-            color=colours[k % len(colours)], label=labels[k] if labels else SYMBOLS[one.part],
-            xerr=np.maximum([value - low, high - value], 0), error_kw={"linewidth": 0.7},
-        )  # fmt: skip
+            places + k * step,
+            value,
+            height=step,
+            color=colours[k % len(colours)],
+            label=labels[k] if labels else SYMBOLS[one.part],
+            xerr=np.maximum([value - low, high - value], 0),
+            error_kw={"linewidth": 0.7},
+        )
     axes.set_yticks(places + 0.4 - step / 2, names, fontsize=7)
     axes.set_ylim(len(names), -0.6)  # downwards, without the wide margins of a tall figure
     axes.axvline(0, color="0.5", linewidth=0.6)
@@ -214,15 +235,17 @@ def _signed_log(axes: Any, reach: float) -> None:
 
 
 def entry_heat_map(
-    matrix: torch.Tensor, names: Sequence[str], sizes: Sequence[int], *, title: str = "",
+    matrix: torch.Tensor,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    title: str = "",
     limits: tuple[float, float] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """log10 |entry| of a dense matrix with block separators, as in the paper.
 
     Rows are ordered block after block (``sizes`` entries each); ``limits`` in decades.
     """
-    from matplotlib.figure import Figure
-
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] != sum(sizes):
         raise ValueError(
             f"a square matrix of {sum(sizes)} rows is drawn here, got {tuple(matrix.shape)}."
@@ -232,7 +255,7 @@ def entry_heat_map(
         values = np.log10(magnitude)
     top = float(values.max()) if np.isfinite(values.max()) else 0.0
     low, high = limits or (top - 8, top)
-    figure = Figure(figsize=(7.6, 6.8), layout="constrained")
+    figure = new_figure(7.6, 6.8)
     axes = figure.add_subplot()
     image = axes.imshow(
         np.maximum(values, low), vmin=low, vmax=high, cmap=_MAP, interpolation="nearest"
@@ -250,3 +273,21 @@ def entry_heat_map(
     axes.set_title(title)
     figure.colorbar(image, ax=axes, shrink=0.85, label="log$_{10}$ |entry|")
     return figure
+
+
+def attention_figure(found: AttentionCurvature) -> Figure:
+    """The map of all data, and the diagonal blocks over the batches with their intervals."""
+    figure = new_figure(11.0, 4.2)
+    left, right = figure.subplots(1, 2)
+    values = found.whole.frobenius["total"].values.double().clamp_min(1e-300).log10()
+    image = left.imshow(values.numpy(), cmap=_MAP)
+    left.set_xticks(range(len(found.names)), found.names, rotation=90, fontsize=7)
+    left.set_yticks(range(len(found.names)), found.names, fontsize=7)
+    left.set_title("log10 ‖H‖_F of every pair, all data", fontsize=9)
+    figure.colorbar(image, ax=left)
+    steps = range(1, len(found.batches) + 1)
+    for name in found.names:
+        band(right, steps, *found.series(name).T, style="o-", markersize=3, label=name)
+    right.set(yscale="log", xlabel="batch", ylabel="‖H‖_F of the diagonal block, 95 % interval")
+    right.legend(fontsize=7, frameon=False, ncols=2)
+    return tidy_log_axes(figure)

@@ -1,10 +1,10 @@
-"""What the figures share: colours, the figure object, saving."""
+"""What the figures share: colours, the figure object, bands and bars of intervals, saving."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# -------------------------------------------------------------------------------------------------
-# Tick labels of logarithmic axes that neither overlap nor vanish.
-# -------------------------------------------------------------------------------------------------
-
-
+# of Okabe and Ito: told apart by colour-blind readers
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#777777"
+YELLOW, SKY = "#e69f00", "#56b4e9"
+PathLike = str | os.PathLike[str]
 _FEW_DECADES = 2.0  # below this, 1, 2 and 5 of every decade are labelled
 
 
-def tidy_log_axes(figure: Any) -> Any:
+def tidy_log_axes(figure: Figure) -> Figure:
     """Label decades, or 1, 2, 5 where there are few; returns the figure.
 
     Matplotlib labels every minor tick of an axis shorter than a decade, over each other.
@@ -41,10 +40,6 @@ def tidy_log_axes(figure: Any) -> Any:
                 axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     return figure
-
-
-BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#777777"
-PathLike = str | os.PathLike[str]
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -67,3 +62,48 @@ def mapping(value: Result | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def plain_numbers(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def shade(index: int, count: int) -> tuple[float, float, float]:
+    """The colour of one of several ordered lines, from blue to orange."""
+    share = index / max(count - 1, 1)
+    return 0.1 + 0.75 * share, 0.45, 0.7 - 0.5 * share
+
+
+def band(
+    axes: Any,
+    x: Any,
+    values: Any,
+    low: Any,
+    high: Any,
+    *,
+    color: Any = None,
+    alpha: float = 0.2,
+    line_alpha: float = 1.0,
+    style: str = "-",
+    **options: Any,
+) -> None:
+    """A line with its interval as a band."""
+    x, values, low, high = (np.asarray(plain_numbers(side)) for side in (x, values, low, high))
+    (line,) = axes.plot(x, values, style, color=color, alpha=line_alpha, **options)
+    axes.fill_between(x, low, high, color=line.get_color(), alpha=alpha * line_alpha)
+
+
+def error_bars(
+    values: Sequence[float], intervals: Sequence[tuple[float, float]], *, reach: float = math.inf
+) -> list[list[float]]:
+    """Distances to both ends as matplotlib takes them, never negative.
+
+    reach: the upper ones at most so many times the value, so that an open interval stays drawable.
+    """
+    pairs = list(zip(values, intervals, strict=True))
+    return [
+        [max(v - low, 0.0) for v, (low, _) in pairs],
+        [min(max(high - v, 0.0), reach * abs(v)) for v, (_, high) in pairs],
+    ]
+
+
+def thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
+    """Every k-th place and its name, so that at most ``most`` are written."""
+    places = list(range(0, len(names), max(-(-len(names) // most), 1)))
+    return places, [names[i] for i in places]

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
-from curvatlas.figures.drawing import (  # fmt: skip
+from curvatlas.figures.drawing import (
     BLUE,
+    GREEN,
+    ORANGE,
+    YELLOW,
     PathLike,
+    band,
+    error_bars,
     new_figure,
     plain_numbers,
     saved,
+    shade,
+    thinned,
     tidy_log_axes,
 )
 from curvatlas.results import Result
@@ -21,28 +27,18 @@ from curvatlas.results import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
     from curvatlas.figures.drawing import Array
 
-# -------------------------------------------------------------------------------------------------
-# Four panels of a curvature flow: what attention creates, slopes, the stream, the whole map.
-# -------------------------------------------------------------------------------------------------
+_KINDS = {"attention": BLUE, "ffn": YELLOW, "norm": GREEN}
 
 
-_COLOURS = {
-    "attention": "#0072b2",
-    "ffn": "#e69f00",
-    "norm": "#009e73",
-    "residual": "#999999",
-    "head": "#cc79a7",
-    "embedding": "#56b4e9",
-}
+def plot_flow(flows: Sequence[CurvatureFlow]) -> Figure:
+    """Four panels: what each kind creates, slopes, the stream, the whole map.
 
-
-def plot_flow(flows: Sequence[CurvatureFlow]) -> Any:
-    """One flow, or the same model at several steps (lines from light to dark)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 8.2), layout="constrained")
+    One flow, or the same model at several steps (lines from light to dark).
+    """
+    figure = new_figure(11.5, 8.2)
     panels = figure.subplots(2, 2)
     _created(panels[0, 0], flows)
     _slopes(panels[0, 1], flows)
@@ -51,13 +47,13 @@ def plot_flow(flows: Sequence[CurvatureFlow]) -> Any:
     return tidy_log_axes(figure)
 
 
-def _shade(k: int, count: int) -> float:
+def _darkness(k: int, count: int) -> float:
     return 1.0 if count == 1 else 0.35 + 0.65 * k / (count - 1)
 
 
 def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     for k, flow in enumerate(flows):
-        for kind in ("attention", "ffn", "norm"):
+        for kind, colour in _KINDS.items():
             by_layer: dict[int, float] = {}
             for entry in flow.sublayers:
                 if entry.sublayer == kind and entry.layer is not None:
@@ -66,12 +62,16 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
             if by_layer:
                 layers = sorted(by_layer)
                 axes.plot(
-                    layers, [np.sqrt(by_layer[i]) for i in layers], marker="o", markersize=3,
-                    color=_COLOURS[kind], alpha=_shade(k, len(flows)),
+                    layers,
+                    [np.sqrt(by_layer[i]) for i in layers],
+                    marker="o",
+                    markersize=3,
+                    color=colour,
+                    alpha=_darkness(k, len(flows)),
                     label=kind if k == len(flows) - 1 else None,
-                )  # fmt: skip
+                )
     known = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
-    places, labels = _thinned([str(layer) for layer in known], 16)
+    places, labels = thinned([str(layer) for layer in known], 16)
     axes.set_xticks([known[i] for i in places], labels, fontsize=7)
     axes.set_xlabel("layer")
     _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
@@ -81,10 +81,14 @@ def _slopes(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     for k, flow in enumerate(flows):
         entries = flow.stream
         axes.plot(
-            range(len(entries)), [e.gradient_scale for e in entries], marker="o", markersize=3,
-            color="#0072b2", alpha=_shade(k, len(flows)),
+            range(len(entries)),
+            [e.gradient_scale for e in entries],
+            marker="o",
+            markersize=3,
+            color=BLUE,
+            alpha=_darkness(k, len(flows)),
             label=_step(flow) if len(flows) > 1 else "‖∂ℓ/∂stream‖",
-        )  # fmt: skip
+        )
     _stream_ticks(axes, flows[-1].stream)
     _finish(axes, flows, "norm of the gradient", "gradient scale along the stream")
 
@@ -92,15 +96,12 @@ def _slopes(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
 def _stream(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     for k, flow in enumerate(flows):
         entries = flow.stream
-        places = list(range(len(entries)))
-        values = np.array([e.norm for e in entries])
-        ends = np.array([e.interval for e in entries])
-        shade = _shade(k, len(flows))
-        axes.plot(
-            places, values, marker="o", markersize=3, color="#d55e00", alpha=shade,
-            label=_step(flow) if len(flows) > 1 else "‖∂²ℓ/∂stream²‖$_F$",
-        )  # fmt: skip
-        axes.fill_between(places, ends[:, 0], ends[:, 1], color="#d55e00", alpha=0.15 * shade)
+        ends = np.array([e.interval for e in entries]).T
+        label = _step(flow) if len(flows) > 1 else "‖∂²ℓ/∂stream²‖$_F$"
+        line: Any = {"color": ORANGE, "style": "o-", "markersize": 3, "label": label}
+        darkness = _darkness(k, len(flows))
+        norms = [e.norm for e in entries]
+        band(axes, range(len(norms)), norms, *ends, alpha=0.15, line_alpha=darkness, **line)
     _stream_ticks(axes, flows[-1].stream)
     _finish(axes, flows, "Frobenius norm", "curvature of the residual stream")
 
@@ -124,20 +125,13 @@ def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     exponents[~np.isfinite(exponents)] = np.nan
     axes.set_facecolor("0.8")
     image = axes.imshow(exponents, cmap="viridis", aspect="auto")
-    axes.set_yticks(*_thinned(rows, 24), fontsize=7)
-    axes.set_xticks(*_thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
+    axes.set_yticks(*thinned(rows, 24), fontsize=7)
+    axes.set_xticks(*thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
     axes.set_title(title, fontsize=10)
     label = "log$_{10}$ ‖S‖$_F$"
     if np.isnan(exponents).any():
         label += "\ngrey: not told from zero"
     figure.colorbar(image, ax=axes, label=label, shrink=0.9)
-
-
-def _thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
-    """Every k-th name, so that at most ``most`` are written."""
-    step = -(-len(names) // most)
-    places = list(range(0, len(names), max(step, 1)))
-    return places, [names[i] for i in places]
 
 
 def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -> None:
@@ -150,7 +144,7 @@ def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -
 
 
 def _stream_ticks(axes: Any, entries: Sequence[FlowEntry]) -> None:
-    axes.set_xticks(*_thinned([_short(e) for e in entries], 16), fontsize=7)
+    axes.set_xticks(*thinned([_short(e) for e in entries], 16), fontsize=7)
     axes.set_xlabel("after block")
 
 
@@ -187,14 +181,18 @@ def visualize_curvature_flow(
     for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, "gradient norm")):
         _draw_map(figure, axes, matrix, names, steps, label)
     for index in range(layers):
-        shade = index / max(layers - 1, 1)
-        c.plot(steps, curvature[:, index], color=(0.1 + 0.75 * shade, 0.45, 0.7 - 0.5 * shade),
-               marker="o" if count < 20 else None, label=names[index])  # fmt: skip
+        marker = "o" if count < 20 else None
+        line: Any = {"color": shade(index, layers), "marker": marker, "label": names[index]}
+        c.plot(steps, curvature[:, index], **line)
     c.set(xlabel="step", ylabel="curvature", title="curvature of each layer")
     if (curvature > 0).all():
         c.set_yscale("log")
     c.legend(fontsize=8, ncols=1 + layers // 9)
-    d.bar(range(layers), curvature[-1], color=BLUE, yerr=_last_interval(content, curvature))
+    error = None
+    if content.get("interval") is not None:
+        low, high = (plain_numbers(end)[-1] for end in content["interval"])
+        error = error_bars(curvature[-1], list(zip(low, high, strict=True)))
+    d.bar(range(layers), curvature[-1], color=BLUE, yerr=error)
     d.set(ylabel="curvature", title=f"at step {steps[-1]:g}")
     d.set_xticks(range(layers), names, rotation=45 if layers > 6 else 0, ha="right")
     return saved(figure, path)
@@ -241,14 +239,5 @@ def _draw_map(
     figure.colorbar(image, ax=axes, label=label)
     shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
     axes.set_xticks(shown, [f"{steps[index]:g}" for index in shown])
-    every = -(-len(names) // 24)
-    axes.set_yticks(range(0, len(names), every), names[::every])
+    axes.set_yticks(*thinned(names, 24))
     axes.set(xlabel="step", ylabel="layer", title=f"{label} by layer and step")
-
-
-def _last_interval(content: Mapping[str, Any], curvature: Array) -> Array | None:
-    bounds = content.get("interval")
-    if bounds is None:
-        return None
-    low, high = (np.asarray(plain_numbers(side), dtype=np.float64) for side in bounds)
-    return np.stack([curvature[-1] - low[-1], high[-1] - curvature[-1]])

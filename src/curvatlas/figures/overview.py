@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import BLUE, ORANGE, PathLike, new_figure, saved
+from curvatlas.figures.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    PathLike,
+    band,
+    new_figure,
+    saved,
+    thinned,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +26,7 @@ if TYPE_CHECKING:
     from curvatlas.analysis.propagation.result import CurvatureFlow
     from curvatlas.spectra.density_result import SpectralDensity
 
-_COLOURS = (ORANGE, BLUE, "#009e73", "#cc79a7")
+_COLOURS = (ORANGE, BLUE, GREEN, PINK)
 _MOST_NAMES = 30  # rows of the map that can be labelled
 _DECADES = 4  # shown below the largest entry
 
@@ -98,10 +108,7 @@ def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
     image = axes.imshow(
         logs, cmap=colours, vmin=low, vmax=top, interpolation="nearest", aspect="auto"
     )
-    names = _short(chosen.names)
-    every = -(-len(names) // _MOST_NAMES)
-    places = list(range(0, len(names), every))
-    labels = [names[place] for place in places]
+    places, labels = thinned(_short(chosen.names), _MOST_NAMES)
     axes.set_xticks(places, labels, rotation=90, fontsize=7.5)
     axes.set_yticks(places, labels, fontsize=7.5)
     axes.set_title("where it lives")
@@ -111,16 +118,12 @@ def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
 def _draw_flows(axes: Any, flows: Mapping[str, CurvatureFlow]) -> None:
     names: list[str] = []
     for (words, flow), colour in zip(flows.items(), _COLOURS, strict=False):
-        entries = list(flow.sublayers)
-        names = [entry.name for entry in entries]
-        low, high = np.array([entry.interval for entry in entries]).T
-        places = np.arange(len(entries))
-        axes.plot(places, [entry.norm for entry in entries], "o-", color=colour, markersize=4,
-                  label=words)  # fmt: skip
-        axes.fill_between(places, low, high, color=colour, alpha=0.2)
-    every = -(-len(names) // 14)
-    places = np.arange(0, len(names), every)
-    axes.set_xticks(places, _short(names)[::every], rotation=90, fontsize=7.5)
+        names = [entry.name for entry in flow.sublayers]
+        ends = np.array([entry.interval for entry in flow.sublayers]).T
+        norms = [entry.norm for entry in flow.sublayers]
+        line: Any = {"color": colour, "style": "o-", "markersize": 4, "label": words}
+        band(axes, range(len(names)), norms, *ends, **line)
+    axes.set_xticks(*thinned(_short(names), 14), rotation=90, fontsize=7.5)
     axes.set(yscale="log", ylabel="‖∂²L/∂input²‖$_F$", title="how it travels back")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

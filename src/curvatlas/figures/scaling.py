@@ -7,20 +7,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import (  # fmt: skip
+from curvatlas.figures.drawing import (
     GREY,
     ORANGE,
     PathLike,
+    error_bars,
     mapping,
     new_figure,
     saved,
+    shade,
+    tidy_log_axes,
 )
+from curvatlas.fits import Array, PlanePowerLaw, ScalingLaw, power_law
 from curvatlas.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from curvatlas.figures.drawing import Array
+    from curvatlas.scaling.result import ScalingGrid
+
+
+# quantity of a run → its axis and the field of its interval
+QUANTITIES = {
+    "validation_loss": ("validation loss", "validation_interval"),
+    "hessian_norm": ("‖H‖ (loss / parameter²)", "hessian_norm_interval"),
+    "trace": ("trace (loss / parameter²)", "trace_interval"),
+    "effective_rank": ("effective rank (eigenvalues)", "effective_rank_interval"),
+    "condition_number": ("λmax / mean |λ|", "condition_interval"),
+    "critical_batch_size": ("critical batch size (samples)", "critical_batch_interval"),
+}
 
 
 def plot_scaling_law_predictions(
@@ -55,30 +70,20 @@ def plot_scaling_law_predictions(
     return saved(figure, path)
 
 
-def power_law(x: Array, y: Array) -> tuple[float, float, tuple[float, float]]:
-    """y = C·x^a by least squares in logarithms: (C, a, 95 % interval of a)."""
-    from scipy import stats
-
-    fit = stats.linregress(np.log(x), np.log(y))
-    count = len(x)
-    half = float(stats.t.ppf(0.975, count - 2)) * fit.stderr if count > 2 else float("inf")
-    return float(np.exp(fit.intercept)), float(fit.slope), (fit.slope - half, fit.slope + half)
-
-
 def _draw_power_law(
     axes: Any, x: Array, y: Array, groups: Array, label: str, group_label: str
 ) -> None:
     distinct = np.unique(groups)
     for index, group in enumerate(distinct):
         chosen = groups == group
-        shade = index / max(len(distinct) - 1, 1)
-        axes.plot(x[chosen], y[chosen], "o-", color=(0.1 + 0.75 * shade, 0.45, 0.7 - 0.5 * shade),
-                  markersize=4, linewidth=0.8, label=f"{group_label} = {group:g}")  # fmt: skip
-    if len(np.unique(x)) > 1 and (y > 0).all():
-        factor, slope, (low, high) = power_law(x, y)
+        style = {"markersize": 4, "linewidth": 0.8, "label": f"{group_label} = {group:g}"}
+        axes.plot(x[chosen], y[chosen], "o-", color=shade(index, len(distinct)), **style)
+    if len(x) > 2 and len(np.unique(x)) > 1 and (y > 0).all():
+        fit = power_law(x, y)
+        low, high = fit.interval
         grid = np.geomspace(x.min(), x.max(), 50)
-        label_of_fit = f"fit ∝ {label[-1]}^{slope:.2f} [{low:.2f}, {high:.2f}]"
-        axes.plot(grid, factor * grid**slope, color=ORANGE, linestyle="--", label=label_of_fit)
+        told = f"fit ∝ {label[-1]}^{fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
+        axes.plot(grid, fit(grid), color=ORANGE, linestyle="--", label=told)
     axes.set(xlabel=label, xscale="log", yscale="log")
 
 
@@ -91,3 +96,48 @@ def _rows(
     if not isinstance(rows, Sequence) or not rows:
         raise ValueError("there are no rows of a scaling grid to draw.")
     return rows
+
+
+def grid_figure(grid: ScalingGrid) -> Figure:
+    """Every quantity against D, one line a model size, with the fitted planes."""
+    figure = new_figure(12.5, 7.2)
+    for axes, quantity in zip(figure.subplots(2, 3).flat, QUANTITIES, strict=True):
+        _draw_quantity(axes, grid, quantity)
+    return tidy_log_axes(figure)
+
+
+def _draw_quantity(axes: Any, grid: ScalingGrid, quantity: str) -> None:
+    sizes = sorted({cell.parameters for cell in grid.cells})
+    label, interval = QUANTITIES[quantity]
+    plane = grid.planes.get(quantity)
+    law = grid.law if quantity == "validation_loss" and grid.law is not None else plane
+    for index, size in enumerate(sizes):
+        cells = [c for c in grid.cells if c.parameters == size]
+        cells = [c for c in cells if np.isfinite(getattr(c, quantity))]
+        if not cells:
+            continue
+        cells.sort(key=lambda c: c.samples)
+        x, y = [c.samples for c in cells], [float(getattr(c, quantity)) for c in cells]
+        error = error_bars(y, [getattr(c, interval) for c in cells], reach=9)
+        style: Any = {"fmt": "o", "markersize": 4, "capsize": 2, "label": f"N = {size:,}"}
+        colour = shade(index, len(sizes))
+        axes.errorbar(x, y, yerr=error, color=colour, **style)
+        if law is not None:
+            data_sizes = np.geomspace(min(x), max(x), 40)
+            axes.plot(data_sizes, law(size, data_sizes), color=colour, linewidth=0.9)
+    axes.set(xlabel="training samples D", ylabel=label, xscale="log", yscale="log")
+    axes.set_title(_title(law), fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
+    else:
+        axes.text(0.5, 0.5, "not measurable here", ha="center", transform=axes.transAxes)
+
+
+def _title(law: PlanePowerLaw | ScalingLaw | None) -> str:
+    if isinstance(law, ScalingLaw):
+        (a, b), (c, d) = law.alpha_interval, law.beta_interval
+        return f"E + A/N^α + B/D^β: α [{a:.2f}, {b:.2f}], β [{c:.2f}, {d:.2f}]"
+    if law is None:
+        return "no fit"
+    (a, b), (c, d) = law.parameters_interval, law.samples_interval
+    return f"∝ N^[{a:.2f}, {b:.2f}] D^[{c:.2f}, {d:.2f}] (95 %)"

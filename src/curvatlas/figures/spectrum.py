@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import (  # fmt: skip
+from curvatlas.figures.drawing import (
     BLUE,
     ORANGE,
     PathLike,
@@ -77,8 +77,8 @@ def _draw_density(axes: Any, density: Mapping[str, Any], values: Array | None) -
     top = max(float(height.max()), 1e-290)
     axes.set_ylim(top * 1e-6, top * 3)
     if values is not None:
-        axes.plot(values, np.full(len(values), height.max() * 1e-5), "|", color=ORANGE,
-                  markersize=12, label="eigenvalues")  # fmt: skip
+        heights = np.full(len(values), height.max() * 1e-5)
+        axes.plot(values, heights, "|", color=ORANGE, markersize=12, label="eigenvalues")
         axes.legend(fontsize=8)
 
 
@@ -87,10 +87,11 @@ def _draw_sorted(axes: Any, values: Array) -> None:
     signs = values[np.argsort(-np.abs(values))] < 0
     ranks = np.arange(1, len(ordered) + 1)
     floor = max(ordered.max() * 1e-12, 1e-300)
+    size = 3 if len(ranks) > 40 else 5
     for chosen, colour, label in ((~signs, BLUE, "positive"), (signs, ORANGE, "negative")):
         if chosen.any():
-            axes.plot(ranks[chosen], np.maximum(ordered[chosen], floor), "o", color=colour,
-                      markersize=3 if len(ranks) > 40 else 5, label=label)  # fmt: skip
+            heights = np.maximum(ordered[chosen], floor)
+            axes.plot(ranks[chosen], heights, "o", color=colour, markersize=size, label=label)
     axes.set(xlabel="rank", ylabel="|eigenvalue|", yscale="log", title="sorted by magnitude")
     axes.legend(fontsize=8)
 
@@ -111,8 +112,8 @@ def _statistics(density: Mapping[str, Any] | None, values: Array | None) -> list
         weights = weights / weights.sum()
         mean = float(nodes @ weights)
         spread = float(np.sqrt(((nodes - mean) ** 2) @ weights))
-        lines += ["", "of the whole spectrum", f"mean     {mean:.4g}", f"spread   {spread:.4g}",
-                  _negative_share(density, nodes, weights)]  # fmt: skip
+        lines += ["", "of the whole spectrum", f"mean     {mean:.4g}", f"spread   {spread:.4g}"]
+        lines.append(_negative_share(density, nodes, weights))
     return lines
 
 

@@ -1,47 +1,98 @@
-"""The picture of a training run: loss, sharpness, trace and negative mass over the steps."""
+"""Pictures of training: a monitored run, a diagnosed trajectory, sharpness by layer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from curvatlas.training.snapshot import CurvatureHistory
+from curvatlas.figures.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    band,
+    error_bars,
+    new_figure,
+    tidy_log_axes,
+)
 
-_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#666666"  # told apart by colour-blind readers
-
-
-def history_figure(history: CurvatureHistory) -> Any:
-    """Four panels on one axis of steps; the dashed line is 2/η, the edge of stability."""
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 9), layout="constrained")
+    from curvatlas.analysis.analyzer import LayerWiseCurvature
+    from curvatlas.analysis.conditioning import EffectiveConditioning
+    from curvatlas.analysis.diagnostics import ConvergenceTrajectory
+    from curvatlas.training.snapshot import CurvatureHistory
+
+
+def history_figure(history: CurvatureHistory) -> Figure:
+    """Four panels on one axis of steps; the dashed line is 2/η, the edge of stability."""
+    figure = new_figure(8, 9)
     loss, sharp, trace, negative = figure.subplots(4, 1, sharex=True)
     steps = history.series("step")
-    loss.plot(steps, history.series("loss"), color=_BLUE)
-    loss.set_ylabel("loss")
-    intervals = history.series("sharpness_interval")
-    sharp.plot(steps, history.series("sharpness"), color=_BLUE, label="λmax")
-    sharp.fill_between(
-        steps, [i[0] for i in intervals], [i[1] for i in intervals], color=_BLUE, alpha=0.25
-    )
-    sharp.plot(steps, history.series("most_negative"), color=_ORANGE, label="λmin")
+    loss.plot(steps, history.series("loss"), color=BLUE)
+    for axes, name in ((sharp, "sharpness"), (trace, "trace"), (negative, "negative_mass")):
+        low, high = ([pair[end] for pair in history.series(f"{name}_interval")] for end in (0, 1))
+        label = "λmax" if axes is sharp else None
+        band(axes, steps, history.series(name), low, high, color=BLUE, alpha=0.25, label=label)
+    sharp.plot(steps, history.series("most_negative"), color=ORANGE, label="λmin")
     rates = history.series("learning_rate")
-    if steps and all(rate for rate in rates):
-        sharp.plot(steps, [2 / rate for rate in rates], "--", color=_GREY, label="2/η")
-    sharp.set_ylabel("eigenvalues of H")
+    if steps and all(rates):
+        sharp.plot(steps, [2 / rate for rate in rates], "--", color=GREY, label="2/η")
     sharp.legend(frameon=False)
-    intervals = history.series("trace_interval")
-    trace.plot(steps, history.series("trace"), color=_BLUE)
-    trace.fill_between(
-        steps, [i[0] for i in intervals], [i[1] for i in intervals], color=_BLUE, alpha=0.25
-    )
+    loss.set_ylabel("loss")
+    sharp.set_ylabel("eigenvalues of H")
     trace.set_ylabel("tr H (95 %)")
-    intervals = history.series("negative_mass_interval")
-    negative.plot(steps, history.series("negative_mass"), color=_BLUE)
-    negative.fill_between(
-        steps, [i[0] for i in intervals], [i[1] for i in intervals], color=_BLUE, alpha=0.25
-    )
-    negative.set_ylabel("share of λ < 0 (95 %)")
-    negative.set_xlabel("training step")
+    negative.set(ylabel="share of λ < 0 (95 %)", xlabel="training step")
     for event in history.events:
-        loss.axvline(event.step, color=_ORANGE, alpha=0.4, linewidth=1)
+        loss.axvline(event.step, color=ORANGE, alpha=0.4, linewidth=1)
+    return figure
+
+
+def trajectory_figure(found: ConvergenceTrajectory) -> Figure:
+    """Loss and gradient norm, sharpness against 2/η, conditioning."""
+    figure = new_figure(12, 3.6)
+    a, b, c = figure.subplots(1, 3)
+    a.plot(found.losses.tolist(), label="loss of the batch", color=BLUE)
+    a.plot(found.gradient_norms.tolist(), label="gradient norm", color=ORANGE, linewidth=0.8)
+    a.set_ylabel("loss, gradient norm (loss / parameter)")
+    top = [look.largest for look in found.looks]
+    error = error_bars(top, [look.largest_interval for look in found.looks])
+    b.errorbar(found.look_steps, top, yerr=error, fmt="o-", color=BLUE, label="λmax (certified)")
+    edge = 2 * (1 + found.momentum) / found.learning_rate
+    b.axhline(edge, color=ORANGE, linestyle="--", label="edge of stability")
+    b.set_ylabel("sharpness (loss / parameter²)")
+    kappa = [look.condition_number for look in found.looks]
+    error = error_bars(kappa, [look.interval for look in found.looks], reach=9)
+    c.errorbar(found.look_steps, kappa, yerr=error, fmt="o-", color=GREEN, label="95 %")
+    c.set_ylabel("condition number λmax / mean |λ|")
+    for axes in (a, b, c):
+        axes.set(xlabel="step", yscale="log")
+        axes.legend(fontsize=8)
+    return tidy_log_axes(figure)
+
+
+def conditioning_figure(found: EffectiveConditioning) -> Figure:
+    """Sharpness of every layer with its certified interval, and the edge 2/η."""
+    figure = new_figure(6.5, 3.6)
+    axes = figure.add_subplot()
+    values = [layer.sharpness for layer in found.layers]
+    error = error_bars(values, [layer.interval for layer in found.layers])
+    axes.bar(range(len(values)), values, yerr=error, color=BLUE, capsize=3)
+    axes.axhline(found.largest, color="black", linewidth=1, label="whole model")
+    if found.learning_rate:
+        axes.axhline(2 / found.learning_rate, color=ORANGE, linestyle="--", label="2/η")
+    axes.set_xticks(range(len(values)), [layer.name for layer in found.layers], rotation=30)
+    axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
+    axes.legend(fontsize=8)
+    return tidy_log_axes(figure)
+
+
+def layers_figure(found: LayerWiseCurvature) -> Figure:
+    """Largest eigenvalue of every sublayer as bars."""
+    figure = new_figure(7, 3.8)
+    axes = figure.add_subplot()
+    names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in found.layers]
+    axes.bar(range(len(names)), [c.top_eigenvalue for c in found.layers])
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set(ylabel="largest eigenvalue", title="curvature by layer")
     return figure

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.gradient_noise import gradient_noise
+from curvatlas.figures.scaling import QUANTITIES
 from curvatlas.fits import PlanePowerLaw, plane_power_law, scaling_law
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import sample_losses
@@ -29,7 +30,6 @@ from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.runs import Run, subject
 from curvatlas.scaling.result import (
-    QUANTITIES,
     DatasetPrediction,
     PredictionComparison,
     ScalingCell,

@@ -10,31 +10,11 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.scaling import grid_figure
 from curvatlas.fits import Array, PlanePowerLaw, ScalingLaw, plane_power_law, scaling_law
 from curvatlas.results import Result
 
 Interval = tuple[float, float]
-QUANTITIES = (
-    "validation_loss", "hessian_norm", "trace", "effective_rank", "condition_number",
-    "critical_batch_size",
-)  # fmt: skip
-_UNITS = {
-    "validation_loss": "validation loss",
-    "hessian_norm": "‖H‖ (loss / parameter²)",
-    "trace": "trace (loss / parameter²)",
-    "effective_rank": "effective rank (eigenvalues)",
-    "condition_number": "λmax / mean |λ|",
-    "critical_batch_size": "critical batch size (samples)",
-}
-_INTERVALS = {
-    "validation_loss": "validation_interval",
-    "condition_number": "condition_interval",
-    "hessian_norm": "hessian_norm_interval",
-    "trace": "trace_interval",
-    "effective_rank": "effective_rank_interval",
-    "critical_batch_size": "critical_batch_interval",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,56 +92,7 @@ class ScalingGrid(Result):
 
     def plot(self) -> Any:
         """Every quantity against D, one line a model size, with the fitted planes."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(12.5, 7.2), layout="constrained")
-        for axes, quantity in zip(figure.subplots(2, 3).flat, QUANTITIES, strict=True):
-            self._plot_quantity(axes, quantity)
-        return tidy_log_axes(figure)
-
-    def _plot_quantity(self, axes: Any, quantity: str) -> None:
-        sizes = sorted({cell.parameters for cell in self.cells})
-        plane = self.planes.get(quantity)
-        for index, size in enumerate(sizes):
-            cells = sorted((c for c in self.cells if c.parameters == size), key=lambda c: c.samples)
-            shade = index / max(len(sizes) - 1, 1)
-            colour = (0.1 + 0.75 * shade, 0.45, 0.7 - 0.5 * shade)
-            cells = [c for c in cells if np.isfinite(getattr(c, quantity))]
-            if not cells:
-                continue
-            x = [c.samples for c in cells]
-            y = [float(getattr(c, quantity)) for c in cells]
-            field = _INTERVALS.get(quantity)
-            error = None
-            if field is not None:
-                ends = [getattr(c, field) for c in cells]
-                error = [
-                    [max(v - e[0], 0) for v, e in zip(y, ends, strict=True)],
-                    [min(max(e[1] - v, 0), 9 * abs(v)) for v, e in zip(y, ends, strict=True)],
-                ]
-            axes.errorbar(x, y, yerr=error, fmt="o", color=colour, markersize=4, capsize=2,
-                          label=f"N = {size:,}")  # fmt: skip
-            grid = np.geomspace(min(x), max(x), 40)
-            if quantity == "validation_loss" and self.law is not None:
-                axes.plot(grid, self.law(size, grid), color=colour, linewidth=0.9)
-            elif plane is not None:
-                axes.plot(grid, plane(size, grid), color=colour, linewidth=0.9)
-        axes.set(xlabel="training samples D", ylabel=_UNITS[quantity], xscale="log", yscale="log")
-        axes.set_title(_title(quantity, plane, self.law), fontsize=8)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
-        else:
-            axes.text(0.5, 0.5, "not measurable here", ha="center", transform=axes.transAxes)
-
-
-def _title(quantity: str, plane: PlanePowerLaw | None, law: ScalingLaw | None) -> str:
-    if quantity == "validation_loss" and law is not None:
-        (a, b), (c, d) = law.alpha_interval, law.beta_interval
-        return f"E + A/N^α + B/D^β: α [{a:.2f}, {b:.2f}], β [{c:.2f}, {d:.2f}]"
-    if plane is None:
-        return "no fit"
-    (a, b), (c, d) = plane.parameters_interval, plane.samples_interval
-    return f"∝ N^[{a:.2f}, {b:.2f}] D^[{c:.2f}, {d:.2f}] (95 %)"
+        return grid_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)

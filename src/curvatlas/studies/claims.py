@@ -19,7 +19,7 @@ import torch
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.analysis.propagation.capture import capture
-from curvatlas.analysis.propagation.dense import Samples, propagate
+from curvatlas.analysis.propagation.dense import SampleView, propagate
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
@@ -339,7 +339,7 @@ def norm_slope(problem: Problem) -> float:
     points: list[tuple[float, float]] = []
     with problem.evaluating():
         captured = capture(problem, batch)
-        view = Samples(batch.length)
+        view = SampleView(batch.length)
         for step in propagate(problem, batch, captured, view):
             if step.node.kind != "norm":
                 continue

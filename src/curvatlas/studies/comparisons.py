@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
+from curvatlas.figures.atlas import compare_atlases
 from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.linear_operator import PARTS
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.zoo import MLP, MLPConfig, ViT, ViTConfig, digits, reference_vit, train
 
-Samples = tuple[Tensor, Tensor]
+Data = tuple[Tensor, Tensor]
 
 QUANTITIES = {
     "loss": "loss",
@@ -97,8 +99,6 @@ class Comparison(Result):
 
     def plot(self, *, view: str = "role", part: str = "total") -> Any:
         """The models' maps on one colour scale."""
-        from curvatlas.figures.atlas import compare_atlases
-
         figure = compare_atlases(self.atlases, view=view, part=part)
         figure.suptitle(self.title)
         return tidy_log_axes(figure)
@@ -140,9 +140,7 @@ def compare(
 
 def numbers_of(problem: Problem, found: Atlas) -> dict[str, float]:
     """The summary numbers of one atlas."""
-    whole = {
-        part: found.view("model", part=part)["model"] for part in ("total", "outer", "functional")
-    }
+    whole = {part: found.view("model", part=part)["model"] for part in PARTS}
     squares = whole["outer"] ** 2, whole["functional"] ** 2
     diagonal = found.frobenius["total"].values.diagonal()
     scaled = torch.tensor(
@@ -165,12 +163,12 @@ def numbers_of(problem: Problem, found: Atlas) -> dict[str, float]:
 # --- one call each --------------------------------------------------------------------------------
 
 
-def _digits(samples: int) -> Samples:
+def _digits(samples: int) -> Data:
     chosen = digits().train.take(samples)
     return chosen.inputs, chosen.targets
 
 
-def _vit(data: Samples, **options: Any) -> Callable[[int], Problem]:
+def _vit(data: Data, **options: Any) -> Callable[[int], Problem]:
     return lambda seed: Problem(reference_vit(seed=seed, **options), "cross_entropy", data)
 
 
@@ -190,20 +188,6 @@ def compare_norm_placement(
     )
 
 
-def compare_depth(
-    *,
-    depths: Sequence[int] = (1, 2, 4),
-    norm_first: bool = False,
-    samples: int = 64,
-    seeds: Sequence[int] = (0, 1, 2),
-    **options: Any,
-) -> Comparison:
-    """The same ViT on digits with more and more blocks."""
-    data = _digits(samples)
-    makers = {f"{n} blocks": _vit(data, n_layers=n, norm_first=norm_first) for n in depths}
-    return compare("depth", makers, seeds=seeds, **options)
-
-
 def compare_input_scale(
     *,
     scales: Sequence[float] = (0.3, 1.0, 3.0),
@@ -216,18 +200,6 @@ def compare_input_scale(
     images, labels = _digits(samples)
     makers = {f"× {s:g}": _vit((images * s, labels), norm_first=norm_first) for s in scales}
     return compare("input scale", makers, seeds=seeds, **options)
-
-
-def compare_softmax(
-    *, depth: int = 1, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
-) -> Comparison:
-    """Softmax attention against linear attention."""
-    data = _digits(samples)
-    makers = {
-        "softmax": _vit(data, n_layers=depth, softmax=True),
-        "linear": _vit(data, n_layers=depth, softmax=False),
-    }
-    return compare("softmax against linear attention", makers, seeds=seeds, **options)
 
 
 def compare_with_mlp(

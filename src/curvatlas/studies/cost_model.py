@@ -8,20 +8,15 @@ kept graph and two in J·v, whichever of its operands are weights and whichever 
     bytes      = what the kept graph of the N tokens holds, and vectors of P numbers
     messages   = one reduction of the K products' entries, whatever the number of batches
 
-``Machine`` turns these into seconds; ``fit_machine`` finds its rates from a few measured products.
-benchmarks/cost_model.py fits it on small models and one or two processes, and keeps how far its
-predictions lie from configurations it has not seen.
+``Machine`` turns these into seconds. benchmarks/cost_model.py fits its rates on small models and
+one or two processes, and keeps how far its predictions lie from configurations it has not seen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import numpy as np
-from scipy.optimize import nnls
 
 from curvatlas.budget import readable
 
@@ -193,9 +188,9 @@ class Machine:
     def working_seconds(self, task: Task) -> float:
         """Of one process that has the machine to itself."""
         rates = (self.operations_per_second, self.bytes_per_second, self.weight_bytes_per_second)
-        amounts = _amounts(task)
-        moving = sum(a / r for a, r in zip(amounts[:3], rates, strict=True))
-        return moving + self.seconds_per_call * amounts[3]
+        *amounts, calls = amounts_of(task)
+        moving = sum(a / r for a, r in zip(amounts, rates, strict=True))
+        return moving + self.seconds_per_call * calls
 
     def reduction_seconds(self, task: Task) -> float:
         if task.processes == 1:
@@ -212,75 +207,49 @@ class Machine:
         return f"{self.name or 'machine'}: {self.operations_per_second:.3g} operations/s{memory}"
 
 
-def _amounts(task: Task) -> tuple[float, float, float, float]:
+def amounts_of(task: Task) -> tuple[float, float, float, float]:
+    """Operations, bytes of activations, bytes of vectors, layers worked through."""
     weights = float(2 * task.columns * task.shape.parameters * task.itemsize)
     return task.operations, task.touched_bytes, weights, task.calls
-
-
-def fit_machine(tasks: Sequence[Task], seconds: Sequence[float], *, name: str = "") -> Machine:
-    """The rates that best explain measured products of one process, in relative error.
-
-    Non-negative least squares of Σ_j a_ij x_j / t_i against 1: a rate that explains nothing is left
-    out (infinite), none becomes negative.
-    """
-    if len(tasks) != len(seconds) or len(tasks) < 4:
-        raise ValueError("four rates need at least four measured products, one time for each.")
-    if any(task.processes != 1 for task in tasks):
-        raise ValueError("the rates are those of one process: leave out tasks of several.")
-    amounts = np.array([_amounts(task) for task in tasks]) / np.asarray(seconds)[:, None]
-    scale = amounts.max(axis=0)
-    found = nnls(amounts / scale, np.ones(len(tasks)))[0] / scale
-    rates = [1 / float(x) if x > 0 else math.inf for x in found[:3]]
-    return Machine(
-        operations_per_second=rates[0], bytes_per_second=rates[1],
-        weight_bytes_per_second=rates[2], seconds_per_call=float(found[3]), name=name,
-    )  # fmt: skip
-
-
-def fit_link(
-    machine: Machine,
-    tasks: Sequence[Task],
-    seconds: Sequence[float],
-    *,
-    reductions: Sequence[float],
-) -> Machine:
-    """The same machine with what several processes add.
-
-    tasks, seconds: whole products of several processes;  reductions: seconds of the reduction alone
-    of each task. The reductions give link and latency; what the products take beyond them and the
-    time of a single process gives the slowdown (geometric mean).
-    """
-    if not len(tasks) == len(seconds) == len(reductions) or len(tasks) < 2:
-        raise ValueError("two unknowns of the link need at least two measured reductions.")
-    amounts = np.array([[task.message_bytes, float(task.messages)] for task in tasks])
-    amounts = amounts / np.asarray(reductions)[:, None]
-    scale = amounts.max(axis=0)
-    inverse, latency = nnls(amounts / scale, np.ones(len(tasks)))[0] / scale
-    linked = replace(
-        machine,
-        link_bytes_per_second=1 / float(inverse) if inverse > 0 else math.inf,
-        seconds_per_message=float(latency),
-    )
-    slow = [
-        max(t - r, 1e-9) / machine.working_seconds(task)
-        for task, t, r in zip(tasks, seconds, reductions, strict=True)
-    ]
-    return replace(linked, slowdown=max(1.0, float(np.exp(np.mean(np.log(slow))))))
 
 
 # --- shapes that are asked for ------------------------------------------------------------------
 
 SMOLLM2_135M = TransformerShape(
-    layers=30, width=576, hidden=1536, heads=9, key_value_heads=3, vocabulary=49152, gated=True,
+    layers=30,
+    width=576,
+    hidden=1536,
+    heads=9,
+    key_value_heads=3,
+    vocabulary=49152,
+    gated=True,
     tied=True,
-)  # fmt: skip
+)
 LLAMA_1B = TransformerShape(
-    layers=16, width=2048, hidden=8192, heads=32, key_value_heads=8, vocabulary=128256, gated=True,
+    layers=16,
+    width=2048,
+    hidden=8192,
+    heads=32,
+    key_value_heads=8,
+    vocabulary=128256,
+    gated=True,
     tied=True,
-)  # fmt: skip
+)
 LLAMA_8B = TransformerShape(
-    layers=32, width=4096, hidden=14336, heads=32, key_value_heads=8, vocabulary=128256, gated=True,
-)  # fmt: skip
+    layers=32,
+    width=4096,
+    hidden=14336,
+    heads=32,
+    key_value_heads=8,
+    vocabulary=128256,
+    gated=True,
+)
 LLAMA_70B = TransformerShape(
-    layers=80, width=8192, hidden=28672, heads=64, key_value_heads=8, vocabulary=128256, gated=True,
-)  # fmt: skip
+    layers=80,
+    width=8192,
+    hidden=28672,
+    heads=64,
+    key_value_heads=8,
+    vocabulary=128256,
+    gated=True,
+)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from curvatlas.figures.training import history_figure
 from curvatlas.results import Result
 
 if TYPE_CHECKING:
@@ -186,8 +187,6 @@ class CurvatureHistory(Result):
 
     def plot(self) -> Any:
         """Loss, sharpness against 2/η, trace and negative mass over the steps, as a figure."""
-        from curvatlas.figures.training import history_figure
-
         return history_figure(self)
 
 

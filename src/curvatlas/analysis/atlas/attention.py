@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.errors import ProblemError
+from curvatlas.figures.atlas import attention_figure
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
@@ -79,29 +80,7 @@ class AttentionCurvature(Result):
 
     def plot(self) -> Any:
         """The map of all data, and the diagonal blocks over the batches with their intervals."""
-        from matplotlib.figure import Figure
-
-        from curvatlas.figures.drawing import tidy_log_axes
-
-        figure = Figure(figsize=(11.0, 4.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        values = self.whole.frobenius["total"].values.double().clamp_min(1e-300).log10()
-        image = left.imshow(values.numpy(), cmap="viridis")
-        left.set_xticks(range(len(self.names)), self.names, rotation=90, fontsize=7)
-        left.set_yticks(range(len(self.names)), self.names, fontsize=7)
-        left.set_title("log10 ‖H‖_F of every pair, all data", fontsize=9)
-        figure.colorbar(image, ax=left)
-        steps = range(1, len(self.batches) + 1)
-        for name in self.names:
-            along = self.series(name)
-            right.plot(steps, along[:, 0].numpy(), marker="o", markersize=3, label=name)
-            right.fill_between(steps, along[:, 1].numpy(), along[:, 2].numpy(), alpha=0.2)
-        right.set_yscale("log")
-        right.set_xlabel("batch")
-        right.set_ylabel("‖H‖_F of the diagonal block, 95 % interval")
-        right.legend(fontsize=7, frameon=False, ncols=2)
-        tidy_log_axes(figure)
-        return figure
+        return attention_figure(self)
 
 
 def analyze_attention_curvature(

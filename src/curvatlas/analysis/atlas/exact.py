@@ -17,6 +17,7 @@ from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.engines.tangent.reading import MappedBlock, UnmappedModuleError, map_module
+from curvatlas.figures.atlas import PART_LABELS, entry_heat_map
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import (
     CurvatureOperator,
@@ -186,13 +187,11 @@ class Entries(Result):
 
     def plot(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Any:
         """log10 |entry| with block separators; ``limits`` (decades) make several comparable."""
-        from curvatlas.figures.atlas import entry_heat_map
-
         if part not in PARTS:
             raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")
-        symbol = {"total": "H", "outer": "H$_o$", "functional": "H$_f$"}[part]
+        title = f"entries of {PART_LABELS[part]}"
         return entry_heat_map(
-            getattr(self, part), self.names, self.sizes, title=f"entries of {symbol}", limits=limits
+            getattr(self, part), self.names, self.sizes, title=title, limits=limits
         )
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from curvatlas.anatomy import Anatomy, Slice
+from curvatlas.figures.atlas import plot_atlas, plot_map, save_figures
+from curvatlas.linear_operator import PARTS
 from curvatlas.results import Result
 
 # -------------------------------------------------------------------------------------------------
@@ -153,9 +155,6 @@ def groups_of(blocks: Sequence[Block], view: str) -> dict[str, list[int]]:
     return groups
 
 
-SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class AtlasMap(Result):
     """One quantity over pairs of groups (or over groups, for traces), with 95 % intervals."""
@@ -201,9 +200,7 @@ class AtlasMap(Result):
         return float(self.low[place]), float(self.high[place])
 
     def plot(self, **options: Any) -> Any:
-        """A heat map (bars for traces); see ``atlas_figures.plot_map`` for the options."""
-        from curvatlas.figures.atlas import plot_map
-
+        """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
         return plot_map(self, **options)
 
 
@@ -251,7 +248,7 @@ class Atlas(Result):
     def _quantity(self, quantity: str) -> dict[str, AtlasMap]:
         return {
             part: self.maps[key]
-            for part in SYMBOLS
+            for part in PARTS
             if (key := f"block/{quantity}/{part}") in self.maps
         }
 
@@ -311,15 +308,11 @@ class Atlas(Result):
         return tuple(found[:count])
 
     def plot(self, **options: Any) -> Any:
-        """The three parts side by side on one colour scale; see ``atlas_figures.plot_atlas``."""
-        from curvatlas.figures.atlas import plot_atlas
-
+        """The three parts side by side on one colour scale; see ``figures.atlas.plot_atlas``."""
         return plot_atlas(self, **options)
 
     def save_figures(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write a PNG of every view; returns the paths."""
-        from curvatlas.figures.atlas import save_figures
-
         return save_figures(self, folder)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.landscape import convergence_figure
 from curvatlas.fits import Array, PowerLaw, power_law
 from curvatlas.results import Result
 
@@ -252,9 +252,6 @@ def differ(first: Curve, second: Curve) -> dict[str, Any]:
     return {"difference": gap, "p_value": float(2 * stats.norm.sf(abs(gap) / max(spread, 1e-12)))}
 
 
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bounds(Result):
     """Theorem 7 at the k of the curves.
@@ -359,67 +356,4 @@ class LandscapeConvergence(Result):
 
     def plot(self) -> Any:
         """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11.5, 8.0), layout="constrained")
-        (a, b), (c, d) = figure.subplots(2, 2)
-        self._plot_losses(a)
-        for (name, found), colour in zip(
-            self.terms.items(), (_BLUE, _GREEN, _ORANGE, _GREY), strict=True
-        ):
-            _band(b, found, colour, f"{name} term")
-        _band(b, self.difference, "black", "all")
-        b.set(title="exact decomposition at w*", ylabel="mean |term| (loss)")
-        _band(c, self.hessian, _BLUE, f"samples, {_slope(self.hessian)}")
-        _band(c, self.hessian_null, _GREY, f"noise control, {_slope(self.hessian_null)}", "--")
-        steps = [s for s in self.spectra if s.step_norm is not None]
-        if steps:
-            c.plot([s.k for s in steps], [s.step_norm for s in steps], "s", color=_GREEN,
-                   label="spectral norm, one order")  # fmt: skip
-        c.set(title="one more sample: change of the Hessian",
-              ylabel="‖H(k+1) − H(k)‖_F (loss / parameter²)")  # fmt: skip
-        self._plot_spectra(d)
-        for axes in (a, b, c):
-            axes.set(xlabel="samples k", xscale="log", yscale="log")
-        for axes in (a, b, c, d):
-            axes.legend(fontsize=7)
-        return tidy_log_axes(figure)
-
-    def _plot_losses(self, axes: Any) -> None:
-        _band(axes, self.difference, _BLUE, f"samples, {_slope(self.difference)}")
-        _band(axes, self.null, _GREY, f"noise control, {_slope(self.null)}", "--")
-        k = self.difference.k.tolist()
-        axes.plot(k, self.bounds.printed.tolist(), color=_ORANGE, label="bound as printed")
-        axes.plot(k, self.bounds.corrected.tolist(), ":", color=_ORANGE, label="corrected bound")
-        axes.set(title="one more sample: change of the loss", ylabel="mean |L(k+1) − L(k)| (loss)")
-
-    def _plot_spectra(self, axes: Any) -> None:
-        rows = self.spectra[:-1]  # the last is the reference itself
-        if rows:
-            middle = [s.wasserstein for s in rows]
-            error = [
-                [max(m - s.wasserstein_interval[0], 0) for m, s in zip(middle, rows, strict=True)],
-                [max(s.wasserstein_interval[1] - m, 0) for m, s in zip(middle, rows, strict=True)],
-            ]
-            axes.errorbar([s.k for s in rows], middle, yerr=error, fmt="o-", color=_BLUE,
-                          label="W1 to the spectrum of the most samples (95 %)")  # fmt: skip
-            axes.plot([s.k for s in self.spectra], [s.largest for s in self.spectra], "s--",
-                      color=_ORANGE, label="λmax of H(k)")  # fmt: skip
-            axes.set(xscale="log", yscale="log")
-        else:
-            axes.plot([], [], label="no spectra were asked for")
-        axes.set(title="spectrum against k", xlabel="samples k",
-                 ylabel="eigenvalue units (loss / parameter²)")  # fmt: skip
-
-
-def _band(axes: Any, curve: Curve, colour: str, label: str, style: str = "-") -> None:
-    k = curve.k.tolist()
-    axes.plot(k, curve.mean.tolist(), style, color=colour, linewidth=1.2, label=label)
-    axes.fill_between(k, curve.low.tolist(), curve.high.tolist(), color=colour, alpha=0.2)
-
-
-def _slope(curve: Curve) -> str:
-    if curve.fit is None:
-        return "no fit"
-    low, high = curve.fit.interval
-    return f"∝ k^{curve.fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
+        return convergence_figure(self)

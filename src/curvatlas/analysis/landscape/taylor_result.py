@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.landscape import (
+    critical_rate_figure,
+    expansion_figure,
+    observed_figure,
+    predicted_figure,
+)
 from curvatlas.results import Result
 
 Interval = tuple[float, float]
@@ -98,22 +102,7 @@ class TaylorExpansion(Result):
 
     def plot(self) -> Any:
         """Size of each term, with the remainder and its bound."""
-        figure, axes = _figure()
-        names = ["constant", "linear", "quadratic", "cubic", "remainder"]
-        sizes = [abs(float(getattr(self, name))) for name in names]
-        signs = [float(getattr(self, name)) >= 0 for name in names]
-        colours = ["#0072b2" if positive else "#d55e00" for positive in signs]
-        axes.bar(range(5), sizes, color=colours)
-        if self.remainder_bound:
-            axes.plot([3.6, 4.4], [self.remainder_bound] * 2, color="black", label="bound")
-            axes.legend(fontsize=8)
-        axes.set_xticks(range(5), names)
-        what = "difference of losses" if self.compared else "loss"
-        axes.set(
-            ylabel=f"|term| (units of the {what})", yscale="log",
-            title="Taylor terms (blue positive, orange negative)",
-        )  # fmt: skip
-        return tidy_log_axes(figure)
+        return expansion_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,20 +175,7 @@ class PredictedTrajectory(Result):
 
     def plot(self) -> Any:
         """Predicted and real loss against steps."""
-        figure, axes = _figure()
-        axes.plot(self.losses.tolist(), label="quadratic model", color="#0072b2")
-        if self.actual is not None:
-            axes.plot(self.actual.tolist(), "--", label="real run", color="#d55e00")
-        if self.exact_steps < len(self.losses) - 1:
-            axes.axvline(self.exact_steps, color="0.6", linestyle=":", label="exact up to here")
-        if not self.converges and float(self.losses.min()) > 0:
-            axes.set_yscale("log")
-        axes.set(
-            xlabel="step", ylabel="loss", title=f"η = {self.learning_rate:.3g} = "
-            f"{self.learning_rate / self.critical_learning_rate:.2f} × critical",
-        )  # fmt: skip
-        axes.legend(fontsize=8)
-        return tidy_log_axes(figure)
+        return predicted_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,25 +212,7 @@ class CriticalLearningRate(Result):
 
     def plot(self) -> Any:
         """Growth of a deviation against the rate, and the loss of the runs below and above."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10.0, 3.8), layout="constrained")
-        growth, runs = figure.subplots(1, 2)
-        growth.plot(self.ratios, self.expected, "--", color="#777777", label="quadratic model")
-        growth.plot(self.ratios, self.growth, "o", color="#0072b2", label="measured in training")
-        growth.axhline(1.0, color="0.5", linewidth=0.7)
-        growth.axvline(1.0, color="#d55e00", linewidth=0.9, label="critical")
-        growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation",
-                   title=f"critical η = {self.value:.4g}")  # fmt: skip
-        for ratio, losses in zip(self.ratios, self.losses, strict=True):
-            runs.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
-        runs.set(xlabel="step", ylabel="loss", title="gradient descent at those rates")
-        least = min(float(losses.min()) for losses in self.losses)
-        if least > 0 and max(float(losses.max()) for losses in self.losses) > 10 * least:
-            runs.set_yscale("log")
-        for axes in (growth, runs):
-            axes.legend(fontsize=8)
-        return tidy_log_axes(figure)
+        return critical_rate_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,22 +236,8 @@ class ObservedCurvature(Result):
 
     def plot(self) -> Any:
         """Curvature along the trajectory."""
-        figure, axes = _figure()
-        series = self.directional if self.source == "weights" else self.values
-        axes.plot(np.arange(len(series)), series.tolist(), "o-", markersize=3, label="at each step")
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.axhspan(*self.interval, alpha=0.2, label="95 % of the estimate")
-        axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
-        axes.legend(fontsize=8)
-        return figure
+        return observed_figure(self)
 
 
 def empty() -> Tensor:
     return torch.empty(0, dtype=torch.float64)
-
-
-def _figure() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.2, 3.6), layout="constrained")
-    return figure, figure.add_subplot()

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.exact import largest_singular
 from curvatlas.analysis.propagation.capture import Capture, Node, capture
-from curvatlas.analysis.propagation.dense import Samples, Step, is_sum, propagate, samples_interact
+from curvatlas.analysis.propagation.dense import (
+    SampleView,
+    Step,
+    is_sum,
+    propagate,
+    samples_interact,
+)
 from curvatlas.analysis.propagation.matrix_free import (
     FreeProducts,
     Probed,
@@ -25,6 +31,7 @@ from curvatlas.analysis.propagation.matrix_free import (
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
 from curvatlas.anatomy import anatomy_of
 from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.figures.flow import plot_flow
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call, evaluation
@@ -63,7 +70,13 @@ def tokens_of(tensor: Tensor, samples: int) -> int:
 
 
 def dense_entries(
-    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, keep: bool, wanted: Wanted
+    problem: Problem,
+    batch: Batch,
+    capture: Capture,
+    view: SampleView,
+    *,
+    keep: bool,
+    wanted: Wanted,
 ) -> Iterator[FlowEntry]:
     """Entries from the loss backwards: each sublayer after the activation it puts out."""
     total = len(capture.nodes) + 1
@@ -77,7 +90,7 @@ def dense_entries(
         yield from _sublayer_entries(step, view, keep)
 
 
-def _sublayer_entries(step: Step, view: Samples, keep: bool) -> Iterator[FlowEntry]:
+def _sublayer_entries(step: Step, view: SampleView, keep: bool) -> Iterator[FlowEntry]:
     behind = None if step.total is None else float(torch.linalg.norm(step.total))
     through = step.through
     if step.node.kind == "residual":
@@ -93,7 +106,7 @@ def _dense(
     passed: Tensor,
     made: Tensor,
     slope: Tensor,
-    view: Samples,
+    view: SampleView,
     behind: float | None,
     keep: bool,
 ) -> FlowEntry:
@@ -161,7 +174,7 @@ def free_entries(
     problem: Problem,
     batch: Batch,
     capture: Capture,
-    view: Samples,
+    view: SampleView,
     *,
     probes: int,
     seed: int,
@@ -222,7 +235,7 @@ def free_entries(
 
 
 def sweep_entries(
-    problem: Problem, batch: Batch, capture: Capture, view: Samples, *, probes: int, seed: int
+    problem: Problem, batch: Batch, capture: Capture, view: SampleView, *, probes: int, seed: int
 ) -> Iterator[FlowEntry]:
     """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
 
@@ -416,8 +429,6 @@ class CurvaturePropagationAnalyzer:
         self, path: str | os.PathLike[str] | None = None, *, flows: Any = None
     ) -> Any:
         """Four panels over layers (and steps, after several analyses); saved where told."""
-        from curvatlas.figures.flow import plot_flow
-
         chosen = list(flows) if flows is not None else self.history
         if not chosen:
             raise ValueError("nothing to draw yet: call analyze_curvature_flow(x) first.")
@@ -433,7 +444,7 @@ class CurvaturePropagationAnalyzer:
     ) -> tuple[str, Iterator[FlowEntry]]:
         """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
         every = wanted or (lambda _: True)
-        view = Samples(1 if samples_interact(batch, captured) else batch.length)
+        view = SampleView(1 if samples_interact(batch, captured) else batch.length)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
         room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
         one = view.count * largest**2 * problem.dtype.itemsize

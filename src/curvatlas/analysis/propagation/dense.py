@@ -32,7 +32,7 @@ from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvat
 _COLUMNS = 64  # cotangents through one vmapped pass
 
 
-class Samples:
+class SampleView:
     """How tensors are seen: (samples, n), or one sample when the samples interact."""
 
     def __init__(self, count: int) -> None:
@@ -120,7 +120,7 @@ def _reaches(node: Node, targets: Sequence[Node]) -> bool:
     return False
 
 
-def jacobian(node: Node, parents: Sequence[Node], view: Samples) -> list[Tensor]:
+def jacobian(node: Node, parents: Sequence[Node], view: SampleView) -> list[Tensor]:
     """∂node/∂parent, (samples, n, n_parent) each."""
     size = view.flat(node.tensor).shape[1]
     found = [p.tensor.new_zeros(view.count, size, view.flat(p.tensor).shape[1]) for p in parents]
@@ -132,7 +132,9 @@ def jacobian(node: Node, parents: Sequence[Node], view: Samples) -> list[Tensor]
     return found
 
 
-def second(node: Node, parents: Sequence[Node], slope: Tensor, view: Samples) -> list[list[Tensor]]:
+def second(
+    node: Node, parents: Sequence[Node], slope: Tensor, view: SampleView
+) -> list[list[Tensor]]:
     """C_pq = Σ_k δ_k ∂²f_k/∂p∂q, (samples, n_p, n_q), for all pairs of parents."""
     tensors = [p.tensor for p in parents]
     gradients = torch.autograd.grad(
@@ -143,7 +145,7 @@ def second(node: Node, parents: Sequence[Node], slope: Tensor, view: Samples) ->
 
 
 def gradient_rows(
-    gradient: Tensor | None, own: Tensor, others: Sequence[Tensor], view: Samples
+    gradient: Tensor | None, own: Tensor, others: Sequence[Tensor], view: SampleView
 ) -> list[Tensor]:
     size = view.flat(own).shape[1]
     found = [own.new_zeros(view.count, size, view.flat(t).shape[1]) for t in others]
@@ -193,7 +195,7 @@ class Step:
     slope: Tensor  # δ, (samples, n)
 
 
-def propagate(problem: Problem, batch: Batch, capture: Capture, view: Samples) -> Iterator[Step]:
+def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView) -> Iterator[Step]:
     """Eliminate every activation, last first; inside ``problem.evaluating()``."""
     slopes = output_slopes(problem, batch, capture)
     hessian: dict[tuple[Node, Node], Tensor] = {}
@@ -232,7 +234,7 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: Samples) -
 
 
 def _local(
-    node: Node, slope: Tensor, view: Samples
+    node: Node, slope: Tensor, view: SampleView
 ) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
     """Jacobians (None: identity) and second derivatives (None: zero) of the node's function."""
     parents = node.parents
@@ -266,7 +268,7 @@ def _seed(
     problem: Problem,
     batch: Batch,
     capture: Capture,
-    view: Samples,
+    view: SampleView,
     add: Callable[[Node, Node, Tensor], None],
     created: dict[Node, Tensor],
 ) -> Step:
@@ -285,7 +287,7 @@ def _seed(
 
 
 def _seed_cut(
-    view: Samples,
+    view: SampleView,
     add: Callable[[Node, Node, Tensor], None],
     created: dict[Node, Tensor],
     nodes: list[Node],

@@ -57,7 +57,7 @@ Group = tuple[Tensor, Tensor]  # u and y, (K, *shape of the activation) each
 
 
 @dataclass(frozen=True)
-class Sketch:
+class ProbeGroups:
     """The Hessian at one activation as a sum of up to three matrices, each known from pairs.
 
     far: of everything behind the last fresh product. near: of what was created between it and
@@ -73,14 +73,14 @@ class Sketch:
     def groups(self) -> list[Group]:
         return [group for group in (self.far, self.near, self.fresh) if group is not None]
 
-    def departing(self) -> Sketch:
+    def departing(self) -> ProbeGroups:
         """The two groups that are pulled further back."""
         if self.far is None:
-            return Sketch(far=self.fresh)
-        return Sketch(far=self.far, near=_joined(self.near, self.fresh))
+            return ProbeGroups(far=self.fresh)
+        return ProbeGroups(far=self.far, near=_joined(self.near, self.fresh))
 
-    def with_fresh(self, fresh: Group) -> Sketch:
-        return Sketch(far=self.far, near=self.near, fresh=fresh)
+    def with_fresh(self, fresh: Group) -> ProbeGroups:
+        return ProbeGroups(far=self.far, near=self.near, fresh=fresh)
 
 
 def _joined(one: Group | None, two: Group | None) -> Group | None:
@@ -176,8 +176,8 @@ class Pairs:
         )
 
 
-def pairs_of(sketch: Sketch, samples: int, *, spectral: bool = False) -> Pairs:
-    """Samples are independent: their matrices are diagonal blocks and never mixed."""
+def pairs_of(sketch: ProbeGroups, samples: int, *, spectral: bool = False) -> Pairs:
+    """SampleView are independent: their matrices are diagonal blocks and never mixed."""
     groups = sketch.groups
     count = len(groups[0][0])
     u = torch.stack([g[0] for g in groups], dim=1)  # (K, groups, *shape)
@@ -471,8 +471,8 @@ class Site:
 
     def __init__(
         self,
-        total: Sketch,
-        passed: Sketch,
+        total: ProbeGroups,
+        passed: ProbeGroups,
         created: Group | None,
         anchor: Pairs | None,
         samples: int,
@@ -496,7 +496,7 @@ class Site:
         """Values and intervals of the three parts."""
         if self._created is None:
             return {"total": self.probed, "passed_on": self.probed, "created_here": NOTHING}
-        created = pairs_of(Sketch(fresh=self._created), self._samples).probed()
+        created = pairs_of(ProbeGroups(fresh=self._created), self._samples).probed()
         passed = pairs_of(self._passed, self._samples).probed(self._anchor)
         return {"total": self.probed, "passed_on": passed, "created_here": created}
 
@@ -587,7 +587,10 @@ class Sweep:
             return self._afresh(node)
         self.anchors.append(node)
         image = self._apply(self.products.passed_by(reader, node), signs)
-        total, passed = Sketch(fresh=(signs, image + created[1])), Sketch(fresh=(signs, image))
+        total, passed = (
+            ProbeGroups(fresh=(signs, image + created[1])),
+            ProbeGroups(fresh=(signs, image)),
+        )
         return Site(total, passed, created, None, self.samples)
 
     # --- how the pairs travel ---------------------------------------------------------------------
@@ -604,7 +607,7 @@ class Sweep:
         self._joint = number
         behind = self.cuts[self._anchor]
         product = self._created_before(behind, end)
-        return self._site(end, Sketch(far=known.total.far), product)
+        return self._site(end, ProbeGroups(far=known.total.far), product)
 
     def _due(self, number: int, known: Site) -> bool:
         if number == 0 or self._anchor - number >= math.ceil(len(self.cuts) / _ANCHORS):
@@ -619,9 +622,9 @@ class Sweep:
 
     def _afresh(self, node: Node) -> Site:
         self.anchors.append(node)
-        return self._site(node, Sketch(), self.products.total(node))
+        return self._site(node, ProbeGroups(), self.products.total(node))
 
-    def _site(self, node: Node, travelled: Sketch, product: Product) -> Site:
+    def _site(self, node: Node, travelled: ProbeGroups, product: Product) -> Site:
         """What has come along and a product probed here, split by the sublayers that read it."""
         signs = self._signs(node)
         image = self._apply(product, signs)
@@ -654,7 +657,7 @@ class Sweep:
             for node, travelled in zip(nodes, sketches, strict=True)
         }
 
-    def _pull(self, end: Node, sketch: Sketch, nodes: Sequence[Node]) -> list[Sketch]:
+    def _pull(self, end: Node, sketch: ProbeGroups, nodes: Sequence[Node]) -> list[ProbeGroups]:
         """Jᵀ of both vectors of every pair, to each of ``nodes``."""
         columns = torch.cat([vectors for group in sketch.groups for vectors in group])
         tensors = [node.tensor for node in nodes]
@@ -665,7 +668,7 @@ class Sweep:
             moved = moved.reshape(-1, 2, self.probes, *node.tensor.shape)
             groups: list[Group | None] = [(pair[0], pair[1]) for pair in moved]
             far, near = (*groups, None)[:2]
-            found.append(Sketch(far=far, near=near))
+            found.append(ProbeGroups(far=far, near=near))
         return found
 
     def _apply(self, product: Product, vectors: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvatlas.figures.flow import plot_flow
 from curvatlas.results import Result
 
 Interval = tuple[float, float]
@@ -159,9 +160,7 @@ class CurvatureFlow(Result):
         return names, values
 
     def plot(self, **options: Any) -> Any:
-        """Four panels; see ``propagation_figures.plot_flow``."""
-        from curvatlas.figures.flow import plot_flow
-
+        """Four panels; see ``figures.flow.plot_flow``."""
         return plot_flow([self], **options)
 
     def __str__(self) -> str:
