@@ -1,29 +1,35 @@
-"""From existing modules to closed forms: who is who, and back to the module's own order.
+"""Existing modules read as closed forms: who is who, and back to the module's own order.
 
 ``map_module(layer)`` reads ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``, the zoo's
-blocks and the layers of many Hugging Face families as a ``BlockSpec`` with weights; the weights are
-views of the module's own memory. ``map_norm`` does the same for norms. What the closed
-forms do not cover is refused with the reason, never approximated.
+blocks and the layers of many Hugging Face families as a ``BlockSpec`` with weights, views of the
+module's own memory. ``map_norm`` does the same for norms, ``map_stack`` for whole models: their
+blocks, final norm and head (embeddings stay outside). What the closed forms do not cover is
+refused with the reason, never approximated. To add a family, add a row to ``_LAYERS`` and, for
+whole models, to ``_LAYOUTS``.
 
-Each family is one function that picks our weights out of the module's named parameters. The same
-function applied to position numbers gives the permutation between the two flat orders, so fused
-projections and transposed ``Conv1D`` weights need no second description.
+Reading a layer gives a function that picks our weights out of the module's named parameters. The
+same function applied to position numbers gives the permutation between the two flat orders, so
+fused projections and transposed ``Conv1D`` weights need no second description.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.engines.tangent.block import weight_shapes
 from curvatlas.engines.tangent.feed_forward import ACTIVATIONS, activation_derivatives
+from curvatlas.engines.tangent.head import Pooling, Readout
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm
 
 Picked = dict[str, Tensor]
 Pick = Callable[[Mapping[str, Tensor]], Picked]
+_PROJECTIONS = ("query", "key", "value")
 
 
 class UnmappedModuleError(TypeError):
@@ -79,11 +85,14 @@ def map_module(module: nn.Module) -> MappedBlock:
     spec, pick = read_module(module)
     parameters = dict(module.named_parameters())
     weights = pick({name: value.detach() for name, value in parameters.items()})
-    positions, size = flat_positions(parameters, pick)
+    numbers = flat_numbers(parameters)
+    size = sum(parameter.numel() for parameter in parameters.values())
+    pieces = [value.reshape(-1) for value in pick(numbers).values()]
+    positions = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
     if len(positions) != size:
         covered = torch.zeros(size, dtype=torch.bool)
         covered[positions] = True
-        left = [n for n, p in flat_numbers(parameters).items() if not bool(covered[p].all())]
+        left = [n for n, p in numbers.items() if not bool(covered[p].all())]
         raise UnmappedModuleError(
             f"{type(module).__name__} has parameters the closed form does not: {', '.join(left)}."
         )
@@ -92,20 +101,19 @@ def map_module(module: nn.Module) -> MappedBlock:
 
 def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
     """The description of a layer, and the function that picks its weights by parameter name."""
-    from curvatlas.engines.tangent.families import HUGGING_FACE, TORCH, reason_against
-
-    for matches, read in (*TORCH, *HUGGING_FACE):
+    kind = type(module)
+    for matches, read in _READERS:
         if matches(module):
             refuse_dropout(module)
             spec, pick = read(module)
-            return spec, _checked(type(module).__name__, spec, pick)
-    known = reason_against(module)
-    if known is not None:
+            return spec, _checked(kind.__name__, spec, pick)
+    if kind.__module__.startswith("transformers.") and kind.__name__ in _NOT_COVERED:
         raise UnmappedModuleError(
-            f"{type(module).__name__} {known}: not in the closed form, use ca.Hessian(problem)."
+            f"{kind.__name__} {_NOT_COVERED[kind.__name__]}: not in the closed form, use "
+            "ca.Hessian(problem)."
         )
     raise UnmappedModuleError(
-        f"{type(module).__name__} is no layer the closed forms know: they read "
+        f"{kind.__name__} is no layer the closed forms know: they read "
         "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and the layers of "
         "Hugging Face GPT-2, GPT-Neo, OPT, BERT and its kin, ViT, BART and Whisper encoders, "
         "Llama, Mistral, Qwen2, OLMo; use ca.Hessian(problem) for other modules."
@@ -227,9 +235,506 @@ def flat_numbers(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return numbers
 
 
-def flat_positions(parameters: Mapping[str, Tensor], pick: Pick) -> tuple[Tensor, int]:
-    """Where each of the picked entries stands in the parameters' flat vector, and its length."""
-    picked = pick(flat_numbers(parameters))
-    pieces = [value.reshape(-1) for value in picked.values()]
-    size = sum(parameter.numel() for parameter in parameters.values())
-    return (torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)), size
+# ---- layers that keep one linear layer for each weight ---------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Where a family of layers keeps its weights, and what else its blocks need."""
+
+    classes: tuple[str, ...]  # layers are known by name: no library is imported for it
+    paths: str  # query (and key, value: {name}, or {letter}), output, up, down, both norms[, gate]
+    heads: str  # attribute with the number of heads
+    activation: str
+    norm_first: bool = False
+    options: Callable[[Any], dict[str, Any]] = lambda module: {}
+    home: str = "transformers."
+    known_by: str = ""  # an attribute that tells this layout from another of the same class
+
+    def matches(self, module: nn.Module) -> bool:
+        known = _named(module, self.home, *self.classes)
+        return known and (not self.known_by or _find(module, self.known_by) is not None)
+
+    def read(self, module: Any) -> tuple[BlockSpec, Pick]:
+        query, *others = self.paths.split()
+        paths = {name: query.format(name=name, letter=name[0]) for name in _PROJECTIONS}
+        paths |= zip(("output", "up", "down", "norm1", "norm2", "gate"), others, strict=False)
+        projection, up, *norms = (
+            module.get_submodule(paths[name]) for name in ("query", "up", "norm1", "norm2")
+        )
+        norm, eps = shared_norm(*norms)
+        heads = attrgetter(self.heads)(module)
+        options = {"gated": "gate" in paths, "norm_first": self.norm_first, **self.options(module)}
+        spec = BlockSpec(
+            d_model=projection.in_features,
+            n_heads=heads,
+            d_k=projection.out_features // heads,
+            d_v=projection.out_features // heads,
+            d_ff=up.out_features,
+            norm=norm,
+            eps=eps,
+            activation=activation_name(attrgetter(self.activation)(module)),
+            **options,
+        )
+        return spec, lambda values: _take_all(values, paths)
+
+
+def _named(module: nn.Module, home: str, *names: str) -> bool:
+    return type(module).__name__ in names and type(module).__module__.startswith(home)
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    part: object = module
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part if isinstance(part, nn.Module) else None
+
+
+def _take_all(values: Mapping[str, Tensor], paths: Mapping[str, str]) -> Picked:
+    picked: Picked = {}
+    for ours, theirs in paths.items():
+        picked |= take(values, ours, theirs)
+    return picked
+
+
+def _zoo_options(attention: Any) -> dict[str, Any]:
+    return {
+        "n_kv_heads": attention.n_kv_heads,
+        "causal": bool(attention.causal),
+        "softmax": bool(attention.softmax),
+        "rope_base": attention.rope_base,
+    }
+
+
+def _zoo_block_options(module: Any) -> dict[str, Any]:
+    return {
+        **_zoo_options(module.attention),
+        "norm_first": bool(module.norm_first),
+        "gated": bool(module.ffn.gated),
+    }
+
+
+def _gpt_neo_options(module: Any) -> dict[str, Any]:
+    """Logits without a scale, every other layer in a window."""
+    inner = module.attn.attention
+    local = inner.attention_type == "local"
+    window = int(inner.config.window_size) if local else None
+    return {"causal": True, "window": window, "scale": 1.0}
+
+
+def _bert_options(module: Any) -> dict[str, Any]:
+    """Bidirectional unless it is a decoder."""
+    _refuse_cross_attention(module)
+    kind = getattr(module.attention.self, "position_embedding_type", None) or "absolute"
+    if kind != "absolute":
+        raise UnmappedModuleError(
+            f"BERT with {kind} positions adds learned terms to the logits: not in the closed form."
+        )
+    return {"causal": bool(getattr(module, "is_decoder", False))}
+
+
+def _bart_options(module: Any) -> dict[str, Any]:
+    """OPT's decoder layers and the encoder layers of BART's kin, pre- or post-norm."""
+    name = type(module).__name__
+    first = name in ("MBartEncoderLayer", "PegasusEncoderLayer", "WhisperEncoderLayer")
+    return {
+        "norm_first": bool(getattr(module, "do_layer_norm_before", first)),
+        "causal": name == "OPTDecoderLayer",
+    }
+
+
+def _llama_options(module: Any) -> dict[str, Any]:
+    """Rotary positions, grouped queries, causal, in a window if the layer or the model says so."""
+    attention, config = module.self_attn, module.self_attn.config
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} clips queries, keys and values at {config.clip_qkv:g}: not "
+            "in the closed form."
+        )
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    return {
+        "n_kv_heads": config.num_key_value_heads,
+        "causal": True,
+        "window": int(window) if window and getattr(config, "use_sliding_window", True) else None,
+        "rope_base": _rope_base(config),
+    }
+
+
+def _rope_base(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None:  # before transformers 5
+        scaling = getattr(config, "rope_scaling", None) or {}
+        parameters = {"rope_theta": config.rope_theta, **scaling}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", 1.0) or 1.0
+    if kind != "default" or partial != 1.0:
+        raise UnmappedModuleError(
+            f"rotary positions of type {kind!r} (partial factor {partial:g}) are not in the closed "
+            "form: only the default type over the whole head is."
+        )
+    return float(parameters["rope_theta"])
+
+
+def _refuse_cross_attention(module: Any) -> None:
+    if hasattr(module, "crossattention"):
+        raise UnmappedModuleError(
+            f"{type(module).__name__} has cross attention: the closed form is for self-attention."
+        )
+
+
+_BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
+_BART = ("OPTDecoder", "BartEncoder", "MarianEncoder", "MBartEncoder", "PegasusEncoder")
+_VIT = tuple(f"{name}Layer" for name in ("ViT", "DeiT", "ViTMAE", "ViTMSN"))
+_LLAMA = ("Llama", "Mistral", "Qwen2", "Olmo")
+
+_LAYERS = (
+    _Layer(
+        ("Block",),
+        "attention.{name} attention.output ffn.up ffn.down norm1 norm2 ffn.gate",
+        home="curvatlas.zoo",
+        heads="attention.n_heads",
+        activation="ffn._function",
+        options=_zoo_block_options,
+    ),
+    _Layer(
+        ("GPTNeoBlock",),
+        "attn.attention.{letter}_proj attn.attention.out_proj mlp.c_fc mlp.c_proj ln_1 ln_2",
+        heads="attn.attention.num_heads",
+        activation="mlp.act",
+        norm_first=True,
+        options=_gpt_neo_options,
+    ),
+    _Layer(
+        tuple(f"{name}Layer" for name in _BERT),
+        "attention.self.{name} attention.output.dense intermediate.dense output.dense "
+        "attention.output.LayerNorm output.LayerNorm",
+        heads="attention.self.num_attention_heads",
+        activation="intermediate.intermediate_act_fn",
+        options=_bert_options,
+    ),
+    _Layer(
+        ("TransformerBlock",),
+        "attention.{letter}_lin attention.out_lin ffn.lin1 ffn.lin2 "
+        "sa_layer_norm output_layer_norm",
+        home="transformers.models.distilbert",
+        heads="attention.n_heads",
+        activation="ffn.activation",
+    ),
+    _Layer(  # the same weights may serve several depths
+        ("AlbertLayer",),
+        "attention.{name} attention.dense ffn ffn_output attention.LayerNorm full_layer_layer_norm",
+        heads="attention.num_attention_heads",
+        activation="activation",
+    ),
+    _Layer(
+        tuple(f"{name}Layer" for name in (*_BART, "WhisperEncoder")),
+        "self_attn.{letter}_proj self_attn.out_proj fc1 fc2 self_attn_layer_norm final_layer_norm",
+        heads="self_attn.num_heads",
+        activation="activation_fn",
+        options=_bart_options,
+    ),
+    _Layer(  # before transformers 5
+        _VIT,
+        "attention.attention.{name} attention.output.dense intermediate.dense output.dense "
+        "layernorm_before layernorm_after",
+        known_by="attention.attention",
+        heads="attention.attention.num_attention_heads",
+        activation="intermediate.intermediate_act_fn",
+        norm_first=True,
+    ),
+    _Layer(
+        _VIT,
+        "attention.{letter}_proj attention.o_proj mlp.fc1 mlp.fc2 layernorm_before layernorm_after",
+        heads="attention.num_attention_heads",
+        activation="mlp.activation_fn",
+        norm_first=True,
+    ),
+    _Layer(
+        tuple(f"{name}DecoderLayer" for name in _LLAMA),
+        "self_attn.{letter}_proj self_attn.o_proj mlp.up_proj mlp.down_proj "
+        "input_layernorm post_attention_layernorm mlp.gate_proj",
+        heads="self_attn.config.num_attention_heads",
+        activation="mlp.act_fn",
+        norm_first=True,
+        options=_llama_options,
+    ),
+)
+
+_PARALLEL = "runs attention and feed-forward side by side on the same input"
+_RELATIVE = "adds learned terms of the distance to the logits"
+_NOT_COVERED = {
+    "PhiDecoderLayer": _PARALLEL,
+    "GPTJBlock": _PARALLEL,
+    "GPTNeoXLayer": "rotates a part of each head, mostly with parallel sublayers",
+    "FalconDecoderLayer": _PARALLEL,
+    "BloomBlock": "adds a bias by distance (ALiBi) to the logits",
+    "T5Block": _RELATIVE,
+    "DebertaV2Layer": _RELATIVE,
+    "GemmaDecoderLayer": "scales its norms by 1 + weight",
+    "Gemma2DecoderLayer": "has norms on both sides of every sublayer",
+    "Qwen3DecoderLayer": "normalises queries and keys",
+    "MixtralDecoderLayer": "sends tokens to experts",
+    "Dinov2Layer": "scales its sublayers' outputs by learned gains",
+}
+
+
+# ---- layers with fused projections, and attention alone ---------------------------------------
+
+
+def _same_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    if not isinstance(module, kind):
+        return False
+    if type(module).forward is not kind.forward:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} overrides the forward of {kind.__name__}: "
+            "its derivatives are not those of the layer it extends."
+        )
+    return True
+
+
+def _read_attention(module: Any) -> tuple[BlockSpec, Pick]:
+    """``nn.MultiheadAttention`` as the bare attention layer Z = Att(X)."""
+    _refuse_attention_extras(module)
+    spec = BlockSpec(
+        d_model=module.embed_dim,
+        n_heads=module.num_heads,
+        norm="none",
+        residual=False,
+    )
+    return spec, lambda values: _pick_attention(values, "")
+
+
+def _read_encoder_layer(module: Any) -> tuple[BlockSpec, Pick]:
+    """``nn.TransformerEncoderLayer``, both norm orders, any activation the closed form knows."""
+    _refuse_attention_extras(module.self_attn)
+    norm, eps = shared_norm(module.norm1, module.norm2)
+    spec = BlockSpec(
+        d_model=module.self_attn.embed_dim,
+        n_heads=module.self_attn.num_heads,
+        d_ff=module.linear1.out_features,
+        norm=norm,
+        eps=eps,
+        norm_first=bool(module.norm_first),
+        activation=activation_name(module.activation),
+    )
+
+    def pick(values: Mapping[str, Tensor]) -> Picked:
+        paths = {"up": "linear1", "down": "linear2", "norm1": "norm1", "norm2": "norm2"}
+        return _pick_attention(values, "self_attn.") | _take_all(values, paths)
+
+    return spec, pick
+
+
+def _read_zoo_attention(module: Any) -> tuple[BlockSpec, Pick]:
+    """The zoo's attention as the bare attention layer."""
+    spec = BlockSpec(
+        d_model=module.query.in_features,
+        n_heads=module.n_heads,
+        d_k=module.head_size,
+        d_v=module.head_size,
+        norm="none",
+        residual=False,
+        **_zoo_options(module),
+    )
+    paths = {name: name for name in (*_PROJECTIONS, "output")}
+    return spec, lambda values: _take_all(values, paths)
+
+
+def _pick_attention(values: Mapping[str, Tensor], prefix: str) -> Picked:
+    """[Q; K; V] stacked in ``in_proj``, heads in consecutive rows."""
+    fused = values[f"{prefix}in_proj_weight"].chunk(3)
+    picked = {f"{name}_weight": part for name, part in zip(_PROJECTIONS, fused, strict=True)}
+    bias = values.get(f"{prefix}in_proj_bias")
+    if bias is not None:
+        parts = zip(_PROJECTIONS, bias.chunk(3), strict=True)
+        picked |= {f"{name}_bias": part for name, part in parts}
+    return picked | take(values, "output", f"{prefix}out_proj")
+
+
+def _refuse_attention_extras(module: Any) -> None:
+    if not module._qkv_same_embed_dim:
+        raise UnmappedModuleError(
+            f"MultiheadAttention with kdim={module.kdim}, vdim={module.vdim} is cross attention: "
+            "the closed form is for self-attention."
+        )
+    if module.bias_k is not None or module.bias_v is not None:
+        raise UnmappedModuleError("MultiheadAttention with add_bias_kv attends to an extra token.")
+    if module.add_zero_attn:
+        raise UnmappedModuleError(
+            "MultiheadAttention with add_zero_attn attends to an extra token."
+        )
+
+
+def _read_gpt2(module: Any) -> tuple[BlockSpec, Pick]:
+    """``GPT2Block``: pre-norm, causal, fused ``Conv1D`` projections stored (in, out)."""
+    _refuse_cross_attention(module)
+    attention, config = module.attn, module.attn.config
+    norm, eps = shared_norm(module.ln_1, module.ln_2)
+    head_size = attention.embed_dim // attention.num_heads
+    scale = head_size**-0.5 if config.scale_attn_weights else 1.0
+    if config.scale_attn_by_inverse_layer_idx:
+        scale /= float(attention.layer_idx + 1)
+    spec = BlockSpec(
+        d_model=attention.embed_dim,
+        n_heads=attention.num_heads,
+        d_ff=module.mlp.c_fc.weight.shape[1],
+        norm=norm,
+        eps=eps,
+        norm_first=True,
+        activation=activation_name(module.mlp.act),
+        causal=True,
+        scale=scale,
+    )
+
+    def pick(values: Mapping[str, Tensor]) -> Picked:
+        picked: Picked = {}
+        fused = values["attn.c_attn.weight"].T.chunk(3)
+        biases = values["attn.c_attn.bias"].chunk(3)
+        for name, weight, bias in zip(_PROJECTIONS, fused, biases, strict=True):
+            picked |= {f"{name}_weight": weight, f"{name}_bias": bias}
+        for ours, theirs in (("output", "attn"), ("down", "mlp")):
+            picked[f"{ours}_weight"] = values[f"{theirs}.c_proj.weight"].T
+            picked[f"{ours}_bias"] = values[f"{theirs}.c_proj.bias"]
+        picked |= {"up_weight": values["mlp.c_fc.weight"].T, "up_bias": values["mlp.c_fc.bias"]}
+        return picked | take(values, "norm1", "ln_1") | take(values, "norm2", "ln_2")
+
+    return spec, pick
+
+
+_Reader = tuple[Callable[[nn.Module], bool], Callable[[Any], tuple[BlockSpec, Pick]]]
+_READERS: tuple[_Reader, ...] = (
+    (lambda module: _same_forward(module, nn.MultiheadAttention), _read_attention),
+    (lambda module: _same_forward(module, nn.TransformerEncoderLayer), _read_encoder_layer),
+    (lambda module: _named(module, "curvatlas.zoo", "Attention"), _read_zoo_attention),
+    (lambda module: _named(module, "transformers.", "GPT2Block"), _read_gpt2),
+    *((layer.matches, layer.read) for layer in _LAYERS),
+)
+
+
+# ---- whole models ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Where a model keeps its blocks, final norm and head."""
+
+    blocks: str
+    norm: str | None = None
+    head: str | None = None
+    pooling: Pooling | None = None
+
+
+# class name → layouts to try, the current library's first
+_LAYOUTS: dict[str, tuple[_Layout, ...]] = {
+    "TransformerEncoder": (_Layout(blocks="layers", norm="norm"),),
+    "GPT": (_Layout(blocks="blocks", norm="norm", head="head"),),
+    "ViT": (_Layout(blocks="blocks", norm="norm", head="head", pooling="first"),),
+    **dict.fromkeys(("GPT2Model", "GPTNeoModel"), (_Layout(blocks="h", norm="ln_f"),)),
+    **dict.fromkeys(
+        ("GPT2LMHeadModel", "GPTNeoForCausalLM"),
+        (_Layout(blocks="transformer.h", norm="transformer.ln_f", head="lm_head"),),
+    ),
+    **dict.fromkeys((f"{name}Model" for name in _LLAMA), (_Layout(blocks="layers", norm="norm"),)),
+    **dict.fromkeys(
+        (f"{name}ForCausalLM" for name in _LLAMA),
+        (_Layout(blocks="model.layers", norm="model.norm", head="lm_head"),),
+    ),
+    **dict.fromkeys((f"{name}Encoder" for name in _BERT), (_Layout(blocks="layer"),)),
+    **dict.fromkeys((f"{name}Model" for name in _BERT), (_Layout(blocks="encoder.layer"),)),
+    "DistilBertModel": (_Layout(blocks="transformer.layer"),),
+    "ViTModel": (
+        _Layout(blocks="layers", norm="layernorm"),
+        _Layout(blocks="encoder.layer", norm="layernorm"),
+    ),
+    "ViTForImageClassification": (
+        _Layout(blocks="vit.layers", norm="vit.layernorm", head="classifier", pooling="first"),
+        _Layout(
+            blocks="vit.encoder.layer", norm="vit.layernorm", head="classifier", pooling="first"
+        ),
+    ),
+}
+_HOMES = ("torch.nn.", "curvatlas.zoo", "transformers.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MappedStack(FlatOrder):
+    """A model read as a stack."""
+
+    blocks: list[tuple[BlockSpec, Picked]]
+    readout: Readout
+
+
+def map_stack(module: nn.Module, *, head: bool = True) -> MappedStack:
+    """Read a model as blocks, final norm and head; ``head=False`` leaves the head away."""
+    layout = _layout(module)
+    refuse_dropout(module)
+    parameters = dict(module.named_parameters())
+    values = {name: value.detach() for name, value in parameters.items()}
+    numbers = flat_numbers(parameters)
+    blocks: list[tuple[BlockSpec, Picked]] = []
+    pieces: list[Tensor] = []
+    for index, layer in enumerate(module.get_submodule(layout.blocks).children()):
+        spec, pick = read_module(layer)
+        prefix = f"{layout.blocks}.{index}."
+        blocks.append((spec, pick(_within(values, prefix))))
+        pieces += pick(_within(numbers, prefix)).values()
+    options, names = _readout_options(module, layout, parameters, head=head)
+    pieces += [numbers[name] for name in names]
+    return MappedStack(
+        blocks=blocks,
+        readout=Readout(**options),  # type: ignore[arg-type]
+        positions=torch.cat([piece.reshape(-1) for piece in pieces]),
+        module_size=sum(parameter.numel() for parameter in parameters.values()),
+    )
+
+
+def _layout(module: nn.Module) -> _Layout:
+    kind = type(module)
+    if kind.__module__.startswith(_HOMES):
+        for layout in _LAYOUTS.get(kind.__name__, ()):
+            if _find(module, layout.blocks) is not None:
+                return layout
+    raise UnmappedModuleError(
+        f"{kind.__name__} is no model the closed forms know as a stack: they read "
+        f"{', '.join(_LAYOUTS)}; BlockStack takes a list of (spec, weights) for others."
+    )
+
+
+def _within(values: Mapping[str, Tensor], prefix: str) -> Picked:
+    return {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
+
+
+def _readout_options(
+    module: nn.Module, layout: _Layout, parameters: Mapping[str, Tensor], *, head: bool
+) -> tuple[dict[str, object], list[str]]:
+    """Keywords of ``Readout``, and the parameters' names in its flat order."""
+    options: dict[str, object] = {}
+    names: list[str] = []
+    norm = None if layout.norm is None else _find(module, layout.norm)
+    if norm is not None and not isinstance(norm, nn.Identity):
+        mapped = map_norm(norm)
+        options |= {"norm": mapped.norm, "eps": mapped.eps}
+        options |= {"norm_weight": mapped.weight, "norm_bias": mapped.bias}
+        names += [f"{layout.norm}.{name}" for name, _ in norm.named_parameters()]
+    linear = None if layout.head is None or not head else _find(module, layout.head)
+    if linear is None or isinstance(linear, nn.Identity):
+        return options, names
+    if type(linear) is not nn.Linear:
+        raise UnmappedModuleError(
+            f"the head {layout.head} is a {type(linear).__name__}, not nn.Linear: pass head=False."
+        )
+    options |= {"weight": linear.weight.detach(), "pooling": _pooling(module, layout)}
+    options["bias"] = None if linear.bias is None else linear.bias.detach()
+    head_names = [f"{layout.head}.{name}" for name, _ in linear.named_parameters()]
+    if all(name in parameters for name in head_names):
+        names += head_names
+    else:  # tied: the other use lies in the embedding, outside the stack
+        options["frozen_head"] = True
+    return options, names
+
+
+def _pooling(module: nn.Module, layout: _Layout) -> Pooling | None:
+    config = getattr(module, "config", None)
+    if layout.pooling is not None and getattr(config, "pooling", None) == "mean":
+        return "mean"
+    return layout.pooling

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check_spec
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
-from curvatlas.engines.tangent.families import map_stack
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, restart_numbers
 from curvatlas.engines.tangent.losses import (
@@ -37,7 +36,7 @@ from curvatlas.engines.tangent.losses import (
     TokenSquaredError,
     resolve_loss,
 )
-from curvatlas.engines.tangent.reading import FlatOrder
+from curvatlas.engines.tangent.reading import FlatOrder, map_stack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, Tags, check_columns
 from curvatlas.precision import in_float64
