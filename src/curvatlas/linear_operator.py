@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvatlas.anatomy import Slice
 from curvatlas.budget import available_bytes, readable
+from curvatlas.parallel import Shards
 
 if TYPE_CHECKING:
     from curvatlas.operators.curvature import CurvatureOperator
@@ -66,6 +67,7 @@ class LinearOperator:
         self.device = torch.device(device)
         self.tags = tags or Tags()
         self.products = 0  # matrix-vector products so far; K columns count K
+        self.before_product: Callable[[], None] | None = None  # may raise to stop an estimate
 
     def content(self) -> Any:
         """Everything the products depend on, for checkpoints to be told apart by; None: unknown.
@@ -115,6 +117,8 @@ class LinearOperator:
             or right.device != self.device
         ):
             check_columns(self, right)  # says which
+        if self.before_product is not None:
+            self.before_product()
         columns = right.detach().unsqueeze(-1) if right.ndim == 1 else right.detach()
         self.products += columns.shape[1]
         result = self._columns(columns)
@@ -134,6 +138,14 @@ class LinearOperator:
         if isinstance(tensors, Mapping):
             return dict(zip(leaving.layout.names, pieces, strict=True))
         return tuple(pieces) if isinstance(tensors, tuple) else pieces
+
+    def sharded_matvec(self, part: Tensor, shards: Shards) -> Tensor:
+        """This process's entries of A v, of a vector v whose entries lie on all processes.
+
+        part: (shards.length,), this process's entries of v.
+        """
+        product: Tensor = self @ shards.gathered(part)
+        return product[shards.start : shards.stop].clone()
 
     def matvec(self, vector: Tensor) -> Tensor:
         """The same as ``op @ vector``."""

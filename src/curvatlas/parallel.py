@@ -276,12 +276,14 @@ def summed(
     distributed: bool,
     zeroed: bool = True,
     differ: Callable[[], None] | None = None,
+    shards: Shards | None = None,
 ) -> Tensor:
     """The tensor of ``shape`` that ``fill`` adds to on every rank, summed over ranks.
 
     fill: may return what its part rests on, to be compared over ranks.
     zeroed: with False, ``fill`` gets uninitialised memory and has to write every entry.
     differ: called on every rank where the marks differ, to say what it is.
+    shards: of a single vector, give every rank its own entries of the sum only.
 
     One reduction carries the numbers and every rank's row, so that an error on one rank is raised
     on all of them instead of leaving the others waiting. Of several columns it carries the first,
@@ -293,8 +295,8 @@ def summed(
         total = make(tuple(shape), dtype=dtype, device=device)
         fill(total)
         return total
-    if _scattering is not None:
-        return _scattered(fill, shape, make, dtype, device, _scattering, differ)
+    if shards is not None:
+        return _scattered(fill, shape, make, dtype, device, shards, differ)
     size, column = math.prod(shape), math.prod(shape[:-2]) * shape[-1]
     head = -(-world_size() * _FIELDS // _ALIGNED) * _ALIGNED
     # at least one column, which a rank without any brings as zeros
@@ -350,24 +352,6 @@ class Shards:
         whole = padded.new_empty(self.largest * world_size())
         _all_gather(whole, padded)
         return whole[: self.size].to(part.device)
-
-
-_scattering: Shards | None = None  # products inside end in a reduce-scatter
-
-
-def sharded_product(op: Any, part: Tensor, shards: Shards) -> Tensor:
-    """op · v for a sharded v: gather v, multiply, and keep this process's part of the sum."""
-    global _scattering
-    whole = shards.gathered(part)
-    before, _scattering = _scattering, shards
-    try:
-        product: Tensor = op @ whole
-    finally:
-        _scattering = before
-    # An operator that is no sum over processes gives the whole product everywhere.
-    if product.shape[0] == shards.size:
-        return product[shards.start : shards.stop].clone()
-    return product[: shards.length]
 
 
 def _scattered(

@@ -82,13 +82,7 @@ class Budget:
         when the run is resumed, with the same numbers as if it had never stopped.
         """
         if self.seconds is not None:
-            original = operator._columns
-
-            def watched(columns: Any) -> Any:
-                self.check()
-                return original(columns)
-
-            operator._columns = watched
+            operator.before_product = self.check
         return operator
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +13,12 @@ from torch import Tensor
 
 from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes
-from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
+from curvatlas.engines.autograd.compiled import Compile
+from curvatlas.engines.autograd.kept import PLANNED, KeptLinearisations, Linearise
 from curvatlas.engines.autograd.linearisation import (
-    PLANNED,
     Columns,
     FunctionalLinearisation,
     HessianLinearisation,
-    KeptLinearisations,
     Linearisation,
     OuterLinearisation,
 )
@@ -81,16 +81,8 @@ class CurvatureOperator(LinearOperator):
     def content(self) -> Any:
         return [type(self).__name__, self.problem.content()]
 
-    def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
-        return self.linearisation(self.problem, batch, names, logit_room=self._logit_room)
-
-    def _kept_linearisation(self, batch: Batch, names: Sequence[str]) -> Linearisation:
-        plain = self._linearise(batch, names)
-        if self._compile is False:
-            return plain
-        return CompiledLinearisation(
-            plain, names, compile=self._compile, expected=self._expected_products
-        )
+    def _linearise(self) -> Linearise:
+        return functools.partial(self.linearisation, logit_room=self._logit_room)
 
     # --- products -------------------------------------------------------------------------------
 
@@ -130,6 +122,7 @@ class CurvatureOperator(LinearOperator):
         product: Callable[[Any, Columns], Sequence[list[Tensor | None]]],
         *,
         parts: int = 1,
+        shards: parallel.Shards | None = None,
     ) -> Tensor:
         """Σ_b c_b product(b, columns) / Σ_b c_b for products of several parts: (parts, K, rows)."""
         problem = self.problem
@@ -168,13 +161,29 @@ class CurvatureOperator(LinearOperator):
             distributed=problem.distributed,
             zeroed=False,
             differ=problem.refuse_differing_ranks,
+            shards=shards,
         )
         # Finite parts may overflow together; a scattered sum is looked at by its own process only,
         # which may not stop alone: the estimator sees it in a norm over all.
-        whole = total.shape[-1] == sum(sizes)
-        if problem.distributed and whole and not _all_finite(total):
+        if problem.distributed and shards is None and not _all_finite(total):
             raise self._not_finite(columns)
         return total
+
+    def sharded_matvec(self, part: Tensor, shards: parallel.Shards) -> Tensor:
+        if not self.problem.spread:
+            return super().sharded_matvec(part, shards)
+        if self.before_product is not None:
+            self.before_product()
+        self.products += 1
+        layout = self.problem.layout
+        columns = layout.split(shards.gathered(part).unsqueeze(-1))
+        total = self._batch_sums(
+            dict(zip(layout.names, columns, strict=True)),
+            layout.names,
+            lambda linear, some: (linear.product(some, layout.names),),
+            shards=shards,
+        )
+        return total.flatten()
 
     def _marked(
         self, columns: Columns, version: tuple[bytes, bytes] | None = None
@@ -208,7 +217,7 @@ class CurvatureOperator(LinearOperator):
         sample = _probe_batch(self.problem)
         try:
             with self.problem.evaluating():
-                linear = self._linearise(sample, names)
+                linear = self._linearise()(self.problem, sample, names)
                 if self.checks and self.outer != "none":
                     # Here, where the loss can read what the forward pass leaves in the model.
                     probe_loss_by_differences(self.problem, linear)
@@ -225,9 +234,11 @@ class CurvatureOperator(LinearOperator):
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
         return KeptLinearisations(
-            self._kept_linearisation,
             self.problem,
             names,
+            self._linearise(),
+            compile=self._compile,
+            expected_products=self._expected_products,
             budget=self.budget,
             probe_bytes=linear.held_bytes,
             probe_samples=self.problem.units(sample),

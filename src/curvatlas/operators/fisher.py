@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvatlas.engines.autograd.linearisation import Linearisation, OuterLinearisation
+from curvatlas.engines.autograd.kept import Linearise
+from curvatlas.engines.autograd.linearisation import OuterLinearisation
 from curvatlas.errors import ProblemError
 from curvatlas.linear_operator import Tags
 from curvatlas.operators.curvature import CurvatureOperator
@@ -137,10 +139,10 @@ class Fisher(CurvatureOperator):
     def content(self) -> Any:
         return [self.kind, self.samples, self.seed, *super().content()]
 
-    def _linearise(self, batch: Batch, names: Sequence[str]) -> Linearisation:
+    def _linearise(self) -> Linearise:
         if self.kind == "exact":
-            return OuterLinearisation(self.problem, batch, names, logit_room=self._logit_room)
-        return _ResidualLinearisation(self.problem, batch, names, fisher=self)
+            return functools.partial(OuterLinearisation, logit_room=self._logit_room)
+        return functools.partial(_ResidualLinearisation, fisher=self)
 
     def _on(self, problem: Problem) -> Fisher:
         return Fisher(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import itertools
@@ -603,8 +604,7 @@ class Problem:
 
     def with_model(self, model: nn.Module) -> Problem:
         """The same problem for a copy of the model with other weights."""
-        other = Problem.__new__(Problem)
-        other.__dict__.update({k: v for k, v in self.__dict__.items() if k != "anatomy"})
+        other = self._copy(without=("anatomy",))
         # these belong to the model they were made for
         other._set_model(model)
         other._loss_tensors = LiveTensors(self.loss, beside=other._model_tensors)
@@ -619,9 +619,13 @@ class Problem:
 
     def _without_data(self) -> Problem:
         """Model, parameters and loss only: what batches may hold on to."""
-        other = Problem.__new__(Problem)
-        data = ("data", "sample_axes", "_held", "_stream")
-        other.__dict__.update({k: v for k, v in self.__dict__.items() if k not in data})
+        return self._copy(without=("data", "sample_axes", "_held", "_stream"))
+
+    def _copy(self, *, without: Iterable[str] = ()) -> Problem:
+        """A second Problem with the same attributes, some of them left out."""
+        other = copy.copy(self)
+        for name in without:
+            vars(other).pop(name, None)
         return other
 
     def with_batches(self, batches: Iterable[Batch]) -> Problem:
@@ -630,8 +634,7 @@ class Problem:
         A loss that is a sum is scaled to all targets, so that the batches' shares of them weigh
         their operators to the whole, as for a mean.
         """
-        other = Problem.__new__(Problem)
-        other.__dict__.update(self.__dict__)
+        other = self._copy()
         other._held = list(batches)
         other.distributed, other._steady, other._separable = False, None, None
         other._total = sum(batch.count for batch in other._held)

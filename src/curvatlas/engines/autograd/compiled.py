@@ -55,6 +55,10 @@ class CompiledLinearisation(Linearisation):
         if self._given_up and compile is True:
             warnings.warn("no C++ compiler was found: products run uncompiled.", stacklevel=2)
 
+    @property
+    def needs_scope(self) -> bool:
+        return True  # the second product is recorded and compiled
+
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         count = next(iter(columns.values())).shape[0]
         whole = tuple(rows) == self._all and tuple(columns) == self._all

@@ -1,0 +1,240 @@
+"""Which linearisations stay in memory: as many as the budget allows, the rest made anew.
+
+A batch too large for the budget is cut into samples; the weights by valid targets keep it exact.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from curvatlas.budget import readable
+from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
+from curvatlas.engines.autograd.linearisation import Linearisation
+from curvatlas.problem import Batch, Problem
+
+# (problem, batch, names of the parameters followed) → the graphs of that batch
+Linearise = Callable[[Problem, Batch, Sequence[str]], Linearisation]
+
+# What a product allocates beside the linearisation it works on, in sizes of that: measured 1.2 to
+# 1.4 for H and H_f, 0.4 to 0.7 for H_o, on GPTs with a vocabulary of 50 to 8000. What comes of it
+# against budgets: benchmarks/memory.py.
+TRANSIENT = 1.4
+# Share of the budget that is planned for; the rest covers what the allocator cannot reuse, measured
+# at 26 % of the planned bytes when two batches are kept.
+PLANNED = 0.7
+PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
+
+
+class KeptLinearisations:
+    """Iterating gives every batch's (count, linearisation), kept from pass to pass if it fits."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        names: Sequence[str],
+        linearise: Linearise,
+        *,
+        compile: Compile = False,
+        expected_products: int | None = None,
+        budget: int,
+        probe_bytes: int,
+        probe_samples: int,
+    ) -> None:
+        self._linearise = linearise
+        self._compile, self._expected_products = compile, expected_products
+        self._problem = problem
+        self._device_type = problem.device.type
+        self.names = tuple(names)
+        self._kept: dict[int, Linearisation] = {}
+        self._note_weights()
+        bytes_of = problem.dtype.itemsize
+        size = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+        self._vector_bytes = sum(size[name] for name in self.names) * bytes_of
+        # A graph saves activations only; the slopes it ends in are one flat vector more.
+        self._sample_bytes = max(probe_bytes, 1) / probe_samples
+        self._budget = budget
+        self._kept_bytes = 0.0
+        self._first_pass = True
+        self.unused: frozenset[str] = frozenset(self.names)
+        self._warned = False
+        self._columns = 0
+        # (share of the loss, graph) of every batch, once all graphs are kept.
+        self._graphs: list[tuple[float, Linearisation]] = []
+        self.plan_for(1)
+
+    def plan_for(self, columns: int) -> None:
+        """Leave room for that many columns in and out; graphs that no longer fit are dropped."""
+        if columns <= self._columns:
+            return
+        self._columns = columns
+        # The columns by parameter and their products, the pieces of one product, the caller's own.
+        self._room = PLANNED * self._budget - (2 * columns + 2) * self._vector_bytes
+        before = getattr(self, "_most_samples", None)
+        self._most_samples = self._samples_that_fit()
+        if whole := self._problem.held and self._whole_fits():
+            self._most_samples = self._problem.largest_samples
+        self._keep_all = whole or (self._problem.held and self._all_fit())
+        if self._problem.held and self._problem.separable and not self._keep_all:
+            # Smaller pieces need less room beside what is kept: keeping all of them saves a
+            # forward and a backward pass in every product.
+            widest = self._most_samples
+            while self._most_samples > 1 and not self._keep_all:
+                self._most_samples = (self._most_samples + 1) // 2
+                self._keep_all = self._all_fit()
+            if not self._keep_all:
+                self._most_samples = widest
+        self._largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
+        overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
+        if before != self._most_samples or (overfull and not self._keep_all):
+            self._kept.clear()
+            self._graphs = []
+            self._kept_bytes = 0.0
+
+    def _whole_fits(self) -> bool:
+        """Whether one graph of all data fits: nothing is ever built beside it or in its place.
+
+        So the allocator wastes less, and the slopes exist once. Measured on GPTs of 0.1 to 135 M
+        parameters: 0.2 to 1.11 of vectors + (1 + TRANSIENT) · graph.
+        """
+        batches = list(islice(self._problem.batches(), 2))
+        if len(batches) != 1:
+            return False
+        vectors = (2 * self._columns + 1) * self._vector_bytes
+        graph = self._problem.units(batches[0]) * self._sample_bytes
+        return vectors + (1 + TRANSIENT) / PLANNED_WHOLE * graph <= self._budget
+
+    def _all_fit(self) -> bool:
+        largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
+        return self._total() + TRANSIENT * largest <= self._room
+
+    def _samples_that_fit(self) -> int:
+        room = self._room / (1 + TRANSIENT) - self._vector_bytes
+        fitting = int(room / self._sample_bytes)
+        if not self._problem.separable:  # the batch is one unit: it cannot be cut
+            largest = self._problem.largest_samples
+            if fitting < largest and not self._warned and self._problem.loss.additive:
+                self._warned = True
+                least = (1 + TRANSIENT) * self._estimate(largest)
+                warnings.warn(
+                    f"the budget of {readable(self._budget)} is too small for a batch, which needs "
+                    f"about {readable(least / PLANNED)}, and its samples cannot be told apart: "
+                    "working beyond it (smaller batches, or batch_axis= where the samples lie).",
+                    stacklevel=6,
+                )
+            return largest
+        if fitting < 1 and not self._warned:
+            self._warned = True
+            vectors = (2 * self._columns + 2) * self._vector_bytes
+            least = (1 + TRANSIENT) * self._estimate(1) + vectors
+            warnings.warn(
+                f"the budget of {readable(self._budget)} is too small for one sample, which needs "
+                f"about {readable(least / PLANNED)}: working sample by sample beyond it "
+                "(checkpoint_activations=True makes a Problem's samples smaller).",
+                stacklevel=6,
+            )
+        return min(max(1, fitting), self._problem.largest_samples)
+
+    def _total(self) -> float:
+        return sum(self._estimate(self._problem.units(piece)) for piece in self._pieces())
+
+    def _estimate(self, samples: int) -> float:
+        return self._vector_bytes + samples * self._sample_bytes
+
+    def _pieces(self) -> Iterator[Batch]:
+        """The batches, cut where one alone would not fit."""
+        loss = self._problem.loss
+        for batch in self._problem.batches():
+            step = self._most_samples
+            if self._problem.units(batch) <= step:
+                yield batch
+                continue
+            for start in range(0, batch.samples, step):
+                piece = batch.part(start, min(start + step, batch.samples), loss.count)
+                if piece.count > 0:
+                    yield piece
+
+    def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
+        built, graphs = False, []
+        for place, batch in enumerate(self._pieces()):
+            found = self._kept.get(place)
+            if found is None:
+                built = True
+                found = self._made(batch)
+                if self._first_pass:
+                    self.unused &= found.unused
+                size = found.held_bytes + self._vector_bytes
+                self._largest = max(self._largest, size)  # longer sequences than the probe's
+                if self._may_keep(size):
+                    self._kept[place] = found
+                    self._kept_bytes += size
+            if place in self._kept and not found.needs_scope:
+                graphs.append((batch.count / self._problem.normaliser, found))
+            yield batch.count, found
+            found = None  # let go of it before the next one is built
+        self._first_pass = False
+        self._graphs = graphs if len(graphs) == place + 1 else []
+        if built:
+            # Forward passes may leave something in the model, such as a count of its calls.
+            self._problem.settle()
+            self._note_weights()
+
+    def _made(self, batch: Batch) -> Linearisation:
+        plain = self._linearise(self._problem, batch, self.names)
+        if self._compile is False:
+            return plain
+        return CompiledLinearisation(
+            plain, self.names, compile=self._compile, expected=self._expected_products
+        )
+
+    def _may_keep(self, size: int) -> bool:
+        if self._keep_all:
+            return True
+        # Leave room to rebuild the largest batch beside what is kept.
+        needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
+        return self._problem.held and needed <= self._room
+
+    def _note_weights(self) -> None:
+        self.version = self._problem.weights_version()
+        tensors = [t for t in self._problem.own_tensors() if not t.is_inference()]
+        self._writes = [(tensor, tensor._version) for tensor in tensors]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a weight, a buffer or a tensor of the loss has changed since the last pass.
+
+        Or was written to and has its old values again: autograd refuses such a graph.
+        """
+        if self._problem.weights_version() != self.version:
+            return True
+        return any(tensor._version != count for tensor, count in self._writes)
+
+    def ready(self, columns: int) -> list[tuple[float, Linearisation]]:
+        """(share of the loss, graph) of every batch where products need nothing else; else none.
+
+        All graphs are kept and fit for so many columns, none of them runs Python, which would need
+        the model's scope, and weights, buffers and loss are as they were.
+        """
+        if not self._graphs or self._problem.distributed or columns > self._columns:
+            return []
+        if columns > 1 and columns > min(
+            self.columns_that_fit(), *(graph.columns_at_once for _, graph in self._graphs)
+        ):
+            return []
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(self._device_type):
+            return []
+        if any(tensor._version != count for tensor, count in self._writes):
+            return []
+        return self._graphs if self._problem.weights_version() == self.version else []
+
+    def columns_that_fit(self) -> int:
+        """How many columns fit through one vmapped pass."""
+        rebuilt = 0.0 if self._keep_all else self._largest
+        room = self._room - self._kept_bytes - rebuilt
+        return max(1, min(256, int(room / (TRANSIENT * self._largest))))
+
+    def __repr__(self) -> str:
+        return f"{len(self._kept)} batches kept ({readable(self._kept_bytes)})"
