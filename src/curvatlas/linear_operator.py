@@ -1,4 +1,4 @@
-"""Rectangular blocks of an operator, by role or by index, computed without the rest."""
+"""Linear operators: a shape, tags, and a product with columns; blocks of them by role or index."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from curvatlas.operators.curvature import CurvatureOperator
     from curvatlas.problem import Problem
     from curvatlas.problem.parameters import Layout
-
-# -------------------------------------------------------------------------------------------------
-# Linear operators: a shape, tags, and a product with columns; sums and products of operators.
-# -------------------------------------------------------------------------------------------------
-
 
 Part = Literal["total", "outer", "functional"]  # H = H_o + H_f
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 import curvatlas as ca
 import oracles
 from curvatlas.errors import DifferentiationError
-from curvatlas.problem.objective import explanation
+from curvatlas.problem.kernels import explanation
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -350,9 +350,7 @@ def _add_pieces(
         start += size
 
 
-# -------------------------------------------------------------------------------------------------
-# The Hessian H, its Gauss-Newton part H_o and the functional rest H_f = H − H_o.
-# -------------------------------------------------------------------------------------------------
+# --- H, H_o and H_f -------------------------------------------------------------------------------
 
 
 class Hessian(CurvatureOperator):
@@ -396,18 +394,12 @@ class GaussNewton(CurvatureOperator):
         )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------
-# H, H_o and H_f from one product: 8 units instead of the 16 of three separate operators.
-#
-# The graph of u ↦ Jᵀu, kept at u = δ = ∂ℓ/∂Z, is differentiated once with respect to the
-# parameters
-# and u together: the first gives H_f v, the second J v. One more pass back gives H_o v = Jᵀ Λ J v,
-# and H v is the sum.
-# -------------------------------------------------------------------------------------------------
-
-
 class AllPartsLinearisation(Linearisation):
-    """Keeps the graphs of g(θ, u) = J(θ)ᵀu at u = δ and of the outputs."""
+    """Keeps the graphs of g(θ, u) = J(θ)ᵀu at u = δ = ∂ℓ/∂Z and of the outputs: 8 units, not 16.
+
+    g is differentiated once with respect to θ and u together: the first gives H_f v, the second
+    J v. One more pass back gives H_o v = Jᵀ Λ J v, and H v is the sum.
+    """
 
     def _build(self) -> None:
         outputs, rebuild = differentiable_leaves(self.outputs)

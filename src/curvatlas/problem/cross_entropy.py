@@ -377,9 +377,7 @@ def present_factors(logits: HiddenLogits, leaves: list[Tensor]) -> list[int]:
     return [i for i in range(3) if any(logits[i] is leaf for leaf in leaves)]
 
 
-# -------------------------------------------------------------------------------------------------
-# Λ = ∂²ℓ/∂Z² as a product on whatever tensors the model puts out.
-# -------------------------------------------------------------------------------------------------
+# --- the curvature of the outputs, Λ = ∂²ℓ/∂Z² ----------------------------------------------------
 
 
 def differentiable_leaves(outputs: Any) -> tuple[list[Tensor], Rebuild]:

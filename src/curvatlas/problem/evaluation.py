@@ -475,9 +475,7 @@ def fresh_leaf(parameter: Tensor) -> Tensor:
     return parameter.detach().requires_grad_(True)
 
 
-# -------------------------------------------------------------------------------------------------
-# What is checked before a number is trusted, and the words that say what is wrong.
-# -------------------------------------------------------------------------------------------------
+# --- what is checked before a number is trusted ---------------------------------------------------
 
 
 _RATES = ("dropout", "attention_dropout", "dropout_p", "attn_dropout", "drop_prob", "layerdrop")

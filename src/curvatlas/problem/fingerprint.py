@@ -428,15 +428,12 @@ def _telling(named: Mapping[str, Any], *, used_by: Any = None) -> dict[str, Any]
     return {n: named[n] for n in names if n in named and isinstance(named[n], _TELLING)}
 
 
-# -------------------------------------------------------------------------------------------------
-# What the ranks of a process group must have in common, compared before their parts are added.
+# --- what the ranks of a process group must have in common --------------------------------------
 #
 # The sum over ranks of H_r v is the product of one Hessian only if all ranks hold the same weights
 # and the same loss; with ``shard=True`` they must see the same batches too, or samples are counted
 # twice and others never. Each rank's facts go into one digest. Where the digests differ, and only
 # there, the facts themselves are exchanged, so that every rank can say what it is.
-# -------------------------------------------------------------------------------------------------
-
 
 _SAME_STATE = (
     "load the same state on every rank, or broadcast rank 0's (torch.distributed.broadcast)"

@@ -26,13 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from curvatlas.budget import parse_bytes
 
-# -------------------------------------------------------------------------------------------------
-# The last linear layer of a model with a large vocabulary, and the model without it.
-#
-# Only a layer whose result *is* what the model returns (the same tensor, nothing after it) and
-# that
-# runs once is taken for the head: then hidden states and the head's weights determine the loss.
-# -------------------------------------------------------------------------------------------------
+# --- finding the head -----------------------------------------------------------------------------
 
 
 _CHUNKS = 2**26  # bytes for the buffers of a chunk, unless the budget is tight

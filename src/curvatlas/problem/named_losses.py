@@ -1,4 +1,4 @@
-"""From what a user gives, a name, a torch module or a function, to a ``Loss``."""
+"""Losses by name, torch module or function; those that are sums over single numbers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from torch.utils._pytree import tree_flatten
 from curvatlas.errors import ProblemError
 from curvatlas.problem.cross_entropy import CrossEntropy, NegativeLogLikelihood, Reduction
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Uniform, main_tensor
-
-# -------------------------------------------------------------------------------------------------
-# Losses that are sums over single numbers: mean squared error, binary cross-entropy.
-# -------------------------------------------------------------------------------------------------
 
 
 class EntrywiseLoss(Loss):

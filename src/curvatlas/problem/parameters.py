@@ -1,4 +1,7 @@
-"""A model that is a function of its parameters: ``function(parameters, inputs) -> outputs``."""
+"""The parameters that vary: how they are picked, where they lie, models as functions of them.
+
+The flat vector holds the parameters in ``named_parameters()`` order, each row-major.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,6 @@ from torch import Tensor, nn
 from curvatlas.anatomy import anatomy_of
 from curvatlas.errors import ProblemError
 from curvatlas.problem.evaluation import listed
-
-# -------------------------------------------------------------------------------------------------
-# The flat vector: parameters in ``named_parameters()`` order, each row-major.
-# -------------------------------------------------------------------------------------------------
 
 
 class Layout:
@@ -97,9 +96,7 @@ class Layout:
         return dict(zip(self.names, tensors, strict=True))
 
 
-# -------------------------------------------------------------------------------------------------
-# Which parameters vary: all trainable ones, or those that names, patterns and roles pick.
-# -------------------------------------------------------------------------------------------------
+# --- which parameters vary: all trainable ones, or those that names and roles pick ----------------
 
 
 _One = str | re.Pattern[str] | nn.Parameter

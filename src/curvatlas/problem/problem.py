@@ -49,15 +49,14 @@ from curvatlas.problem.evaluation import (
     whole_parameters,
 )
 from curvatlas.problem.fingerprint import LiveTensors, content
+from curvatlas.problem.kernels import explained
 from curvatlas.problem.losses import Loss, main_tensor
 from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
-from curvatlas.problem.objective import Objective, OwnLoss, explained, settled
+from curvatlas.problem.objective import Objective, OwnLoss, settled
 from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
 from curvatlas.problem.sample_axis import SampleAxes
 
-# -------------------------------------------------------------------------------------------------
-# From a user's data to checked batches: labels shifted, targets counted, this process's share.
-# -------------------------------------------------------------------------------------------------
+# --- from a user's data to checked batches --------------------------------------------------------
 
 
 @dataclass(frozen=True)

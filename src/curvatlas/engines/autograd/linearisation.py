@@ -24,9 +24,7 @@ from curvatlas.problem.evaluation import check_finite_loss, listed
 from curvatlas.problem.large_heads import HiddenLogits
 from curvatlas.problem.losses import Rebuild
 
-# -------------------------------------------------------------------------------------------------
-# What an autograd graph holds: its memory, and nodes that would break a second derivative.
-# -------------------------------------------------------------------------------------------------
+# --- what an autograd graph holds: its memory, nodes without a second derivative ------------------
 
 
 @dataclass(frozen=True, kw_only=True)
