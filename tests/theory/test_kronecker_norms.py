@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.theory.token_tensors import TwoTerms, plain_frobenius, plain_sum, symmetric_sum
+from curvatlas.theory.token_bound import TwoTerms, plain_frobenius, plain_sum, symmetric_sum
 
 
 def draw(seed: int, *shape: int) -> Tensor:

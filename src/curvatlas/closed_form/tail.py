@@ -192,7 +192,9 @@ class Tail:
     def lam_hh(self) -> Tensor:
         """Λ_hh = (∂S/∂h)ᵀ Λ_S (∂S/∂h) + ρ (n, F1, F1)."""
         n, f1, _ = self.lam_hS.shape
-        room = self._workspace.take("lam_hh", n * f1 * f1, self.lam_hS).view(n, f1, f1)
+        room: Tensor | None = None
+        if not self.lam_hS.requires_grad:
+            room = self._workspace.take("lam_hh", n * f1 * f1, self.lam_hS).view(n, f1, f1)
         result = torch.bmm(self.lam_hS, self.jac_hS.mT, out=room)
         own, cross = self.bends
         if cross is None:

@@ -2,46 +2,152 @@ r"""The token-structured bound on ‖H‖₂ of a Transformer block, over all it
 
 The parameters fall into entries: Q (all heads), K and V of each head, O, the feed-forward's first
 and second layer (biases inside, as a constant input), and γ, β of the norms. Every pair of entries
-has a bound b_ef from ``kronecker_norms``; the rows of γ and β, few as they are, are exact. Then
+is a sum of Kronecker products over tokens, whose tensors come from the closed form
+(``closed_form.terms``) and whose norm has a bound b_ef; the rows of γ and β, few as they are, are
+exact. Then
 
     λ_max(H) ≤ λ_max([b] with the upper ends on its diagonal),   λ_min(H) likewise,
 
-which is Cauchy-Schwarz entry by entry. Nothing of size P² is formed.
+which is Cauchy-Schwarz entry by entry (derivations §13). Nothing of size P² is formed, and all is
+differentiable, so that an adversary can climb the ratio true/bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from curvatlas.closed_form.evaluation import evaluate
+from curvatlas.closed_form.families import Family, Pair, build_families
+from curvatlas.closed_form.terms import Terms
 from curvatlas.engines.tangent.block import LinearisedBlock, linearise
 from curvatlas.engines.tangent.losses import OutputLoss, Seeds
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.theory import reference
-from curvatlas.theory.reference import affine_norm, linear
-from curvatlas.theory.token_tensors import (
-    SignedNorm,
-    TokenHead,
-    TokenTail,
-    TwoTerms,
-    heads_at_tokens,
-    plain_sum,
-    symmetric_sum,
-    tail_at_tokens,
-    with_one,
-)
 
-# -------------------------------------------------------------------------------------------------
-# The exact spectral norm of a block's or stack's Hessian, from closed-form products.
-# -------------------------------------------------------------------------------------------------
+_DENSE_LIMIT = 1200  # parameters up to which the exact norm comes from all eigenvalues
+
+# ---- norms of sums over tokens: each the smallest of several proven bounds -------------------
 
 
-_DENSE_LIMIT = 1200  # parameters up to which the norm comes from all eigenvalues
+def top(matrix: Tensor) -> Tensor:
+    """Largest eigenvalue of a symmetric matrix, not below zero."""
+    largest: Tensor = torch.linalg.eigvalsh(matrix)[..., -1].clamp_min(0.0)
+    return largest
+
+
+def weighted_top(alpha: Tensor, weight: Tensor) -> Tensor:
+    """λ_max(Σ_i w_i α_iα_iᵀ), alpha (N, a), w (…, N) ≥ 0 → (…)."""
+    if alpha.shape[0] < alpha.shape[1]:  # the Gram matrix has the same spectrum and is smaller
+        root = _root(weight)
+        return top((alpha @ alpha.T) * root.unsqueeze(-2) * root.unsqueeze(-1))
+    return top(alpha.T @ (alpha * weight.unsqueeze(-1)))
+
+
+def _root(values: Tensor) -> Tensor:
+    """√x with a finite derivative at 0 (the adversary differentiates through it)."""
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), 0.0 * values)
+
+
+@dataclass(frozen=True)
+class SignedNorm:
+    """−low ≤ B ≤ high in the sense of quadratic forms, and a bound on ‖B‖_F."""
+
+    high: Tensor
+    low: Tensor
+    frobenius: Tensor
+
+
+def symmetric_sum(alpha: Tensor, middle: Tensor) -> SignedNorm:
+    r"""Both ends of the spectrum of Σ_i α_iα_iᵀ ⊗ M_i, M_i symmetric.
+
+    With M = M⁺ − M⁻:  Σ αα ᵀ⊗M⁺ ≤ ‖M_i⁺‖-weighted tokens ⊗ I, and ≤ I ⊗ Σ‖α_i‖²M_i⁺, and ≤ ‖B‖_F.
+
+    alpha: (N, a), middle: (N, r, r)
+    """
+    values, vectors = torch.linalg.eigh(0.5 * (middle + middle.mT))
+    size = alpha.pow(2).sum(1)
+    frobenius = plain_frobenius(alpha, alpha, middle)
+    ends = []
+    for signed in (values, -values):
+        part = signed.clamp_min(0.0)
+        by_token = weighted_top(alpha, part.amax(1))
+        summed = torch.einsum("nrk,nk,nsk->rs", vectors, part * size.unsqueeze(1), vectors)
+        ends.append(torch.stack([by_token, top(summed), frobenius]).amin())
+    return SignedNorm(ends[0], ends[1], frobenius)
+
+
+def plain_sum(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:
+    r"""‖Σ_i α_iβ_iᵀ ⊗ M_i‖ by Cauchy-Schwarz on M_i = (U√S)(V√S)ᵀ, weights w_i free:
+
+    ≤ [ λ_max(Σ w αα ᵀ⊗USUᵀ) · λ_max(Σ w⁻¹ ββᵀ⊗VSVᵀ) ]^½, each side as in ``symmetric_sum``.
+
+    alpha: (N, a), beta: (N, b), middle: (N, r, s)
+    """
+    u, s, vh = torch.linalg.svd(middle, full_matrices=False)
+    a2, b2 = alpha.pow(2).sum(1), beta.pow(2).sum(1)
+    left = (u * s.unsqueeze(1)) @ u.mT
+    right = vh.mT @ (vh * s.unsqueeze(2))
+    balance = ((b2 + 1e-300) / (a2 + 1e-300)).sqrt()
+    w = torch.stack([torch.ones_like(balance), balance])  # two choices at once
+    rows = torch.minimum(weighted_top(alpha, w * s[:, 0]), _summed_top(w * a2, left))
+    columns = torch.minimum(weighted_top(beta, s[:, 0] / w), _summed_top(b2 / w, right))
+    crossed = (_root(rows) * _root(columns)).amin()
+    return torch.minimum(crossed, plain_frobenius(alpha, beta, middle))
+
+
+def _summed_top(weight: Tensor, middle: Tensor) -> Tensor:
+    """λ_max(Σ_i w_i M_i) for w (…, N), M (N, r, r)."""
+    summed = weight @ middle.reshape(len(middle), -1)
+    return top(summed.reshape(*weight.shape[:-1], *middle.shape[1:]))
+
+
+def plain_frobenius(alpha: Tensor, beta: Tensor, middle: Tensor) -> Tensor:
+    """‖Σ_i α_iβ_iᵀ ⊗ M_i‖_F from Gram matrices of the tokens (derivations §12), exact."""
+    flat = middle.reshape(len(middle), -1)
+    return _root(((alpha @ alpha.T) * (beta @ beta.T) * (flat @ flat.T)).sum())
+
+
+@dataclass(frozen=True)
+class TwoTerms:
+    r"""Σ_i α_i ⊗ (a_i ⊗ N_i + K_i ⊗ b_i): entry (α, r; c, k) = α(a_c N_rk + K_cr b_k).
+
+    alpha (N, ·) the factor both terms share, first (N, c), inner (N, r, k), cross (N, c, r),
+    last (N, k). ``exact`` bounds the second term when it is known better than by its factors.
+    """
+
+    alpha: Tensor
+    first: Tensor
+    inner: Tensor
+    cross: Tensor
+    last: Tensor
+    exact: Tensor | None = None
+
+    def frobenius(self) -> Tensor:
+        gram = self.alpha @ self.alpha.T
+        one = plain_frobenius(self.alpha, self.first, self.inner) ** 2
+        two = plain_frobenius(self.alpha, self.last, self.cross) ** 2
+        met = torch.einsum("jcr,ic->ijr", self.cross, self.first)
+        seen = torch.einsum("irk,jk->ijr", self.inner, self.last)
+        both = (gram * (met * seen).sum(-1)).sum()
+        return _root((one + two + 2.0 * both).clamp_min(0.0))
+
+    def norm(self) -> Tensor:
+        second = plain_sum(self.alpha, self.last, self.cross.mT)
+        if self.exact is not None:
+            second = torch.minimum(second, self.exact)
+        return torch.minimum(
+            self.frobenius(), plain_sum(self.alpha, self.first, self.inner) + second
+        )
+
+
+# ---- exact rows and norms ---------------------------------------------------------------------
 
 
 def exact_norm(
@@ -64,15 +170,6 @@ def exact_norm(
     return float(pairs.values.abs().max())
 
 
-# -------------------------------------------------------------------------------------------------
-# Rows of the Hessian that belong to γ and β: few enough to be had exactly.
-#
-# Two ways to the same numbers: hand-written products (no graph, what a user's call takes) and
-# double
-# backward with a graph kept (what the bound's adversary differentiates through).
-# -------------------------------------------------------------------------------------------------
-
-
 def has_norms(weights: Weights) -> bool:
     return any(name.startswith("norm") for name in weights)
 
@@ -91,8 +188,8 @@ def rows_by_products(
         tangent = weights[name].new_zeros(total, size)
         tangent[start : start + size] = torch.eye(size, dtype=tangent.dtype, device=tangent.device)
         tangents[name], start = tangent, start + size
-    found, _ = block.hvp(tangents, curvature=seeds.product, needs_input=False)
-    return torch.cat([found[n].reshape(total, -1) for n in block.names], 1)
+    rates, _ = block.hvp(tangents, curvature=seeds.product, needs_input=False)
+    return torch.cat([rates[n].reshape(total, -1) for n in block.names], 1)
 
 
 def rows_by_backward(
@@ -107,9 +204,7 @@ def rows_by_backward(
     return reference.jacobian(reference.flat_gradient(value, norms, graph=True), params, graph=True)
 
 
-# -------------------------------------------------------------------------------------------------
-# Bounds over entries of parameters: how they combine, tie and meet the exact rows of the norms.
-# -------------------------------------------------------------------------------------------------
+# ---- bounds over entries of parameters -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,52 +304,6 @@ def entry_columns(spec: BlockSpec, weights: Weights) -> dict[str, Tensor]:
     return columns
 
 
-Rows = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class Direction:
-    """How an attention entry moves U at each token: J = α ⊗ L, α (N, a), L (N, d, r)."""
-
-    name: str
-    alpha: Tensor
-    lift: Tensor
-    head: int | None  # the head this entry belongs to, None: all heads
-
-
-class _Table:
-    """Collects bounds pair by pair."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.diagonal: dict[str, SignedNorm] = {}
-        self.pairs: dict[tuple[str, str], Tensor] = {}
-
-    def add(self, name: str, bound: SignedNorm) -> None:
-        self.names.append(name)
-        self.diagonal[name] = bound
-
-    def pair(self, a: str, b: str, bound: Tensor) -> None:
-        self.pairs[a, b] = bound
-
-    def finish(self) -> EntryBounds:
-        rows = []
-        for a in self.names:
-            row = []
-            for b in self.names:
-                if a == b:
-                    row.append(torch.maximum(self.diagonal[a].high, self.diagonal[a].low))
-                else:
-                    row.append(self.pairs[a, b] if (a, b) in self.pairs else self.pairs[b, a])
-            rows.append(torch.stack(row))
-        return EntryBounds(
-            tuple(self.names),
-            torch.stack(rows),
-            torch.stack([self.diagonal[n].high for n in self.names]),
-            torch.stack([self.diagonal[n].low for n in self.names]),
-        )
-
-
 def entry_bounds(
     spec: BlockSpec,
     weights: Weights,
@@ -262,7 +311,7 @@ def entry_bounds(
     seeds: Seeds,
     *,
     mask: Tensor | None = None,
-    norm_rows: Rows | None = None,
+    norm_rows: Callable[[], Tensor] | None = None,
 ) -> EntryBounds:
     """All bounds of a block at inputs x (n, L, d) under a token-wise loss.
 
@@ -278,17 +327,22 @@ def entry_bounds(
             "the token-structured bound needs a loss that does not couple tokens: "
             "use token cross-entropy or mse."
         )
-    d = x.shape[-1]
-    lam = seeds.blocks(slice(None))
-    delta = seeds.delta.reshape(-1, d)
-    inside = affine_norm(x, weights, "norm1", spec) if spec.norm_first and spec.residual else x
-    tail, heads, outputs = _evaluate(spec, weights, x, inside, delta, lam, mask)
-    table = _Table()
-    directions = _directions(spec, weights, inside, heads, outputs)
-    _attention_pairs(table, spec, directions, heads, tail, outputs, weights)
-    if tail.hidden is not None:
-        _feed_forward_pairs(table, directions, tail)
-    bounds = table.finish()
+    terms = Terms(
+        evaluate(spec, weights, x, mask),
+        slice(0, x.shape[0]),
+        slice(0, x.shape[1]),
+        seeds.blocks(slice(None)),
+        seeds.delta.reshape(-1, x.shape[-1]),
+    )
+    entries = _entries(build_families(spec, weights))
+    names = list(entries)
+    diagonal = [_signed(terms, entries[name]) for name in names]
+    high, low = (torch.stack([getattr(s, end) for s in diagonal]) for end in ("high", "low"))
+    rows = [[torch.maximum(s.high, s.low) for s in diagonal] for _ in names]
+    for i, a in enumerate(names):
+        for j, b in enumerate(names[i + 1 :], i + 1):
+            rows[i][j] = rows[j][i] = _pair_bound(terms, entries[a], entries[b])
+    bounds = EntryBounds(tuple(names), torch.stack([torch.stack(row) for row in rows]), high, low)
     if spec.kv_heads != spec.n_heads:
         bounds = tie_groups(bounds, spec)
     if norm_rows is not None:
@@ -296,200 +350,72 @@ def entry_bounds(
     return bounds
 
 
-def _evaluate(
-    spec: BlockSpec,
-    weights: Weights,
-    x: Tensor,
-    inside: Tensor,
-    delta: Tensor,
-    lam: Tensor,
-    mask: Tensor | None,
-) -> tuple[TokenTail, list[TokenHead], Tensor]:
-    # The heads' outputs do not depend on the adjoint, the tail's U does on them: two passes.
-    _, outputs = heads_at_tokens(spec, weights, inside, torch.zeros_like(inside), mask)
-    f = linear(outputs, weights, "output") if "output_weight" in weights else outputs
-    u = f + x.reshape(f.shape) if spec.residual else f
-    tail = tail_at_tokens(spec, weights, u, delta, lam)
-    heads, _ = heads_at_tokens(spec, weights, inside, tail.adjoint_u.view_as(inside), mask)
-    return tail, heads, outputs
+def _entries(families: Sequence[Family]) -> dict[str, list[Family]]:
+    """Families that share their activations: queries of all heads, gate and up; no norms."""
+    letters = {"query": "Q", "output": "O", "gate": "up", "up": "up", "down": "down"}
+    entries: dict[str, list[Family]] = {}
+    for f in families:
+        if f.kind in ("front", "middle", "final"):
+            continue
+        name = letters.get(f.kind) or f"{f.kind[0].upper()}{f.head}"
+        entries.setdefault(name, []).append(f)
+    return entries
 
 
-def _directions(
-    spec: BlockSpec, weights: Weights, inside: Tensor, heads: list[TokenHead], outputs: Tensor
-) -> list[Direction]:
-    s, d = spec.logit_scale, inside.shape[-1]
-    tokens = inside.reshape(-1, d)
-    by_query = torch.cat([h.output_weight @ h.value_key for h in heads], -1)
-    found = [Direction("Q", with_one(tokens, "query_bias" in weights), s * by_query, None)]
-    for i, h in enumerate(heads):
-        # The key bias has exactly zero rows: it is left out of the entry.
-        found.append(Direction(f"K{i}", h.query, s * h.output_weight @ h.value_input, i))
-    for i, h in enumerate(heads):
-        found.append(Direction(f"V{i}", h.mean, h.output_weight.expand(len(tokens), -1, -1), i))
-    if "output_weight" in weights:
-        identity = torch.eye(d, dtype=inside.dtype, device=inside.device)
-        o_hat = with_one(outputs, "output_bias" in weights)
-        found.append(Direction("O", o_hat, identity.expand(len(tokens), -1, -1), None))
-    return found
+def _signed(terms: Terms, entry: list[Family]) -> SignedNorm:
+    """Both ends of the diagonal block of an entry."""
+    rows = []
+    for i, f in enumerate(entry):
+        left = [terms.pair(g, f).core.mT for g in entry[:i]]
+        rows.append(torch.cat([*left, *(terms.pair(f, g).core for g in entry[i:])], 2))
+    alpha = terms.activation(entry[0])
+    return symmetric_sum(alpha, torch.cat(rows, 1).expand(len(alpha), -1, -1))
 
 
-def _attention_pairs(
-    table: _Table,
-    spec: BlockSpec,
-    directions: list[Direction],
-    heads: list[TokenHead],
-    tail: TokenTail,
-    outputs: Tensor,
-    weights: Weights,
-) -> None:
-    s, lam = spec.logit_scale, tail.curvature_u
-    d_k, d_v = spec.key_size, spec.value_size
-    count = len(heads)
-    rows = outputs.shape[0]
-
-    def place(per_head: Tensor, head: int, size: int, dim: int) -> Tensor:
-        """Zero-padded so that ``per_head`` stands at its head's slice of axis ``dim``."""
-        before, after = head * size, (count - 1 - head) * size
-        shape = list(per_head.shape)
-        parts = []
-        for extra in (before, after):
-            shape[dim] = extra
-            parts.append(per_head.new_zeros(shape))
-        return torch.cat([parts[0], per_head, parts[1]], dim)
-
-    for index, e in enumerate(directions):
-        kind = e.name[0]
-        middle = e.lift.mT @ lam @ e.lift
-        if kind == "Q":
-            extra = torch.zeros_like(middle)
-            for i, h in enumerate(heads):
-                extra = extra + place(place(h.third_kk, i, d_k, 1), i, d_k, 2)
-            middle = middle + s**2 * extra
-        elif kind == "K":
-            assert e.head is not None
-            middle = middle + s**2 * heads[e.head].third_xx
-        table.add(e.name, symmetric_sum(e.alpha, middle))
-        for f in directions[index + 1 :]:
-            inner = e.lift.mT @ lam @ f.lift
-            pair = kind + f.name[0]
-            if pair == "QK":
-                assert f.head is not None
-                h = heads[f.head]
-                inner = inner + s**2 * place(h.third_kx, f.head, d_k, 1)
-                gamma = s * e.alpha.T @ h.pull
-                bound = plain_sum(e.alpha, f.alpha, inner)
-                bound = bound + torch.linalg.matrix_norm(gamma, 2)
-            elif pair in ("KK", "VV"):
-                bound = plain_sum(e.alpha, f.alpha, inner)
-            elif pair in ("QV", "KV"):
-                assert f.head is not None
-                h = heads[f.head]
-                cross = h.key_input if pair == "QV" else h.input_input  # (N, r of e, b of x)
-                cross = s * cross.mT  # (N, b, r)
-                if pair == "QV":
-                    cross = place(cross, f.head, d_k, 2)
-                elif e.head != f.head:
-                    cross = torch.zeros_like(cross)
-                extra_row = f.alpha.shape[1] - cross.shape[1]  # the value bias has no such term
-                cross = torch.cat([cross, cross.new_zeros(rows, extra_row, cross.shape[2])], 1)
-                bound = TwoTerms(e.alpha, f.alpha, inner, cross, h.adjoint).norm()
-            else:  # QO, KO, VO: the rows of O come second
-                bound = _with_output(e, f, inner, heads, tail, place, s, d_v)
-            table.pair(e.name, f.name, bound)
-
-
-def _with_output(
-    e: Direction,
-    o: Direction,
-    inner: Tensor,
-    heads: list[TokenHead],
-    tail: TokenTail,
-    place: Callable[[Tensor, int, int, int], Tensor],
-    s: float,
-    d_v: int,
-) -> Tensor:
-    """Bound of a block (θ, O): Ô_c (LᵀΛ)_ro α + α K_cr R_o with K = s Ĝ, s P̂ or the identity."""
-    kind = e.name[0]
+def _pair_bound(terms: Terms, left: list[Family], right: list[Family]) -> Tensor:
+    """The bound of block (left, right): one sum over tokens, or two where an adjoint enters."""
+    alpha, beta = terms.activation(left[0]), terms.activation(right[0])
+    pairs = [[terms.pair(f, g) for g in right] for f in left]
+    core = torch.cat([torch.cat([p.core for p in row], 2) for row in pairs], 1)
+    core = core.expand(len(alpha), -1, -1)
+    if all(p.delta is None for row in pairs for p in row):
+        return plain_sum(alpha, beta, core)
+    delta = torch.cat([_first(row[k].delta for row in pairs) for k in range(len(right))], 1)
+    kinds = (left[0].kind, right[0].kind)
+    if kinds == ("query", "key"):  # the second term is Γ ⊗ I
+        gamma: Tensor = torch.linalg.matrix_norm(alpha.T @ delta, 2)
+        return plain_sum(alpha, beta, core) + gamma
+    cross = torch.cat([_slope(row[0], beta.shape[1]) for row in pairs], 1).mT
     exact: Tensor | None = None
-    if kind == "Q":
-        # K[(h, o'), (h, p)] = s Ĝ^h: block diagonal over heads
-        blocks = []
-        for i, h in enumerate(heads):
-            blocks.append(place(s * h.value_key, i, d_v, 1))
-        cross = torch.cat(blocks, 2)
-    elif kind == "K":
-        assert e.head is not None
-        cross = place(s * heads[e.head].value_input, e.head, d_v, 1)
-    else:
-        assert e.head is not None
-        identity = torch.eye(d_v, dtype=inner.dtype, device=inner.device)
-        cross = place(identity.expand(len(inner), -1, -1), e.head, d_v, 1)
-        exact = torch.linalg.matrix_norm(e.alpha.T @ tail.adjoint_u, 2)
-    extra = o.alpha.shape[1] - cross.shape[1]  # the output bias has no adjoint term
-    cross = torch.cat([cross, cross.new_zeros(len(inner), extra, cross.shape[2])], 1)
-    return TwoTerms(e.alpha, o.alpha, inner, cross, tail.adjoint_u, exact).norm()
+    if kinds == ("value", "output"):  # Σ α δᵀ ⊗ I
+        exact = torch.linalg.matrix_norm(alpha.T @ delta, 2)
+    elif right[0].kind == "down" and left[0].kind in ("gate", "up"):
+        # block diagonal over hidden units: its norm is the largest one
+        slopes = [row[0].slope_diagonal for row in pairs]
+        units = [torch.einsum("nk,na,no->kao", s, alpha, delta) for s in slopes]
+        exact = torch.linalg.matrix_norm(torch.cat(units, 1), 2).amax()
+    return TwoTerms(alpha, beta, core, cross, delta, exact).norm()
 
 
-def _feed_forward_pairs(table: _Table, directions: list[Direction], tail: TokenTail) -> None:
-    assert tail.hidden is not None
-    assert tail.hidden_input is not None
-    assert tail.slope is not None
-    assert tail.adjoint_h is not None
-    assert tail.adjoint_s is not None
-    assert tail.curvature_h is not None
-    assert tail.curvature_s is not None
-    assert tail.h_s is not None
-    assert tail.u_h is not None
-    assert tail.u_s is not None
-    assert tail.v_by_u is not None
-    v_hat, g_hat, slope = tail.hidden_input, tail.hidden, tail.slope
-    d_ff, width = slope.shape[1], slope.shape[2]
-    bias_v, bias_g = v_hat.shape[1] - tail.v_by_u.shape[1], g_hat.shape[1] - d_ff
-
-    def pad(cross: Tensor, extra: int) -> Tensor:
-        return torch.cat([cross, cross.new_zeros(cross.shape[0], extra, cross.shape[2])], 1)
-
-    table.add("up", symmetric_sum(v_hat, tail.curvature_h))
-    table.add("down", symmetric_sum(g_hat, tail.curvature_s))
-    # Second term of (up, down): block diagonal over hidden units, so its norm is the largest one.
-    diagonals = [
-        torch.diagonal(slope[:, :, c : c + d_ff], dim1=1, dim2=2) for c in range(0, width, d_ff)
-    ]
-    units = torch.cat(
-        [torch.einsum("nk,na,no->kao", f, v_hat, tail.adjoint_s) for f in diagonals], 1
-    )
-    exact = torch.linalg.matrix_norm(units, 2).amax()
-    up_down = TwoTerms(v_hat, g_hat, tail.h_s, pad(slope, bias_g), tail.adjoint_s, exact)
-    table.pair("up", "down", up_down.norm())
-    assert tail.hidden_by_u is not None
-    for e in directions:
-        to_up = TwoTerms(
-            e.alpha, v_hat, e.lift.mT @ tail.u_h, pad(tail.v_by_u @ e.lift, bias_v), tail.adjoint_h
-        )
-        to_down = TwoTerms(
-            e.alpha,
-            g_hat,
-            e.lift.mT @ tail.u_s,
-            pad(tail.hidden_by_u @ e.lift, bias_g),
-            tail.adjoint_s,
-        )
-        table.pair(e.name, "up", to_up.norm())
-        table.pair(e.name, "down", to_down.norm())
+def _first(tensors: Iterable[Tensor | None]) -> Tensor:
+    return next(t for t in tensors if t is not None)
 
 
-# -------------------------------------------------------------------------------------------------
-# The token-structured bound for a stack of blocks.
-#
-# With h_b the output of block b, Λ_b = ∂²ℓ/∂h_b², δ_b = ∂ℓ/∂h_b, the stack's Hessian has
-#
-#     H_bb = K_bᵀΛ_bK_b + Σ δ_b ∂²h_b/∂θ_b²         (K_b = ∂h_b/∂θ_b)
-#     H_ab = K_aᵀ … = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b          for a < b.
-#
-# Everything that passes through the N·d numbers of an h_b is exact, from N·d products and matrices
-# of
-# N·d × N·d: the off-diagonal blocks, and the outer part of the diagonal ones (inside a stack Λ_b
-# couples tokens). The functional part of a diagonal block has its token-structured bound.
-# -------------------------------------------------------------------------------------------------
+def _slope(pair: Pair, columns: int) -> Tensor:
+    """K (N, core, activation) of a pair written out; zero where it has none."""
+    n, rows, _ = pair.core.shape
+    if pair.slope_diagonal is not None:
+        first, period = pair.diagonal_columns
+        places = first + torch.arange(rows, device=pair.core.device) % period
+        unit = torch.nn.functional.one_hot(places, columns).to(pair.core.dtype)
+        return pair.slope_diagonal.unsqueeze(-1) * unit
+    if pair.slope is None:
+        return pair.core.new_zeros(n, rows, columns)
+    after = columns - pair.slope_start - pair.slope.shape[-1]
+    return torch.nn.functional.pad(pair.slope, (pair.slope_start, after))
+
+
+# ---- stacks ----------------------------------------------------------------------------------
 
 
 def _no_curvature(like: Tensor, delta: Tensor) -> Seeds:
@@ -512,7 +438,17 @@ def stack_token_bound(
     loss: OutputLoss,
     mask: Tensor | None,
 ) -> tuple[tuple[str, ...], Tensor, float, float, Seeds]:
-    """Names of the blocks, matrix of block bounds, the bound, the exact norm, and the seeds."""
+    r"""Names of the blocks, matrix of block bounds, the bound, the exact norm, and the seeds.
+
+    With h_b the output of block b, Λ_b = ∂²ℓ/∂h_b², δ_b = ∂ℓ/∂h_b, the stack's Hessian has
+
+        H_bb = K_bᵀΛ_bK_b + Σ δ_b ∂²h_b/∂θ_b²         (K_b = ∂h_b/∂θ_b)
+        H_ab = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b          for a < b.
+
+    Everything that passes through the N·d numbers of an h_b is exact: the off-diagonal blocks, and
+    the outer part of the diagonal ones (inside a stack Λ_b couples tokens). The functional part of
+    a diagonal block has its token-structured bound.
+    """
     blocks, inputs, z = [], [], x
     for spec, weights in layers:
         inputs.append(z)
