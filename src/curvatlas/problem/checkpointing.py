@@ -30,20 +30,20 @@ TRUSTED_NODES = frozenset({"_BlockBackward", "_BlockGradientBackward"})
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of the model's outermost stacks: lists of two or more modules of one class."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         children = list(module.children())
         stack = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1
         alike = len({type_before_parametrizations(child) for child in children}) == 1
         if stack and alike and all(any(True for _ in c.parameters()) for c in children):
-            found.extend(children)
+            blocks.extend(children)
             return
         for child in children:
             walk(child)
 
     walk(model)
-    return found
+    return blocks
 
 
 @contextlib.contextmanager
@@ -135,11 +135,11 @@ class _Plan:
         self._result_places = tuple(
             i for i, r in enumerate(results) if isinstance(r, Tensor) and r.is_floating_point()
         )
-        found = [results[i] for i in self._result_places]
+        outputs = [results[i] for i in self._result_places]
         for i in self._result_places:
             results[i] = None
         self._results = results
-        return found
+        return outputs
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
         flat = list(self._results)
@@ -201,16 +201,16 @@ class _BlockGradient(torch.autograd.Function):
                 for g, d in zip(grads, directions, strict=True)
                 if d is not None and g is not None and g.requires_grad
             ]
-            found: Sequence[Tensor | None] = [None] * len(asked)
+            gradients: Sequence[Tensor | None] = [None] * len(asked)
             if pairs and asked:
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     [g for g, _ in pairs],
                     [inputs[i] for i in asked],
                     [d for _, d in pairs],
                     allow_unused=True,
                 )
         results: list[Tensor | None] = [None] * len(inputs)
-        for i, value in zip(asked, found, strict=True):
+        for i, value in zip(asked, gradients, strict=True):
             results[i] = value
         return (None, None, None, *results)
 

@@ -257,16 +257,16 @@ class CrossEntropy(Loss):
     def fixed_slopes(
         self, outputs: list[Tensor], rebuild: Rebuild, targets: Tensor
     ) -> tuple[float, list[Tensor]]:
-        whole = rebuild(outputs)
-        if not isinstance(whole, HiddenLogits):
+        logits = rebuild(outputs)
+        if not isinstance(logits, HiddenLogits):
             return super().fixed_slopes(outputs, rebuild, targets)
-        chunked = self.chunked(whole, targets)
+        chunked = self.chunked(logits, targets)
         with torch.no_grad():
-            value = float(chunked.value(whole))
+            value = float(chunked.value(logits))
         # The slopes at h and W depend on W and h: that is the head's own part of H_f.
-        slopes = chunked.fixed_slopes(whole)
-        found = [slopes[i] for i in present_factors(whole, outputs)]
-        return value, [slope for slope in found if slope is not None]
+        slopes = chunked.fixed_slopes(logits)
+        present = [slopes[i] for i in present_factors(logits, outputs)]
+        return value, [slope for slope in present if slope is not None]
 
     # --- single targets --------------------------------------------------------------------------
 
@@ -403,12 +403,12 @@ def output_curvature(
 
     Every tensor carries one leading axis of columns: (K, *outputs).
     """
-    whole = rebuild(leaves)
-    if isinstance(whole, HiddenLogits) and isinstance(loss, CrossEntropy):
+    logits = rebuild(leaves)
+    if isinstance(logits, HiddenLogits) and isinstance(loss, CrossEntropy):
         return factored_product(
-            whole,
+            logits,
             leaves,
-            lambda factors, directions: loss.chunked(whole, targets).product(
+            lambda factors, directions: loss.chunked(logits, targets).product(
                 factors, directions, outer=True, functional=False
             ),
         )

@@ -529,7 +529,7 @@ def check_same_parameters(before: Mapping[str, str], named: Mapping[str, Tensor]
 
 def random_modules(model: nn.Module) -> list[str]:
     """Modules whose train-mode randomness is switched on, by name and kind."""
-    found = []
+    names = []
     for name, module in model.named_modules():
         if not module.training:
             continue
@@ -539,8 +539,8 @@ def random_modules(model: nn.Module) -> list[str]:
             rates = [vars(module).get(rate) for rate in _RATES]
             active = any(isinstance(rate, float) and rate > 0 for rate in rates)
         if active:
-            found.append(f"{name or type(module).__name__}")
-    return found
+            names.append(f"{name or type(module).__name__}")
+    return names
 
 
 def check_mode(model: nn.Module) -> None:

@@ -81,10 +81,10 @@ class HeadSearch:
             with torch.no_grad():
                 self._found = find_head(self._model, named, small_call())
             self._looked = True
-        found = self._found
-        if found is None or targets.numel() * found.module.out_features * itemsize <= size:
+        head = self._found
+        if head is None or targets.numel() * head.module.out_features * itemsize <= size:
             return None
-        return found
+        return head
 
 
 def factored_logits(
@@ -320,14 +320,14 @@ class ChunkedSoftmax:
     def drawn_classes(self, logits: HiddenLogits, level: Tensor) -> Tensor:
         """Classes (N,) drawn from π by the uniform numbers ``level`` (N,)."""
         h, weight, bias = _flat(logits)
-        found = torch.empty_like(self.targets)
+        places = torch.empty_like(self.targets)
         with torch.no_grad():
             for rows in self._chunks(h):
                 cumulative = _logits(h[rows], weight, bias).softmax(-1).cumsum(-1)
                 at = level.reshape(-1)[rows].to(cumulative).unsqueeze(-1) * cumulative[:, -1:]
                 place = torch.searchsorted(cumulative, at).clamp_max(weight.shape[0] - 1)
-                found[rows] = place.squeeze(-1)
-        return found
+                places[rows] = place.squeeze(-1)
+        return places
 
 
 class _Sums:
@@ -454,9 +454,9 @@ def chunked_product(
                 directions[place] = column[k]
             if directions[0] is not None:
                 directions[0] = directions[0].reshape(-1, logits.hidden.shape[-1])
-            found = one(directions)
+            products = one(directions)
             for place, result in zip(places, results, strict=True):
-                part = found[place]
+                part = products[place]
                 assert part is not None
                 result[k] = part.view(result.shape[1:])
         return results

@@ -113,9 +113,9 @@ def main_tensor(raw: Any, purpose: str) -> Tensor:
     if isinstance(raw, Tensor):
         return raw
     for name in ("logits", "last_hidden_state"):
-        found = raw.get(name) if isinstance(raw, dict) else getattr(raw, name, None)
-        if isinstance(found, Tensor):
-            return found
+        value = raw.get(name) if isinstance(raw, dict) else getattr(raw, name, None)
+        if isinstance(value, Tensor):
+            return value
     if isinstance(raw, (tuple, list)) and raw and isinstance(raw[0], Tensor):
         return raw[0]
     raise ProblemError(

@@ -413,17 +413,17 @@ def refuse_options(**options: object) -> None:
 
 
 def _by_name(name: str) -> Loss:
-    known: dict[str, Callable[[], Loss]] = {
+    by_name: dict[str, Callable[[], Loss]] = {
         "cross_entropy": CrossEntropy,
         "mse": MeanSquaredError,
         "bce_with_logits": BinaryCrossEntropy,
     }
-    if name not in known:
+    if name not in by_name:
         raise ProblemError(
             f"unknown loss {name!r}: use 'cross_entropy', 'mse', 'bce_with_logits', 'model' (the "
             "model's own) or a callable (outputs, targets) -> mean loss."
         )
-    return known[name]()
+    return by_name[name]()
 
 
 def _as_module(function: Callable[..., Any]) -> nn.Module | None:

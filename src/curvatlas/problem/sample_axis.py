@@ -91,19 +91,19 @@ class SampleAxes:
         probe = _Probe(self._problem, batch, self.batch_axis, self.room)
         if not probe.decides:
             return _single_sample(leaves)
-        found = probe.search()
-        if found is None and self.batch_axis is not None:
+        layout = probe.search()
+        if layout is None and self.batch_axis is not None:
             raise ProblemError(
                 f"batch_axis={self.batch_axis}: the samples of batch {batch.index} with inputs "
                 f"{described(batch.inputs)} influence each other along that axis, or the targets "
                 "do not follow them; leave batch_axis out to have the axis found."
             )
-        known = self._layouts.get(kind)
-        if known is None or known.uncertain:
-            self._layouts[kind] = found
+        previous = self._layouts.get(kind)
+        if previous is None or previous.uncertain:
+            self._layouts[kind] = layout
         else:
-            self._exceptions[batch.index] = found
-        return found
+            self._exceptions[batch.index] = layout
+        return layout
 
 
 def _fits(leaves: Sequence[Any], layout: SampleLayout) -> bool:

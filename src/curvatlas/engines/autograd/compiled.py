@@ -67,9 +67,9 @@ class CompiledLinearisation(Linearisation):
             return self._plain.product(columns, rows)
         if self._seconds is None:
             start = time.perf_counter()
-            found = self._plain.product(columns, rows)
+            product = self._plain.product(columns, rows)
             self._seconds = (time.perf_counter() - start) / count
-            return found
+            return product
         if self._run is None and not self._prepare(columns):
             self._given_up = True
             return self._plain.product(columns, rows)
@@ -125,8 +125,8 @@ def _compiled(
 
     def product(*vector: Tensor) -> list[Tensor | None]:
         columns = {name: v.unsqueeze(0) for name, v in zip(names, vector, strict=True)}
-        found = plain.product(columns, names)
-        return [None if t is None else t.squeeze(0) for t in found]
+        product = plain.product(columns, names)
+        return [None if t is None else t.squeeze(0) for t in product]
 
     recorded = make_fx(product)(*given)
     graph = recorded.graph

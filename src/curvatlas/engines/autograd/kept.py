@@ -160,21 +160,21 @@ class KeptLinearisations:
     def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
         built, graphs = False, []
         for place, batch in enumerate(self._pieces()):
-            found = self._kept.get(place)
-            if found is None:
+            linear = self._kept.get(place)
+            if linear is None:
                 built = True
-                found = self._made(batch)
+                linear = self._made(batch)
                 if self._first_pass:
-                    self.unused &= found.unused
-                size = found.held_bytes + self._vector_bytes
+                    self.unused &= linear.unused
+                size = linear.held_bytes + self._vector_bytes
                 self._largest = max(self._largest, size)  # longer sequences than the probe's
                 if self._may_keep(size):
-                    self._kept[place] = found
+                    self._kept[place] = linear
                     self._kept_bytes += size
-            if place in self._kept and not found.needs_scope:
-                graphs.append((batch.count / self._problem.normaliser, found))
-            yield batch.count, found
-            found = None  # let go of it before the next one is built
+            if place in self._kept and not linear.needs_scope:
+                graphs.append((batch.count / self._problem.normaliser, linear))
+            yield batch.count, linear
+            linear = None  # let go of it before the next one is built
         self._first_pass = False
         self._graphs = graphs if len(graphs) == place + 1 else []
         if built:

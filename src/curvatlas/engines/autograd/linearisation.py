@@ -121,14 +121,14 @@ def _saved_tensors(node: Any) -> list[Tensor]:
         # dir() on a node costs 50 µs; once per kind of node is enough.
         names = tuple(n for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors")
         _saved_names[kind] = names
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name in names:
         value = getattr(node, name, None)
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            found.extend(v for v in value if isinstance(v, Tensor))
-    return found
+            tensors.extend(v for v in value if isinstance(v, Tensor))
+    return tensors
 
 
 # Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
@@ -213,8 +213,8 @@ class Linearisation:
         check_finite_loss(value, self.batch.index)
         return slopes
 
-    def _require_path(self, found: bool) -> None:
-        if not found:
+    def _require_path(self, exists: bool) -> None:
+        if not exists:
             raise ProblemError(
                 f"no gradient path from the loss to any of {listed(list(self._names))}: is the "
                 "output detached, computed under no_grad, or independent of them?"
