@@ -1,7 +1,13 @@
-"""Linear operators: a shape, tags, and a product with columns; blocks of them by role or index."""
+"""Linear operators: a shape, tags and products with columns, and what is made of operators.
+
+``A + B``, ``c * A``, ``A @ B`` and ``A[rows, columns]`` are operators again, and what is known of
+their members (symmetric, psd) is carried over; nothing is multiplied before a product is taken.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,14 +17,12 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from curvatlas.anatomy import Slice
 from curvatlas.budget import available_bytes, readable
-from curvatlas.parallel import Shards
+from curvatlas.precision import in_float64
 
 if TYPE_CHECKING:
-    from curvatlas.operators.curvature import CurvatureOperator
+    from curvatlas.parallel import Shards
     from curvatlas.problem import Problem
-    from curvatlas.problem.parameters import Layout
 
 Part = Literal["total", "outer", "functional"]  # H = H_o + H_f
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -43,7 +47,7 @@ class LinearOperator:
     """A real matrix known through its products; subclasses give ``_columns`` and the properties.
 
     ``A + B``, ``A - B``, ``c * A``, ``A / c``, ``-A``, ``A @ B``, ``A.T`` and ``A[rows, columns]``
-    are operators again (``operators/algebra.py``); nothing is multiplied before a product is taken.
+    are operators again; nothing is multiplied before a product is taken.
     """
 
     __array_ufunc__ = None  # NumPy leaves ``array @ op`` and ``np.float64(2) * op`` to the operator
@@ -92,9 +96,7 @@ class LinearOperator:
         name, each in the parameter's shape or with a last axis of K columns, and give the same.
         """
         if isinstance(right, LinearOperator):
-            from curvatlas.operators import algebra
-
-            return algebra.product(self, right)
+            return _product(self, right)
         if isinstance(right, (list, tuple, Mapping)):
             return self._by_parameter(right)
         if isinstance(right, np.ndarray):
@@ -165,43 +167,29 @@ class LinearOperator:
         return (self.T @ left.T).T if left.ndim == 2 else self.T @ left
 
     def __add__(self, other: Any) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.add(self, other)
+        return _add(self, other)
 
     def __radd__(self, other: Any) -> LinearOperator:
         if isinstance(other, int) and other == 0:
             return self  # the start of sum([...])
-        from curvatlas.operators import algebra
-
-        return algebra.add(self, other)
+        return _add(self, other)
 
     def __sub__(self, other: Any) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.add(self, other, sign=-1)
+        return _add(self, other, sign=-1)
 
     def __rsub__(self, other: Any) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.add(self, other)  # says what is wrong
+        return _add(self, other)  # says what is wrong
 
     def __neg__(self) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.scale(self, -1.0)
+        return _scale(self, -1.0)
 
     def __mul__(self, factor: Any) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.scale(self, factor)
+        return _scale(self, factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.scale(self, divisor, divide=True)
+        return _scale(self, divisor, divide=True)
 
     def __getitem__(self, key: Any) -> LinearOperator:
         """``op[rows, columns]``: those rows × those columns as an operator; ``op[rows]``: a block
@@ -219,13 +207,10 @@ class LinearOperator:
         problem = self._problem_on(axis)
         if problem is None or is_index(selector) or isinstance(selector, slice):
             return places_of(selector, self.shape[axis])
-
-        return torch.cat([piece.indices for piece in pieces_of(problem, selector)])
+        return torch.cat([piece.indices for piece in problem.anatomy.select(selector)])
 
     def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
-        from curvatlas.operators import algebra
-
-        return algebra.Submatrix(self, rows, columns)
+        return Submatrix(self, rows, columns)
 
     def dense(self) -> Tensor:
         """The whole (m, n) matrix, column block by column block."""
@@ -261,9 +246,13 @@ class LinearOperator:
             return np.asarray(transpose @ array)
 
         return ScipyOperator(
-            self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward,
+            self.shape,
+            matvec=forward,
+            matmat=forward,
+            rmatvec=backward,
+            rmatmat=backward,
             dtype=dtype,
-        )  # fmt: skip
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle runs code when it is loaded, and graphs cannot be stored at all.
@@ -356,6 +345,339 @@ class MatrixOperator(LinearOperator):
         return MatrixOperator(chosen, tags=self.tags if block else None)
 
 
+class DiagonalOperator(LinearOperator):
+    """diag(d) for a vector d (n,): psd where no entry is negative."""
+
+    def __init__(self, diagonal: Tensor) -> None:
+        if not isinstance(diagonal, Tensor) or diagonal.ndim != 1:
+            got = tuple(diagonal.shape) if isinstance(diagonal, Tensor) else type(diagonal).__name__
+            raise ValueError(f"a diagonal is a tensor (n,), got {got}.")
+        n = len(diagonal)
+        tags = Tags(symmetric=True, psd=bool((diagonal >= 0).all()))
+        super().__init__((n, n), dtype=diagonal.dtype, device=diagonal.device, tags=tags)
+        self.diagonal = diagonal.detach()
+
+    def content(self) -> Any:
+        return ["diagonal", self.diagonal]
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self.diagonal.unsqueeze(1) * columns
+
+    def _dense(self) -> Tensor:
+        return torch.diag(self.diagonal)
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        if torch.equal(rows, columns) and len(torch.unique(rows)) == len(rows):
+            return DiagonalOperator(self.diagonal[rows.to(self.device)])
+        return Submatrix(self, rows, columns)
+
+    def exact_trace(self) -> float:
+        return float(in_float64(self.diagonal).sum())
+
+    def exact_frobenius_norm(self) -> float:
+        return float(torch.linalg.vector_norm(in_float64(self.diagonal)))
+
+    def exact_diagonal(self) -> Tensor:
+        return self.diagonal.clone()
+
+
+class IdentityOperator(DiagonalOperator):
+    """The n × n identity, without n numbers in memory; ``H + c * IdentityOperator(n)`` damps H."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(torch.ones(1, dtype=dtype, device=device).expand(size))
+
+    @classmethod
+    def like(cls, op: LinearOperator) -> IdentityOperator:
+        """The identity on the columns of ``op``, in its dtype and on its device."""
+        return cls(op.shape[1], dtype=op.dtype, device=op.device)
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return columns.clone()
+
+
+# --- operators made of operators ------------------------------------------------------------------
+
+
+class _Combination(LinearOperator):
+    """Made of ``members`` of one dtype and device; what holds of all of them holds of the whole.
+
+    Subclasses say how a product is made of the members' own (``_combine``).
+    """
+
+    def __init__(
+        self, members: Sequence[LinearOperator], shape: tuple[int, int], tags: Tags | None = None
+    ) -> None:
+        first = members[0]
+        tags = tags or Tags(
+            symmetric=all(member.tags.symmetric for member in members),
+            psd=all(member.tags.psd for member in members),
+        )
+        super().__init__(shape, dtype=first.dtype, device=first.device, tags=tags)
+        self.members = tuple(members)
+
+    def content(self) -> Any:
+        return [type(self).__name__, *(member.content() for member in self.members)]
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._combine(self.members, columns)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._combine([member.T for member in self.members], columns)
+
+
+class BlockDiagonalOperator(_Combination):
+    """diag(A, B, …) of blocks of any shapes."""
+
+    def __init__(self, blocks: Sequence[LinearOperator]) -> None:
+        _check_some(blocks, "a block-diagonal operator")
+        rows, columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
+        super().__init__(blocks, (rows, columns))
+        self.blocks = self.members
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        pieces = torch.split(columns, [block.shape[1] for block in members])
+        return torch.cat([b @ piece for b, piece in zip(members, pieces, strict=True)])
+
+    def _dense(self) -> Tensor:
+        blocks = [block.dense() for block in self.blocks]
+        matrix: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        return matrix
+
+
+class KroneckerOperator(_Combination):
+    """A ⊗ B ⊗ …: (A ⊗ B) vec(X) = vec(A X Bᵀ) for row-major X, factor after factor."""
+
+    def __init__(self, factors: Sequence[LinearOperator]) -> None:
+        _check_some(factors, "a Kronecker product")
+        rows, columns = (math.prod(factor.shape[axis] for factor in factors) for axis in (0, 1))
+        super().__init__(factors, (rows, columns))
+        self.factors = self.members
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        count = columns.shape[1]
+        array = columns.reshape(*[factor.shape[1] for factor in members], count)
+        for axis, factor in enumerate(members):
+            moved = array.movedim(axis, 0)
+            image: Tensor = factor @ moved.reshape(moved.shape[0], -1)
+            array = image.reshape(factor.shape[0], *moved.shape[1:]).movedim(0, axis)
+        return array.reshape(-1, count)
+
+
+class Sum(_Combination):
+    """A + B + …"""
+
+    def __init__(self, members: Sequence[LinearOperator]) -> None:
+        super().__init__(members, members[0].shape)
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        images: list[Tensor] = [member @ columns for member in members]
+        return functools.reduce(torch.add, images)
+
+    def _dense(self) -> Tensor:
+        return functools.reduce(torch.add, [member.dense() for member in self.members])
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return next(filter(None, (member._problem_on(axis) for member in self.members)), None)
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        return Sum([member._submatrix(rows, columns) for member in self.members])
+
+
+class Scaled(_Combination):
+    """c · A for a number c: psd if A is and c ≥ 0."""
+
+    def __init__(self, original: LinearOperator, factor: float) -> None:
+        tags = Tags(symmetric=original.tags.symmetric, psd=original.tags.psd and factor >= 0)
+        super().__init__([original], original.shape, tags)
+        self.original, self.factor = original, factor
+
+    def content(self) -> Any:
+        return [self.factor, *super().content()]
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        image: Tensor = members[0] @ columns
+        return self.factor * image
+
+    def _dense(self) -> Tensor:
+        return self.factor * self.original.dense()
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return self.original._problem_on(axis)
+
+    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
+        return Scaled(self.original._submatrix(rows, columns), self.factor)
+
+
+class Product(_Combination):
+    """A B …, applied from the right.
+
+    F₁ᵀ … F_kᵀ M F_k … F₁ is symmetric where M is, and psd where M is psd or the identity.
+    """
+
+    def __init__(self, members: Sequence[LinearOperator]) -> None:
+        half, odd = divmod(len(members), 2)
+        mirrored = all(_transposes(members[i], members[-1 - i]) for i in range(half))
+        middle = members[half].tags if odd else Tags(symmetric=True, psd=True)
+        symmetric = mirrored and middle.symmetric
+        tags = Tags(symmetric=symmetric, psd=symmetric and middle.psd)
+        super().__init__(members, (members[0].shape[0], members[-1].shape[1]), tags)
+
+    def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
+        for member in reversed(members):
+            columns = member @ columns
+        return columns
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._combine([member.T for member in reversed(self.members)], columns)
+
+    def _dense(self) -> Tensor:
+        return self._combine(self.members[:-1], self.members[-1].dense())
+
+    def _problem_on(self, axis: int) -> Problem | None:
+        return self.members[-axis]._problem_on(axis)  # the first one's rows, the last one's columns
+
+
+class Submatrix(LinearOperator):
+    """S_rᵀ A S_c: the rows r and columns c of an operator that is only known as a whole."""
+
+    def __init__(self, original: LinearOperator, rows: Tensor, columns: Tensor) -> None:
+        tags = original.tags if torch.equal(rows, columns) else None
+        shape = len(rows), len(columns)
+        super().__init__(shape, dtype=original.dtype, device=original.device, tags=tags)
+        self.original = original
+        self._row_places = rows.to(original.device)
+        self._column_places = columns.to(original.device)
+
+    def content(self) -> Any:
+        return ["rows, columns", self._row_places, self._column_places, self.original.content()]
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._chosen(self.original, self._column_places, columns)[self._row_places]
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._chosen(self.original.T, self._row_places, columns)[self._column_places]
+
+    @staticmethod
+    def _chosen(op: LinearOperator, places: Tensor, columns: Tensor) -> Tensor:
+        full = columns.new_zeros(op.shape[1], columns.shape[1])
+        image: Tensor = op @ full.index_add_(0, places, columns)  # a place may be chosen twice
+        return image
+
+
+def _add(left: LinearOperator, right: Any, *, sign: int = 1) -> LinearOperator:
+    """left ± right."""
+    if not isinstance(right, LinearOperator):
+        raise TypeError(_what_to_add(left, right))
+    _check_alike(left, right, "+" if sign > 0 else "−")
+    if left.shape != right.shape:
+        raise ValueError(f"{left!r} and {right!r} have different shapes: their sum is undefined.")
+    if isinstance(left, DiagonalOperator) and isinstance(right, DiagonalOperator):
+        return DiagonalOperator(left.diagonal + sign * right.diagonal)
+    return Sum([*_members(left, Sum), *_members(right if sign > 0 else _scale(right, -1.0), Sum)])
+
+
+def _scale(original: LinearOperator, factor: Any, *, divide: bool = False) -> LinearOperator:
+    """factor · original, or original / factor."""
+    number = _number(original, factor)
+    if divide:
+        if number == 0 or math.isinf(1 / number):
+            raise ZeroDivisionError(f"{original!r} divided by {number}.")
+        number = 1 / number
+    if isinstance(original, DiagonalOperator):
+        return DiagonalOperator(number * original.diagonal)
+    if isinstance(original, Scaled):
+        return Scaled(original.original, number * original.factor)
+    return Scaled(original, number)
+
+
+def _product(left: LinearOperator, right: LinearOperator) -> LinearOperator:
+    """left · right."""
+    _check_alike(left, right, "@")
+    if left.shape[1] != right.shape[0]:
+        raise ValueError(
+            f"{left!r} @ {right!r} is undefined: {left.shape[1]} columns meet "
+            f"{right.shape[0]} rows."
+        )
+    if isinstance(left, IdentityOperator):
+        return right
+    if isinstance(right, IdentityOperator):
+        return left
+    if isinstance(left, DiagonalOperator) and isinstance(right, DiagonalOperator):
+        return DiagonalOperator(left.diagonal * right.diagonal)
+    return Product([*_members(left, Product), *_members(right, Product)])
+
+
+def _members(op: LinearOperator, kind: type[_Combination]) -> Sequence[LinearOperator]:
+    return op.members if isinstance(op, kind) else (op,)
+
+
+def _transposes(left: LinearOperator, right: LinearOperator) -> bool:
+    """Whether left = rightᵀ, as far as can be told without products."""
+    if left is right:
+        return left.tags.symmetric
+    return (isinstance(left, Transpose) and left.original is right) or (
+        isinstance(right, Transpose) and right.original is left
+    )
+
+
+def _check_some(members: Sequence[LinearOperator], what: str) -> None:
+    if not members or not all(isinstance(member, LinearOperator) for member in members):
+        raise TypeError(
+            f"{what} is made of at least one operator; wrap a matrix in MatrixOperator."
+        )
+    for member in members[1:]:
+        _check_alike(members[0], member, "beside")
+
+
+def _check_alike(left: LinearOperator, right: LinearOperator, sign: str) -> None:
+    for what in ("dtype", "device"):
+        a, b = getattr(left, what), getattr(right, what)
+        if a != b:
+            raise TypeError(f"{left!r} {sign} {right!r}: one is of {what} {a}, the other of {b}.")
+
+
+def _what_to_add(op: LinearOperator, other: Any) -> str:
+    if isinstance(other, (int, float, np.number)) or (isinstance(other, Tensor) and not other.ndim):
+        return (
+            f"a number and {op!r} cannot be added: for damping add "
+            f"{other} * ca.IdentityOperator.like(op)."
+        )
+    if isinstance(other, (Tensor, np.ndarray)) and other.ndim == 2:
+        return f"{op!r} and a matrix cannot be added: wrap it as ca.MatrixOperator(matrix)."
+    return f"{op!r} can be added to an operator, not to a {type(other).__name__}."
+
+
+def _number(op: LinearOperator, factor: Any) -> float:
+    if isinstance(factor, LinearOperator):
+        raise TypeError(f"operators are multiplied by @: {op!r} @ {factor!r}.")
+    if isinstance(factor, (Tensor, np.ndarray)):
+        if factor.ndim:
+            raise TypeError(
+                f"{op!r} times an array of shape {tuple(factor.shape)}: use op @ v for a product, "
+                "ca.DiagonalOperator(v) @ op to scale its rows."
+            )
+        factor = factor.item()
+    if not isinstance(factor, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{op!r} is scaled by a real number, not by a {type(factor).__name__}.")
+    number = float(factor)
+    if not math.isfinite(number):
+        raise ValueError(f"{op!r} cannot be scaled by {number}.")
+    return number
+
+
+# --- rows and columns ----------------------------------------------------------------------
+
+
 def is_index(selector: Any) -> bool:
     """Whether a selector speaks of positions: numbers, ranges, slices, arrays, masks."""
     if isinstance(selector, (int, np.integer, np.ndarray, Tensor, range)):
@@ -405,157 +727,3 @@ def _some(places: Tensor, selector: Any) -> Tensor:
     if not len(places):
         raise IndexError(f"{selector!r} selects nothing.")
     return places
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Some entries of one parameter by their positions in the flat vector, in any order."""
-
-    parameter: str
-    indices: Tensor  # (size,) int64
-
-    @property
-    def size(self) -> int:
-        return len(self.indices)
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} of {self.parameter}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Entries) and torch.equal(self.indices, other.indices)
-
-    def __hash__(self) -> int:
-        return hash((self.parameter, self.size))
-
-
-def entries(places: Tensor, layout: Layout) -> tuple[Entries, ...]:
-    """Positions in the flat vector (k,), cut wherever the parameter changes."""
-    ends = torch.tensor(layout.starts[1:], dtype=torch.int64, device="cpu")
-    owner = torch.bucketize(places.contiguous(), ends, right=True)
-    cuts = (torch.nonzero(owner[1:] != owner[:-1]).squeeze(1) + 1).tolist()
-    pieces = torch.tensor_split(places, cuts)
-    return tuple(
-        Entries(layout.names[int(owner[start])], piece)
-        for start, piece in zip([0, *cuts], pieces, strict=True)
-    )
-
-
-Piece = Slice | Entries
-
-
-def pieces_of(problem: Problem, selector: Any) -> tuple[Piece, ...]:
-    """What a selector picks of the flat vector: a name, role or glob, a Slice, a list of these,
-    ``:``, or an index."""
-    if is_index(selector):
-        return entries(places_of(selector, problem.size), problem.layout)
-    if isinstance(selector, slice):
-        return tuple(problem.anatomy.slices)
-    if isinstance(selector, Slice):
-        return (selector,)
-    if isinstance(selector, str):
-        return tuple(problem.anatomy.select(selector))
-    pieces = dict.fromkeys(piece for item in selector for piece in pieces_of(problem, item))
-    if not pieces:
-        raise KeyError("an empty list selects no rows or columns.")
-    return tuple(pieces)
-
-
-class BlockView(LinearOperator):
-    """op[rows, columns]: columns enter only their own parameters, rows are read off directly."""
-
-    def __init__(
-        self, parent: CurvatureOperator, rows: Sequence[Piece], columns: Sequence[Piece]
-    ) -> None:
-        self.row_slices, self.column_slices = tuple(rows), tuple(columns)
-        self._rows, self._cols = _Part(parent, rows), _Part(parent, columns)
-        same = self.row_slices == self.column_slices
-        super().__init__(
-            (self._rows.size, self._cols.size),
-            dtype=parent.dtype,
-            device=parent.device,
-            tags=parent.tags if same else Tags(),
-        )
-        self.parent = parent
-
-    def content(self) -> Any:
-        places = [piece.indices for piece in (*self.row_slices, *self.column_slices)]
-        return ["view", len(self.row_slices), places, self.parent.content()]
-
-    def _columns(self, columns: Tensor) -> Tensor:
-        return self._product(self._rows, self._cols, columns)
-
-    def _adjoint_columns(self, columns: Tensor) -> Tensor:
-        return self._product(self._cols, self._rows, columns)
-
-    def _product(self, rows: _Part, cols: _Part, columns: Tensor) -> Tensor:
-        self.parent.products += columns.shape[1]
-        full = self.parent.restricted(cols.scatter(columns), rows.names)  # (K, Σ sizes)
-        return rows.gather(full).T
-
-    @property
-    def row_parameters(self) -> list[str]:
-        """Names of the parameters that hold the rows, in the problem's order."""
-        return self._rows.names
-
-    def rows_of(self, flat: Tensor) -> Tensor:
-        """A vector over ``row_parameters`` (Σ sizes,) → its entries at the rows (m,)."""
-        return self._rows.gather(flat.unsqueeze(0)).squeeze(0)
-
-    def _submatrix(self, rows: Tensor, columns: Tensor) -> LinearOperator:
-        inner = [torch.cat([p.indices for p in s]) for s in (self.row_slices, self.column_slices)]
-        return self.parent[inner[0][rows], inner[1][columns]]
-
-    def per_batch(self) -> list[tuple[float, LinearOperator]]:
-        """(share of the valid targets, this block of that batch alone) for every batch."""
-        return [
-            (share, BlockView(operator, self.row_slices, self.column_slices))
-            for share, operator in self.parent.per_batch()
-        ]
-
-    def __repr__(self) -> str:
-        rows = ", ".join(piece.name for piece in self.row_slices[:3])
-        cols = ", ".join(piece.name for piece in self.column_slices[:3])
-        return f"{type(self.parent).__name__}[{rows} × {cols}]({self.shape[0]} × {self.shape[1]})"
-
-
-class _Part:
-    """Slices in the order asked for, as places in the parameters that contain them."""
-
-    def __init__(self, parent: CurvatureOperator, slices: Sequence[Piece]) -> None:
-        layout = parent.problem.layout
-        wanted = {piece.parameter for piece in slices}
-        self.names = [name for name in layout.names if name in wanted]
-        self._shapes = dict(zip(layout.names, layout.shapes, strict=True))
-        sizes = dict(zip(layout.names, layout.sizes, strict=True))
-        flat_start = dict(zip(layout.names, layout.starts, strict=True))
-        local_start, offset = {}, 0
-        for name in self.names:
-            local_start[name] = offset
-            offset += sizes[name]
-        self._sizes = [sizes[name] for name in self.names]
-        self._total = offset
-        self.size = sum(piece.size for piece in slices)
-        whole = [p.parameter for p in slices] == self.names and self.size == offset
-        whole = whole and all(isinstance(piece, Slice) for piece in slices)  # others: any order
-        # Positions of the wanted entries among the concatenated parameters; None: all, in order.
-        self._places: Tensor | None = None
-        if not whole:
-            parts = [p.indices - flat_start[p.parameter] + local_start[p.parameter] for p in slices]
-            self._places = torch.cat(parts).to(parent.device)
-
-    def scatter(self, columns: Tensor) -> dict[str, Tensor]:
-        """(size, K) → parameter name → (K, *shape), zero outside the slices."""
-        rows = columns.T  # (K, size)
-        if self._places is not None:
-            full = rows.new_zeros(rows.shape[0], self._total)
-            rows = full.index_add_(1, self._places, rows)  # an entry may be asked for twice
-        pieces = torch.split(rows, self._sizes, dim=1)
-        return {
-            name: piece.reshape(-1, *self._shapes[name])
-            for name, piece in zip(self.names, pieces, strict=True)
-        }
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """(K, Σ parameter sizes) → (K, size)."""
-        return rows if self._places is None else rows.index_select(1, self._places)

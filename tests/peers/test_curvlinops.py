@@ -456,7 +456,7 @@ def test_chains_of_operators(case: str) -> None:
     if case == "three factors":
         chain = left @ ca.MatrixOperator(second) @ right
         _agree(chain, A @ second @ third)
-        assert len(chain.factors) == 3
+        assert len(chain.members) == 3
         return
     bad = ca.MatrixOperator(second.float() if "dtype" in case else second.T)
     with pytest.raises(TypeError if "dtype" in case else ValueError):

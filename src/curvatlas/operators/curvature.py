@@ -29,6 +29,7 @@ from curvatlas.operators.probes import (
     probe_loss_by_differences,
     probe_symmetry,
 )
+from curvatlas.operators.views import BlockView, pieces_of
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 from curvatlas.problem.evaluation import listed
@@ -278,8 +279,6 @@ class CurvatureOperator(LinearOperator):
 
         Indices are positions in the flat vector: ``op[[0, 2], 5:9]`` is 2 × 4.
         """
-        from curvatlas.linear_operator import BlockView, pieces_of
-
         rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
         return BlockView(self, pieces_of(self.problem, rows), pieces_of(self.problem, columns))
 

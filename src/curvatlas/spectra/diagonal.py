@@ -18,9 +18,10 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from curvatlas.linear_operator import BlockView, LinearOperator, MatrixOperator
+from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.operators.curvature import CurvatureOperator, FunctionalHessian
 from curvatlas.operators.per_sample import SampleFactors
+from curvatlas.operators.views import BlockView
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result

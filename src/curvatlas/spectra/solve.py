@@ -16,8 +16,13 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.errors import ConvergenceError
-from curvatlas.linear_operator import LinearOperator, MatrixOperator, Tags
-from curvatlas.operators.algebra import DiagonalOperator, IdentityOperator
+from curvatlas.linear_operator import (
+    DiagonalOperator,
+    IdentityOperator,
+    LinearOperator,
+    MatrixOperator,
+    Tags,
+)
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
