@@ -43,7 +43,7 @@ def parse_time(text: str) -> float:
 
 MOST_PRODUCTS = 300  # of one estimate, unless --products says otherwise
 _MEMORY = 2 * 10**9  # of a survey, unless --memory says otherwise
-_FIRST_USE = 80 * 10**6  # measured: what libraries load and keep when they are first used
+_FIRST_USE = 90 * 10**6  # measured: what libraries load and keep when they are first used
 _VECTORS = 60  # that a survey needs room for, however large the model
 
 
@@ -108,7 +108,7 @@ class MemoryPlan:
 
     @property
     def _divided(self) -> int:
-        return self.total - min(_FIRST_USE, self.total // 4)
+        return self.total - min(_FIRST_USE, self.total // 3)
 
 
 def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:
