@@ -238,3 +238,19 @@ def test_scipy_and_parameter_shaped_lists_give_the_same_product() -> None:
     listed = operator @ [p.squeeze(0) for p in shaped]
     assert [tuple(t.shape) for t in listed] == [tuple(p.shape) for p in model.parameters()]
     assert oracles.relative_error(torch.cat([t.reshape(-1) for t in listed]), want) < 1e-14
+
+
+@pytest.mark.parametrize("operator", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_product_on_kept_graphs_has_the_bits_of_the_one_that_made_them(
+    operator: type[ca.Hessian], columns: int
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        torch.nn.Linear(8, 5),
+    )
+    batches = [(torch.randn(n, 6, 8), torch.randn(n, 6, 5)) for n in (4, 2, 3)]
+    op = operator(ca.Problem(model, "mse", batches))
+    vectors = torch.randn(op.shape[1], columns)
+    assert torch.equal(op @ vectors, op @ vectors)

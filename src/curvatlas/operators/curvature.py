@@ -93,6 +93,8 @@ class CurvatureOperator(LinearOperator):
         graphs = [] if self._full is None else self._full.ready(columns.shape[1])
         if not graphs:
             return self.restricted(pieces, layout.names).T
+        # As ``restricted`` does, so that the bits do not depend on when the graphs were made.
+        pieces = {name: piece.contiguous() for name, piece in pieces.items()}
         count, total = columns.shape[1], torch.zeros((), dtype=self.dtype, device=self.device)
         for place, (share, graph) in enumerate(graphs):
             rows = [
@@ -100,9 +102,10 @@ class CurvatureOperator(LinearOperator):
                 for row, size in zip(graph.product(pieces, layout.names), layout.sizes, strict=True)
             ]
             joined = torch.cat(rows, 1)  # (K, P)
-            if share != 1:
-                joined.mul_(share)
-            total = total.add_(joined) if place else joined
+            if place:
+                total.add_(joined, alpha=share)
+            else:
+                total = joined.mul_(share) if share != 1 else joined
         if not torch.isfinite(total.sum()) and not _all_finite(total):
             raise self._not_finite(pieces)
         return total.T
