@@ -3,10 +3,11 @@ r"""Dense blocks from per-token tensors: matrix products written straight into t
 A block Σ_i α_i[a] (M_i[r,c] α'_i[b] + K_i[r,b] δ'_i[c]) is assembled in one of two ways, tokens
 always innermost so that every elementwise pass is contiguous:
 
-* folded (``assembly_folded``): both terms in one product, written in place;
-* paired (``assembly_paired``): a product a term and a copy, where tokens far outnumber activations.
+* ``fold``: both terms in one product, written in place;
+* ``pair``: a product a term and a copy, where tokens far outnumber activations.
 
-Blocks on the diagonal, and the other triangle, are in ``symmetry``.
+Block (f, f) is Σ_i ααᵀ ⊗ M_i, symmetric in both pairs of indices: r ≤ c halves the product, a ≤ b
+halves it again, and the mirror image of a tile is the tile itself (``add_square``).
 """
 
 from __future__ import annotations
@@ -25,15 +26,6 @@ from curvatlas.closed_form.families import (
     put,
     segment_view,
 )
-
-# -------------------------------------------------------------------------------------------------
-# Blocks on the diagonal and the other triangle: what symmetry makes cheaper.
-#
-# Block (f, f) is Σ_i ααᵀ ⊗ M_i, symmetric in both pairs of indices: r ≤ c halves the product, a ≤
-# b
-# halves it again, and the mirror image of a tile is the tile itself.
-# -------------------------------------------------------------------------------------------------
-
 
 # Numbers in one product before it is copied into place.
 _NUMBERS = 1 << 20
@@ -127,20 +119,13 @@ def _transpose(source: Tensor, target: Tensor, workspace: Workspace) -> None:
             target[j:j_end, i:i_end].copy_(part.t())
 
 
-# -------------------------------------------------------------------------------------------------
-# Blocks by folding: both terms of the bracket in one product.
-#
-# M_i[r,c] α'_i[b] + K_i[r,b] δ'_i[c] is formed for a few r, c at a time, small enough to stay in
-# the
-# cache, and one product with α writes the rows of H in place: no temporary, no permutation.
-# -------------------------------------------------------------------------------------------------
-
-
 # Numbers in one folded bracket: 2 MB of float64, cache-resident and few enough calls.
 _FOLD = 1 << 18
 
 
 def fold(targets: list[Target], x: Operands, workspace: Workspace) -> None:
+    """M α' + K δ' for a few r, c at a time, small enough to stay in the cache; one product with α
+    writes the rows of H in place: no temporary, no permutation."""
     left, right = targets[0].left, targets[0].right
     (c_first, c_last), (b_first, b_last) = right.core, right.activation
     r_first, r_last = left.core
@@ -247,15 +232,6 @@ def _add_diagonal(
         diagonal.add_(delta.unsqueeze(-1) * x.diagonal[low:high].mT)
 
 
-# -------------------------------------------------------------------------------------------------
-# Blocks by pairing: one product a term, then a copy into place.
-#
-# (M as rc × n) @ (α ⊗ α' as n × ab) plus (α ⊗ δ' as ac × n) @ (K as n × rb): the way where tokens
-# far
-# outnumber activations, and where a or b is 1.
-# -------------------------------------------------------------------------------------------------
-
-
 # Numbers in one paired product before it is copied into place.
 _PAIR = 1 << 20
 
@@ -348,17 +324,16 @@ def add_block(
     workspace: Workspace,
     both: bool = False,
     tiles: bool = False,
-    rows: frozenset[str] | None = None,
-    columns: frozenset[str] | None = None,
+    only: tuple[str, str] | None = None,
     origin: tuple[int, int] = (0, 0),
 ) -> bool:
-    """Write (or add) block (f, g) into ``out``; only the segments named in rows, columns.
+    """Write (or add) block (f, g) into ``out``, or of it ``only`` (row, column) parameters.
 
     With ``both`` block (g, f) is wanted too: it is written here where that is cheaper than turning
     the block afterwards, and the answer says whether it was. ``tiles``: turn tile by tile.
     """
     if f.key == g.key:
-        _add_symmetric(out, f, operands, accumulate, workspace, rows, columns, origin)
+        _add_symmetric(out, f, operands, accumulate, workspace, only, origin)
         return True
     if both and _folds_both_ways(f, g, operands):
         target = Target(out, f.segments[0], g.segments[0], origin, accumulate, False)
@@ -370,10 +345,11 @@ def add_block(
             _turned_diagonal(target, operands)
         return True
     tiles = both and tiles
+    row, column = only or (None, None)
     for right in g.segments:
-        if columns is not None and right.name not in columns:
+        if column is not None and right.name != column:
             continue
-        for lefts in _same_core(f, rows):
+        for lefts in _same_core(f, row):
             targets = [Target(out, left, right, origin, accumulate, tiles) for left in lefts]
             if _folds(lefts, right, operands, copied=tiles):
                 fold(targets, operands, workspace)
@@ -430,11 +406,11 @@ def _folds(lefts: list[Segment], right: Segment, x: Operands, *, copied: bool) -
     return x.left.shape[-1] <= limit * widest
 
 
-def _same_core(f: Family, names: frozenset[str] | None) -> list[list[Segment]]:
+def _same_core(f: Family, name: str | None) -> list[list[Segment]]:
     """Segments grouped by core range: those of one group share the bracket."""
     groups: dict[tuple[int, int], list[Segment]] = {}
     for segment in f.segments:
-        if names is None or segment.name in names:
+        if name is None or segment.name == name:
             groups.setdefault(segment.core, []).append(segment)
     return list(groups.values())
 
@@ -445,22 +421,15 @@ def _add_symmetric(
     x: Operands,
     accumulate: bool,
     workspace: Workspace,
-    rows: frozenset[str] | None,
-    columns: frozenset[str] | None,
+    only: tuple[str, str] | None,
     origin: tuple[int, int],
 ) -> None:
     """Block (f, f): Σ_i α α'ᵀ ⊗ M_i, symmetric in both pairs of indices."""
     for i, left in enumerate(f.segments):
         for right in f.segments[i:]:
             ordered = [(left, right)] if left is right else [(left, right), (right, left)]
-            asked = [
-                (p, q)
-                for p, q in ordered
-                if (rows is None or p.name in rows) and (columns is None or q.name in columns)
-            ]
-            if not asked:
-                continue
-            if left is right and rows is None:
+            asked = [(p, q) for p, q in ordered if only in (None, (p.name, q.name))]
+            if left is right and only is None:
                 a, n = left.shape[1], x.left.shape[-1]
                 if a > 1 and n <= _FOLD_SQUARE * a:  # few tokens: symmetry saves no time
                     fold([Target(out, left, left, origin, accumulate, False)], x, workspace)

@@ -29,21 +29,15 @@ from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockS
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, require_part
 from curvatlas.progress import track
 
-# -------------------------------------------------------------------------------------------------
-# The dense quantities by products with unit vectors, for blocks without a token-wise form.
-#
-# Rotary positions tie the key's direction to the pair (query, key) and not to the query alone, so
-# the
-# sums over tokens of ``families`` do not exist for them. Every number here is as exact; it costs P
-# products instead of a few matrix products. Same interface as ``BlockDerivatives``.
-# -------------------------------------------------------------------------------------------------
-
-
 _COLUMNS = 64
 
 
 class ColumnDerivatives(BlockDerivatives):
-    """``BlockDerivatives`` column by column."""
+    """``BlockDerivatives`` by products with unit vectors, for blocks without a token-wise form.
+
+    Rotary positions tie the key's direction to the pair (query, key) and not to the query alone, so
+    the sums over tokens of ``families`` do not exist: as exact, at the cost of P products.
+    """
 
     def _strips(self, first: int, last: int, part: Part) -> Iterator[tuple[int, int, Tensor]]:
         """Columns [first, last) of the matrix, a few at a time: (start, stop, (P, k))."""
@@ -102,27 +96,20 @@ class ColumnDerivatives(BlockDerivatives):
         return None  # as dear as reading every column
 
 
-# -------------------------------------------------------------------------------------------------
-# Which blocks of H, H_o and H_f vanish for every value of the weights, and why.
-#
-# Read off the formula H_fg = Σ_i α_i (M_i α'_i + K_i δ'_i) of ``families``: a block is zero when
-# both
-# of its terms are. The outer part is zero exactly where a direction at the output is (key bias
-# under
-# softmax, queries and keys of a sequence of one token). The functional part needs curvature
-# between
-# the two places: a norm behind them, a bent activation between them, attention itself, or a later
-# weight that multiplies what the earlier one moves. No number is looked at.
-# -------------------------------------------------------------------------------------------------
-
-
 _ATTENTION = ("front", "query", "key", "value", "output")
 _ORDER = (*_ATTENTION, "middle", "gate", "up", "down", "final")
 _BENT = ("gelu", "gelu_tanh", "silu")
 
 
 class StructuralZeros:
-    """The zero pattern of a block's Hessian at a sequence length."""
+    """Which blocks of H, H_o and H_f vanish for every value of the weights.
+
+    Read off H_fg = Σ_i α_i (M_i α'_i + K_i δ'_i): a block is zero when both of its terms are. The
+    outer part is zero exactly where a direction at the output is (key bias under softmax, queries
+    and keys of one token). The functional part needs curvature between the two places: a norm
+    behind them, a bent activation between them, attention itself, or a later weight that multiplies
+    what the earlier one moves. No number is looked at.
+    """
 
     def __init__(self, spec: BlockSpec, names: tuple[str, ...], *, length: int) -> None:
         self.spec, self.names, self.length = spec, names, length

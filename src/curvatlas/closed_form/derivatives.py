@@ -8,7 +8,6 @@ token-wise Λ but a factor of low rank: then outer = V Vᵀ with V = Jᵀ φ (de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -35,11 +34,6 @@ from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.losses import Seeds
 from curvatlas.linear_operator import LinearOperator, Part, Tags, require_part
-
-# -------------------------------------------------------------------------------------------------
-# The dense matrix of a block: every pair of families, chunk by chunk, into its place.
-# -------------------------------------------------------------------------------------------------
-
 
 # Up to this many parameters a tile goes to both triangles while in cache; beyond, rows lie so far
 # apart that its short columns cost a page each (measured at 2816 and 11264).
@@ -108,24 +102,16 @@ def _add_tied(out: Tensor, f: Family, g: Family, operands: Operands, workspace: 
                 operands,
                 accumulate=True,
                 workspace=workspace,
-                rows=frozenset({left.name}),
-                columns=frozenset({right.name}),
+                only=(left.name, right.name),
                 origin=(left.start, right.start),
             )
             out[left.rows, right.rows] += cross
             out[right.rows, left.rows] += cross.mT
 
 
-# -------------------------------------------------------------------------------------------------
-# The exact diagonal of a block's Hessian, without a P × P or d_ff × d_ff object (derivations §12).
-#
-# On the diagonal only M survives:  diag[(r, a)] = Σ_i α_i[a]² M_i[r, r],  and of every M only its
-# diagonal is formed, e.g. for the queries Σ_d (X Λ) ⊙ X + s² diag T_KK.
-# -------------------------------------------------------------------------------------------------
-
-
 def core_diagonal(terms: Terms, f: Family) -> Tensor:
-    """M_i[r, r] of block (f, f) (n, core)."""
+    """M_i[r, r] of block (f, f) (n, core); of every M only its diagonal is formed, e.g. for the
+    queries Σ_d (X Λ) ⊙ X + s² diag T_KK (derivations §12)."""
     tail = terms.tail
     if f.kind == "down":
         return tail.lam_S.diagonal(dim1=1, dim2=2)
@@ -168,17 +154,9 @@ def add_diagonal(out: Tensor, terms: Terms, f: Family) -> None:
         out[segment.rows] += part.reshape(-1)
 
 
-# -------------------------------------------------------------------------------------------------
-# The outer part as a factor: H_o = V Vᵀ for losses whose Λ has low rank (derivations §10).
-#
-# Pooled and class-token classifiers see a sample through a few numbers, so Λ = Σ_r φ_r φ_rᵀ with R
-# ≤
-# classes columns a sample, and V = Jᵀφ has R columns a sample: memory P·R·samples instead of P².
-# -------------------------------------------------------------------------------------------------
-
-
 def pulled_factor(phi: Tensor, families: tuple[Family, ...], size: int, terms: Terms) -> Tensor:
-    """V = Jᵀφ (P, samples · R) from φ (samples, R, L, d): Σ_i α_i ⊗ (adjoint of φ_i)."""
+    """V = Jᵀφ (P, samples · R) with H_o = V Vᵀ (derivations §10), from φ (samples, R, L, d):
+    Σ_i α_i ⊗ (adjoint of φ_i)."""
     samples, rank, length, _ = phi.shape
     out = phi.new_zeros(size, samples, rank)
     seeds = phi.transpose(1, 2).reshape(samples * length, rank, -1)  # (n, R, d)
@@ -194,16 +172,6 @@ def pulled_factor(phi: Tensor, families: tuple[Family, ...], size: int, terms: T
     return out.view(size, -1)
 
 
-# -------------------------------------------------------------------------------------------------
-# Products with one block and its Frobenius norm, straight from the per-token tensors.
-#
-#     y_i = M_i (α'_i · V) + K_i (Vᵀ δ'_i),      (H_fg V)[r, a] = Σ_i y_i[r] α_i[a]
-#
-# costs n(|a||r| + |r||c| + …), far below a full product; the norm needs only token × token Gram
-# matrices:  ‖Σ_i α_i ⊗ (M_i ⊗ α'_i + K_i ⊗ δ'_i)‖² = Σ_ij (α_i·α_j)[(α'_i·α'_j)⟨M_i, M_j⟩ + …].
-# -------------------------------------------------------------------------------------------------
-
-
 def diagonal_columns(pair: Pair, rows: range, device: torch.device) -> Tensor:
     """The activation column that each row's single entry of K stands in."""
     first, period = pair.diagonal_columns
@@ -211,7 +179,13 @@ def diagonal_columns(pair: Pair, rows: range, device: torch.device) -> Tensor:
 
 
 class PairPart:
-    """One pair cut down to two segments, with its activations."""
+    """One pair cut down to two segments, with its activations.
+
+        y_i = M_i (α'_i · V) + K_i (Vᵀ δ'_i),      (H_fg V)[r, a] = Σ_i y_i[r] α_i[a]
+
+    costs n(|a||r| + |r||c| + …), far below a full product; the Frobenius norm needs only token ×
+    token Gram matrices (derivations §12).
+    """
 
     def __init__(
         self, pair: Pair, alpha: Tensor, beta: Tensor, left: Segment, right: Segment
@@ -314,20 +288,12 @@ class PairPart:
         return total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A pair part of a block, and whether the block is its transpose."""
-
-    part: PairPart
-    flipped: bool
-
-
 class BlockProduct(LinearOperator):
     """One block (a, b) as an operator, from its per-token tensors."""
 
     def __init__(
         self,
-        chosen: list[Chosen],
+        chosen: list[tuple[PairPart, bool]],  # True: the block is its transpose
         source: BlockDerivatives,
         *,
         names: tuple[str, str],
@@ -349,8 +315,8 @@ class BlockProduct(LinearOperator):
 
     def _product(self, columns: Tensor, row: int, column: int, *, transposed: bool) -> Tensor:
         out = columns.new_zeros(self.shape[1 if transposed else 0], columns.shape[1])
-        for item in self.chosen:
-            part, flipped = item.part, item.flipped != transposed
+        for part, turned in self.chosen:
+            flipped = turned != transposed
             source, target = (part.left, part.right) if flipped else (part.right, part.left)
             piece = _to_core_major(columns.narrow(0, source.start - column, source.size), source)
             moved = part.transposed_times(piece) if flipped else part.times(piece)
@@ -535,35 +501,26 @@ class BlockDerivatives(DecomposedHessian):
         out = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
         workspace = Workspace()
         for terms in self.chunks(part):
-            for f, g in self._pairs_of(a, b):
-                flipped = self._order(f) > self._order(g)
-                first, second = (g, f) if flipped else (f, g)
-                left, right = (token_last(terms.activation(h)) for h in (first, second))
-                operands = prepare(terms.pair(first, second), left, right, workspace)
-                names = (frozenset({b}), frozenset({a})) if flipped else (
-                    frozenset({a}), frozenset({b}),
-                )  # fmt: skip
+            for f, g, flipped in self._pairs_of(a, b):
+                left, right = (token_last(terms.activation(h)) for h in (f, g))
                 add_block(
                     out.mT if flipped else out,
-                    first,
-                    second,
-                    operands,
+                    f,
+                    g,
+                    prepare(terms.pair(f, g), left, right, workspace),
                     accumulate=True,
                     workspace=workspace,
-                    rows=names[0],
-                    columns=names[1],
+                    only=(b, a) if flipped else (a, b),
                     origin=(column, row) if flipped else (row, column),
                 )
         return out
 
-    def _pairs_of(self, a: str, b: str) -> list[tuple[Family, Family]]:
-        return [(f, g) for f in self._holding(a) for g in self._holding(b)]
-
-    def _holding(self, name: str) -> list[Family]:
-        return [f for f in self.families if any(s.name == name for s in f.segments)]
-
-    def _order(self, f: Family) -> int:
-        return self.families.index(f)
+    def _pairs_of(self, a: str, b: str) -> Iterator[tuple[Family, Family, bool]]:
+        """Families that hold a and b, in the order of the computation; True: b's comes first."""
+        for i, f in enumerate(self.families):
+            for j, g in enumerate(self.families):
+                if f.segment(a) is not None and g.segment(b) is not None:
+                    yield (g, f, True) if i > j else (f, g, False)
 
     # ---- low rank ---------------------------------------------------------------------------
 
@@ -633,11 +590,9 @@ class BlockDerivatives(DecomposedHessian):
         place = {name: i for i, name in enumerate(self.names)}
         for first in self.chunks(part):
             for second in self.chunks(part):
-                if (second.samples.start, second.rows.start) < (
-                    first.samples.start, first.rows.start,
-                ):  # fmt: skip
+                if second.place < first.place:
                     continue
-                once = first.samples == second.samples and first.rows == second.rows
+                once = first.place == second.place
                 self._add_squares(squares, place, first, first if once else second)
         return squares.clamp_min(0).sqrt()
 
@@ -667,16 +622,15 @@ class BlockDerivatives(DecomposedHessian):
         """The operator of block (a, b), its per-token tensors kept: far cheaper than a full one."""
         self.offset(a), self.offset(b)  # raises on unknown names
         coupled = self.seeds.couples_tokens and part != "functional"
-        chosen: list[Chosen] = []
+        chosen: list[tuple[PairPart, bool]] = []
         if not (coupled and part == "outer"):
             for terms in self.chunks("functional" if coupled else part):
-                for f, g in self._pairs_of(a, b):
-                    flipped = self._order(f) > self._order(g)
-                    first, second, names = (g, f, (b, a)) if flipped else (f, g, (a, b))
-                    left = next(s for s in first.segments if s.name == names[0])
-                    right = next(s for s in second.segments if s.name == names[1])
-                    alpha, beta = terms.activation(first), terms.activation(second)
-                    pair = PairPart(terms.pair(first, second), alpha, beta, left, right)
-                    chosen.append(Chosen(part=pair, flipped=flipped))
+                for f, g, flipped in self._pairs_of(a, b):
+                    left, right = f.segment(b if flipped else a), g.segment(a if flipped else b)
+                    assert left is not None
+                    assert right is not None
+                    alpha, beta = terms.activation(f), terms.activation(g)
+                    pair = PairPart(terms.pair(f, g), alpha, beta, left, right)
+                    chosen.append((pair, flipped))
         factor = self.outer_factor() if coupled else None
         return BlockProduct(chosen, self, names=(a, b), factor=factor)

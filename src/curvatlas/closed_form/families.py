@@ -72,6 +72,10 @@ class Family:
     def key(self) -> tuple[str, int]:
         return self.kind, self.head
 
+    def segment(self, name: str) -> Segment | None:
+        """The stretch of the parameter ``name``, if the family has one."""
+        return next((s for s in self.segments if s.name == name), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
@@ -190,9 +194,7 @@ def with_one(t: Tensor, present: bool) -> Tensor:
     return torch.nn.functional.pad(t, (0, 1), value=1.0) if present else t
 
 
-# -------------------------------------------------------------------------------------------------
-# Where blocks go: segments as axes of the output, tiles put into one or both triangles.
-# -------------------------------------------------------------------------------------------------
+# ---- where blocks go ---------------------------------------------------------------------------
 
 
 class Target:
@@ -240,9 +242,7 @@ def put(target: Tensor, value: Tensor, accumulate: bool) -> None:
         target.copy_(value)
 
 
-# -------------------------------------------------------------------------------------------------
-# What the assembly multiplies: scratch memory, and a pair's tensors with the tokens last.
-# -------------------------------------------------------------------------------------------------
+# ---- what the assembly multiplies --------------------------------------------------------------
 
 
 PADDING = 8  # numbers, one cache line of float64

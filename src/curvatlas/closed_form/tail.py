@@ -20,11 +20,6 @@ from curvatlas.closed_form.evaluation import Evaluation, NormState
 from curvatlas.closed_form.families import Workspace
 from curvatlas.engines.tangent.norm import norm_jacobian, norm_jacobian_product, norm_second
 
-# -------------------------------------------------------------------------------------------------
-# One normalisation at the tokens of a chunk: its Jacobian, its bend, its γ and β.
-# -------------------------------------------------------------------------------------------------
-
-
 Take = Callable[[Tensor], Tensor]  # (B, L, ·) → the chunk's (n, ·)
 
 

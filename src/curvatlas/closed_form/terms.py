@@ -17,28 +17,21 @@ from curvatlas.closed_form.families import Family, Pair, Workspace, with_one
 from curvatlas.closed_form.moments import AdjointMoments, HeadMoments, Moments
 from curvatlas.closed_form.tail import Tail
 
-# -------------------------------------------------------------------------------------------------
-# Curvature of the norm in front of attention: γ1 and β1 of a pre-norm block, in closed form.
-#
-# γ_c and β_c move every attention input at once, ẏ_j = ζ_jc e_c with ζ = n_jc or 1. Seen from
-# query
-# row i they turn q_i by W_Q[:, c] ζ_ic and the row's family by a_ic = (W_Kᵀ q_i)_c along the base
-# coordinate c, and carry the values along: with M, T, ν the moments of the base tokens n̂ = [n,
-# 1],
-# b(c) = c for γ_c and the constant coordinate for β_c, ω = W_Vᵀ τ,
-#
-#     X[c]        = Σ_h  ζ_c W_Q[:,c]ᵀ X_Q + a_c X_base[b(c)] + m_b(c) (W_O W_V)[:, c]
-#     ∂δ_q/∂c     = s² ζ_c T_KK W_Q[:,c] + s² a_c T_K[:,b(c)] + s ω_c M_K[:,b(c)] + s W_K[:,c]
-#     ν_b(c)
-#     ∂(sν_b)/∂c  = s² ζ_c (T_K)ᵀ W_Q[:,c] + s² a_c T[b,b(c)] + s ω_c M[b,b(c)]
-#
-# and so on: 2d directions with the moments that are there already, no further pass over the
-# tokens.
-# -------------------------------------------------------------------------------------------------
-
 
 class Front:
-    """Terms of (γ1, β1) for one chunk; ``n`` (n, d) are the chunk's normalised query tokens."""
+    r"""Terms of γ1, β1 of a pre-norm block; ``n`` (n, d) are the chunk's normalised query tokens.
+
+    γ_c and β_c move every attention input at once, ẏ_j = ζ_jc e_c with ζ = n_jc or 1. Seen from
+    query row i they turn q_i by W_Q[:, c] ζ_ic and the row's family by a_ic = (W_Kᵀ q_i)_c along
+    the base coordinate c, and carry the values along: with M, T, ν the moments of the base tokens
+    n̂ = [n, 1], b(c) = c for γ_c and the constant coordinate for β_c, ω = W_Vᵀ τ,
+
+        X[c]        = Σ_h  ζ_c W_Q[:,c]ᵀ X_Q + a_c X_base[b(c)] + m_b(c) (W_O W_V)[:, c]
+        ∂δ_q/∂c     = s²(ζ_c T_KK W_Q[:,c] + a_c T_K[:,b(c)]) + s(ω_c M_K[:,b(c)] + W_K[:,c] ν_b(c))
+        ∂(sν_b)/∂c  = s² ζ_c (T_K)ᵀ W_Q[:,c] + s² a_c T[b,b(c)] + s ω_c M[b,b(c)]
+
+    and so on: 2d directions with the moments that are there already, no further pass over tokens.
+    """
 
     def __init__(
         self, n: Tensor, heads: list[HeadMoments], adjoints: list[AdjointMoments] | None
@@ -182,6 +175,7 @@ class Terms:
         self.evaluation = evaluation
         self.shared = {} if shared is None else shared
         self.samples, self.rows = samples, rows
+        self.place = (samples.start, rows.start)  # chunks of one batch differ in it
         self.weights = evaluation.weights
         self.functional = delta is not None
         self.tail = Tail(evaluation, self.take, lam, delta, workspace or Workspace())

@@ -26,20 +26,6 @@ from curvatlas.theory.token_bound import (
     stack_token_bound,
 )
 
-# -------------------------------------------------------------------------------------------------
-# Norm calculus: bounds on value, first and second derivatives carried through a network.
-#
-# A ``Majorant`` of a token matrix Y(θ) knows, over groups g of parameters,
-#
-#     ‖Y‖₂ ≤ size,   ‖y_i‖ ≤ token,   ‖D_g Y[u]‖_F ≤ jac_g‖u‖,   ‖D²_gh Y[u, v]‖_F ≤ hess_gh‖u‖‖v‖,
-#
-# from norms of inputs and weights only. Composing these rules through attention, norms and
-# feed-forward bounds the Hessian of any block or stack without one entry of it:
-#
-#     ‖H_gh‖ ≤ ‖Λ‖ jac_g jac_h + ‖δ‖_F hess_gh,     ‖H‖ ≤ ‖[that matrix]‖₂.
-# -------------------------------------------------------------------------------------------------
-
-
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
     "relu": (1.0, 0.0),
@@ -54,7 +40,10 @@ _NORM_SECOND = 2.0 / math.sqrt(3.0)
 
 @dataclass
 class Majorant:
-    """Bounds of one token matrix Y (N, ·); see the module's text."""
+    """Bounds of one token matrix Y(θ) (N, ·) over groups g of parameters.
+
+    ‖Y‖₂ ≤ size,   ‖y_i‖ ≤ token,   ‖D_g Y[u]‖_F ≤ jac_g‖u‖,   ‖D²_gh Y[u, v]‖_F ≤ hess_gh‖u‖‖v‖
+    """
 
     size: float
     spread: float  # the same after subtracting each sample's mean token
@@ -74,7 +63,11 @@ class Majorant:
 
 @dataclass
 class Calculus:
-    """The rules for N tokens in samples of L, over named groups of parameters."""
+    """The rules for N tokens in samples of L, from norms of inputs and weights only.
+
+    Composed through attention, norms and feed-forward they bound the Hessian of any block or stack:
+    ‖H_gh‖ ≤ ‖Λ‖ jac_g jac_h + ‖δ‖_F hess_gh,  ‖H‖ ≤ ‖[that matrix]‖₂ (derivations §13).
+    """
 
     tokens: int
     length: int
@@ -253,11 +246,6 @@ def through_block(
         return u if spec.d_ff is None else u + feed(norm(u, "norm2"))
     y = norm(x + attend(x), "norm1")
     return y if spec.d_ff is None else norm(y + feed(y), "norm2")
-
-
-# -------------------------------------------------------------------------------------------------
-# Norm bounds of single-head attention: the draft's Theorem 1 and its corrected form.
-# -------------------------------------------------------------------------------------------------
 
 
 def _norm(matrix: Tensor) -> Tensor:

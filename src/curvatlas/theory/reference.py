@@ -15,16 +15,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.block import ClosedFormBlock
+from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.linear_operator import Part
 
-# -------------------------------------------------------------------------------------------------
-# The matrices the papers write with: row-major vec, Kronecker factors, attention moments.
-#
-# These are the printed forms, to be compared with at small size. They grow like (L d³)(L d² d_k):
-# 344 MB for one factor at L = d = d_k = 9. The efficient forms live in ``curvatlas.closed_form``.
-# -------------------------------------------------------------------------------------------------
+# ---- the papers' matrices: to compare with at small size ---------------------------------------
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def kron(*factors: Tensor) -> Tensor:
@@ -136,15 +138,12 @@ def draw_head(
     input_scale: float = 1.0,
     weight_scale: float = 1.0,
 ) -> SingleHead:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
     return SingleHead(
-        x=input_scale * draw(length, d),
-        query=weight_scale * draw(d, d_k) / d**0.5,
-        key=weight_scale * draw(d, d_k) / d**0.5,
-        value=weight_scale * draw(d, d) / d**0.5,
-        target=draw(length, d),
+        x=input_scale * normal(generator, length, d),
+        query=weight_scale * normal(generator, d, d_k) / d**0.5,
+        key=weight_scale * normal(generator, d, d_k) / d**0.5,
+        value=weight_scale * normal(generator, d, d) / d**0.5,
+        target=normal(generator, length, d),
     )
 
 
@@ -282,7 +281,7 @@ def draw_weights(
         if name not in shapes:
             continue
         shape = shapes[name]
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        noise = normal(generator, *shape)
         if name.startswith("norm"):
             drawn[name] = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
         else:
@@ -341,13 +340,6 @@ def split_hessian(
     return total, outer, total - outer
 
 
-def functional_hessian(outputs: Tensor, loss: LossFunction, params: Sequence[Tensor]) -> Tensor:
-    """H_f (P, P) on its own: the Hessian of ⟨∂ℓ/∂Z, Z(θ)⟩ with the first factor held fixed."""
-    leaf = outputs.detach().requires_grad_(True)
-    (delta,) = torch.autograd.grad(loss(leaf), leaf)
-    return hessian((delta * outputs).sum(), params)
-
-
 def spectral_norm(matrix: Tensor) -> Tensor:
     """‖M‖₂ of a symmetric matrix: the larger end of its spectrum."""
     values = torch.linalg.eigvalsh(0.5 * (matrix + matrix.transpose(-1, -2)))
@@ -362,9 +354,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error / scale if scale > 0 else error
 
 
-# -------------------------------------------------------------------------------------------------
-# Random blocks for sweeps: every option mixed, scales over two decades.
-# -------------------------------------------------------------------------------------------------
+# ---- random blocks for sweeps ------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -416,59 +406,24 @@ def draw_case(generator: torch.Generator, kind: str, *, small: bool = False) -> 
     )
     weights = draw_weights(spec, generator, scale=between(0.3, 3.0), bias=pick((False, True)))
     n, length = (1, pick((2, 3))) if small else (pick((1, 1, 2)), pick((2, 4, 6, 8)))
-    x = between(0.1, 3.0) * torch.randn(n, length, d, generator=generator, dtype=torch.float64)
+    x = between(0.1, 3.0) * normal(generator, n, length, d)
     loss = pick(("mse", "mse", "cross_entropy"))
-    target = torch.randn(n, length, d, generator=generator, dtype=torch.float64)
+    target = normal(generator, n, length, d)
     if loss == "cross_entropy":
         target = torch.randint(d, (n, length), generator=generator)
     return Case(spec, weights, x, target, loss)
 
 
-# -------------------------------------------------------------------------------------------------
-# Our closed forms, as the checks use them: dense Hessians without automatic differentiation.
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DenseParts:
-    """H, H_o, H_f (P, P) of one block, with the positions of every weight."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    total: Tensor
-    outer: Tensor
-    functional: Tensor
-
-    def positions(self, name: str) -> slice:
-        start = sum(self.sizes[: self.names.index(name)])
-        return slice(start, start + self.sizes[self.names.index(name)])
-
-    def block(self, name: str, part: str = "total", other: str | None = None) -> Tensor:
-        """The block (name, other) of a part; the diagonal block when ``other`` is left out."""
-        full: Tensor = getattr(self, part)
-        return full[self.positions(name), self.positions(other or name)]
+# ---- our closed forms, as the checks use them --------------------------------------------------
 
 
 def block_hessian(
-    spec: BlockSpec,
-    weights: Weights,
-    x: Tensor,
-    target: Tensor,
-    *,
-    loss: str | OutputLoss = "mse",
-    mask: Tensor | None = None,
-) -> DenseParts:
-    """Total, outer and functional Hessian of a block at inputs x (n, L, d), in closed form."""
-    closed = ClosedFormBlock.from_weights(spec, weights)
-    found = closed.derivatives(x, target, loss=loss, mask=mask)
-    outer, functional = found.dense("outer"), found.dense("functional")
-    sizes = tuple(weights[name].numel() for name in found.names)
-    return DenseParts(found.names, sizes, outer + functional, outer, functional)
-
-
-def total_hessian(spec: BlockSpec, weights: Weights, x: Tensor, target: Tensor) -> Tensor:
-    """H (P, P) alone, under mean squared error."""
-    return ClosedFormBlock.from_weights(spec, weights).derivatives(x, target).dense("total")
+    spec: BlockSpec, weights: Weights, x: Tensor, target: Tensor, *, loss: str | OutputLoss = "mse"
+) -> BlockHessian:
+    """H, H_o and H_f of a block at inputs x (n, L, d), in closed form."""
+    return TransformerBlockHessian.from_weights(spec, weights).compute_block_hessian(
+        x, target, loss
+    )
 
 
 def head_as_block(head: SingleHead) -> tuple[BlockSpec, dict[str, Tensor]]:
@@ -483,7 +438,7 @@ def head_as_block(head: SingleHead) -> tuple[BlockSpec, dict[str, Tensor]]:
     return spec, weights
 
 
-def attention_hessian_blocks(head: SingleHead, part: str) -> dict[str, Tensor]:
+def attention_hessian_blocks(head: SingleHead, part: Part) -> dict[str, Tensor]:
     """Blocks VV, QQ, QK, KK, VQ, VK of ``part``, in the papers' (in, out) row-major layout."""
     spec, weights = head_as_block(head)
     result = block_hessian(spec, weights, head.x.unsqueeze(0), head.target.unsqueeze(0))
@@ -496,13 +451,8 @@ def attention_hessian_blocks(head: SingleHead, part: str) -> dict[str, Tensor]:
     blocks = {}
     for a, b in ("VV", "QQ", "QK", "KK", "VQ", "VK"):
         first, second = letters[a], letters[b]
-        blocks[a + b] = result.block(first, part, second)[turned(first)][:, turned(second)]
+        blocks[a + b] = result.block(first, second, part)[turned(first)][:, turned(second)]
     return blocks
-
-
-# -------------------------------------------------------------------------------------------------
-# Gradient ascent against a bound: climb true/bound, look for a value above one.
-# -------------------------------------------------------------------------------------------------
 
 
 Objective = Callable[[Sequence[Tensor]], Tensor]

@@ -31,18 +31,18 @@ FALSE = "false as printed"
 UNCONFIRMED = "not confirmed"  # never recorded: a check that ends here is a failure
 VERDICTS = (HOLDS, CORRECTED, FALSE)
 
-# Topics in the order a reader meets them; each module registers its statements when imported.
-TOPICS: tuple[str, ...] = (
-    "attention",
-    "layer_norm",
-    "block",
-    "own_results",
-    "convergence",
-    "growth",
-    "scalar_model",
-    "symmetries",
-    "article",
-)
+# Modules of checks in the order a reader meets them → the section of the derivations they rest on.
+TOPICS = {
+    "attention": "4-attention",
+    "layer_norm": "5-normalisation",
+    "block": "7-the-block",
+    "own_results": "13-bounds",
+    "convergence": "14-one-more-sample",
+    "growth": "15-growth",
+    "scalar_model": "16-spectra",
+    "symmetries": "17-invariants",
+    "article": "18-the-articles-claims",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +112,20 @@ def statement(
     verdict: str,
     assumptions: str = "none",
     counterexample: str = "",
-    derivation: str,
+    derivation: str | None = None,
     plot: Plot | None = None,
 ) -> Callable[[Check], Check]:
-    """Register the decorated check as the test of a statement."""
+    """Register the decorated check as the test of a statement.
+
+    ``derivation``: the section of docs/theory/derivations.md, by default that of the topic.
+    """
     if verdict not in VERDICTS:
         raise ValueError(f"{name}: the verdict is {verdict!r}, expected one of {VERDICTS}.")
 
     def register(check: Check) -> Check:
         if name in _registry and _registry[name].check.__module__ != check.__module__:
             raise ValueError(f"{name}: this statement is registered twice.")
+        topic = check.__module__.rsplit(".", 1)[-1]
         _registry[name] = Statement(
             name=name,
             source=source,
@@ -131,8 +135,8 @@ def statement(
             tested_by=tested_by,
             verdict=verdict,
             counterexample=counterexample,
-            derivation=derivation,
-            topic=check.__module__.rsplit(".", 1)[-1],
+            derivation=f"docs/theory/derivations.md#{derivation or TOPICS[topic]}",
+            topic=topic,
             check=check,
             plot=plot,
         )
@@ -145,8 +149,8 @@ def all_statements() -> tuple[Statement, ...]:
     """Every registered statement, in reading order."""
     for topic in TOPICS:
         importlib.import_module(f"curvatlas.theory.checks.{topic}")
-    order = {topic: place for place, topic in enumerate(TOPICS)}
-    return tuple(sorted(_registry.values(), key=lambda s: order[s.topic]))
+    order = list(TOPICS)
+    return tuple(sorted(_registry.values(), key=lambda s: order.index(s.topic)))
 
 
 def find(name: str) -> Statement:
@@ -184,10 +188,27 @@ def worst(errors: Mapping[str, float] | Sequence[float]) -> float:
     return max(float("inf") if v != v else float(v) for v in values)
 
 
-# -------------------------------------------------------------------------------------------------
-# Run the statements, compare verdicts with the recorded ones, write what was measured.
-# -------------------------------------------------------------------------------------------------
+def agreement(
+    errors: Mapping[str, float] | Sequence[float], limit: float, over: str = ""
+) -> Outcome:
+    """Two ways to one quantity agree: every relative error lies below ``limit``."""
+    counted = f" over {len(errors)} {over}" if over else ""
+    return Outcome(
+        verdict=judge(printed=worst(errors) < limit),
+        figure=f"largest relative error {worst(errors):.0e}{counted}",
+        numbers={"error": worst(errors)},
+    )
 
+
+def log_log(
+    x: Sequence[float], curves: Mapping[str, Sequence[float]], xlabel: str, ylabel: str = ""
+) -> dict[str, Any]:
+    """What ``figures.theory.lines_figure`` draws on two logarithmic axes."""
+    labels = {"xlabel": xlabel} | ({"ylabel": ylabel} if ylabel else {})
+    return {"x": x, "curves": curves, "xscale": "log", "yscale": "log", **labels}
+
+
+# ---- verification -----------------------------------------------------------------------------
 
 _SHORT = {"holds": "holds", "holds corrected": "corrected", "false as printed": "FALSE"}
 

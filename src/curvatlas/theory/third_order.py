@@ -27,22 +27,19 @@ from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockS
 from curvatlas.results import Result
 from curvatlas.theory.norm_bounds import as_layers
 
-# -------------------------------------------------------------------------------------------------
-# Third-order jets: a quantity with its first three derivatives along a straight line θ + t v.
-#
-# Every rule is the closed form of one operation, no automatic differentiation:
-#
-#     product        (fg)''' = f'''g + 3f''g' + 3f'g'' + fg'''
-#     normalisation  σ² = m, σ n = c:  σ''' = (m'''/2 − 3σ'σ'')/σ,
-#                    n''' = (c''' − 3σ'n'' − 3σ''n' − σ'''n)/σ
-#     softmax        cumulants: (log Σ e^T)''' = ⟨T'''⟩ + 3Cov(T', T'') + κ₃(T')
-#     activation     f(h)''' = f'h''' + 3f''h'h'' + f'''h'³
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Jet:
-    """f, f', f'', f''' at t = 0, all of one shape."""
+    """f, f', f'', f''' along a straight line θ + t v at t = 0, all of one shape.
+
+    Every rule is the closed form of one operation, no automatic differentiation (derivations §19):
+
+        product        (fg)''' = f'''g + 3f''g' + 3f'g'' + fg'''
+        normalisation  σ² = m, σ n = c:  σ''' = (m'''/2 − 3σ'σ'')/σ,
+                       n''' = (c''' − 3σ'n'' − 3σ''n' − σ'''n)/σ
+        softmax        cumulants: (log Σ e^T)''' = ⟨T'''⟩ + 3Cov(T', T'') + κ₃(T')
+        activation     f(h)''' = f'h''' + 3f''h'h'' + f'''h'³
+    """
 
     value: Tensor
     first: Tensor

@@ -290,8 +290,11 @@ def entry_columns(spec: BlockSpec, weights: Weights) -> dict[str, Tensor]:
     for kind, name, size in (("K", "key", spec.key_size), ("V", "value", spec.value_size)):
         for g in range(spec.kv_heads):
             rows = slice(g * size, (g + 1) * size)
-            parts = [places[p][rows].reshape(-1) for p in (f"{name}_weight", f"{name}_bias")
-                     if p in places]  # fmt: skip
+            parts = [
+                places[p][rows].reshape(-1)
+                for p in (f"{name}_weight", f"{name}_bias")
+                if p in places
+            ]
             columns[f"{kind}{g}"] = torch.cat(parts)
     if "output_weight" in places:
         columns["O"] = take("output_weight", "output_bias")

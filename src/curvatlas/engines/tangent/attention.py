@@ -18,17 +18,13 @@ from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, comp
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.precision import float64_device
 
-# -------------------------------------------------------------------------------------------------
-# Rotary positions: an orthogonal map of each head's coordinates, different at every position.
-#
-# Pairs are (p, p + s/2), the layout of Llama: coordinate p turns with coordinate p + s/2 by the
-# angle i · f_p at position i, f_p = base^(−2p/s). The map is linear, so its tangent is the same
-# rotation and its adjoint the rotation by the opposite angle.
-# -------------------------------------------------------------------------------------------------
-
 
 class Rotation:
-    """The rotation R_i of L positions; ``angles`` (L, s/2)."""
+    """Rotary positions: the rotation R_i of each of L positions; ``angles`` (L, s/2).
+
+    Coordinate p turns with coordinate p + s/2 (Llama's layout) by the angle i · base^(−2p/s). The
+    map is linear and orthogonal: its tangent is the same rotation, its adjoint the opposite one.
+    """
 
     def __init__(self, angles: Tensor) -> None:
         self.cos = angles.cos()

@@ -33,10 +33,6 @@ from torch import Tensor
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stage_number
 from curvatlas.engines.tangent.structure import BlockSpec
 
-# -------------------------------------------------------------------------------------------------
-# Who may attend to whom: causal order, padding and additive biases in one place.
-# -------------------------------------------------------------------------------------------------
-
 
 def attention_mask(
     spec: BlockSpec,

@@ -35,9 +35,7 @@ from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, require_part
 
-# -------------------------------------------------------------------------------------------------
-# What a block and its directions must look like before anything is computed.
-# -------------------------------------------------------------------------------------------------
+# ---- what a block and its directions must look like --------------------------------------------
 
 
 def weight_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
@@ -159,13 +157,7 @@ def check_directions(
     return next(iter(counts.values()))
 
 
-# -------------------------------------------------------------------------------------------------
-# A sublayer: attention or feed-forward with its residual path and its norm.
-#
-#     post-norm  y = norm(x + f(x))        pre-norm  y = x + f(norm(x))        bare  y = f(x)
-#
-# A block is two of these in a row and a stack is many, so the chain rule is written once, here.
-# -------------------------------------------------------------------------------------------------
+# ---- sublayers ---------------------------------------------------------------------------------
 
 
 # A value or tangent that the backward pass forms again in a workspace, or already has (K, N, d).
@@ -189,7 +181,11 @@ class SublayerTangent:
 
 
 class Sublayer:
-    """One sublayer at its input x (N, d).
+    """Attention or feed-forward with its residual path and norm, at its input x (N, d).
+
+        post-norm  y = norm(x + f(x))        pre-norm  y = x + f(norm(x))        bare  y = f(x)
+
+    A block is two of these in a row and a stack is many: the chain rule is written once, here.
 
     ``make_inner`` builds the inner map at its input; ``make_norm`` the norm (None: no norm).
     ``norm_name`` is the prefix of the norm's weights, ``names`` are the inner map's weights.

@@ -17,12 +17,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number
 from curvatlas.engines.tangent.structure import Activation, BlockSpec, Weights
 
-# -------------------------------------------------------------------------------------------------
-# Activation functions with their derivatives up to the third, written out.
-#
-# Nothing here calls autograd: a closed form needs f, f', f'' at every hidden unit, a Taylor
-# remainder also f'''. Formulas: derivations §6.
-# -------------------------------------------------------------------------------------------------
+# ---- activations: f and its derivatives, no autograd (derivations §6) --------------------------
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "identity")

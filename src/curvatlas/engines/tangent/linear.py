@@ -22,18 +22,6 @@ from itertools import count
 import torch
 from torch import Tensor
 
-# -------------------------------------------------------------------------------------------------
-# Buffers that a sequence of products reuses.
-#
-# A CPU allocation of a megabyte is a system call and hundreds of page faults: in the first version
-# of these products fresh outputs took 40 % of the time. A workspace hands out the same memory
-# under
-# the same key again, product after product. Keys starting with a stage's own number live from the
-# forward pass to the backward pass; the others are scratch shared by all stages of a stack ("wide"
-# by attention and feed-forward, which never run at the same time).
-# -------------------------------------------------------------------------------------------------
-
-
 _local = threading.local()
 
 
@@ -69,7 +57,13 @@ def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
 
 
 class Buffers:
-    """Buffers by key; with ``keep=False`` every buffer is fresh and belongs to the caller."""
+    """Memory by key that a sequence of products reuses; ``keep=False``: every buffer is fresh.
+
+    A CPU allocation of a megabyte is a system call and hundreds of page faults: fresh outputs took
+    40 % of the time. Keys starting with a stage's own number live from the forward pass to the
+    backward pass; the others are scratch shared by all stages of a stack ("wide" by attention and
+    feed-forward, which never run at the same time).
+    """
 
     def __init__(self, *, keep: bool) -> None:
         self.keep = keep

@@ -10,7 +10,9 @@ c = −(n·ẋ)/(dσ):
 
     R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ.
 
-``None`` is zero.
+``None`` is zero. The functions of n and 1/σ below leave γ and β to the caller: for y = γ ⊙ n + β
+the Jacobian is diag(γ) J and the second derivative contracted with δ is Ψ(γ ⊙ δ). RMSNorm has C = I
+and no mean; ``norm="none"`` is the identity.
 """
 
 from __future__ import annotations
@@ -23,21 +25,6 @@ from torch import Tensor
 
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stage_number
 from curvatlas.engines.tangent.structure import Norm
-
-# -------------------------------------------------------------------------------------------------
-# Normalisation layers: Jacobian and second derivative of each token's map, both in O(d).
-#
-# With σ = √(var + ε) and n = (x − μ)/σ the normalised token is d times the gradient of σ, so its
-# Jacobian is symmetric and its second derivative a fully symmetric tensor (derivations §5):
-#
-#     J = (C − n nᵀ/d)/σ,      ∂²n_a/∂x_b∂x_c = −(J_ab n_c + J_ac n_b + J_bc n_a)/(d σ).
-#
-# RMSNorm is the same with C = I, μ = 0 and the mean square for var; ``norm="none"`` is the
-# identity.
-# The functions take n and 1/σ of ``normalize`` and leave γ, β to the caller: for y = γ ⊙ n + β the
-# Jacobian is diag(γ) J and the second derivative contracted with δ is Ψ(γ ⊙ δ).
-# -------------------------------------------------------------------------------------------------
-
 
 NORMS: tuple[Norm, ...] = ("layer", "rms", "none")
 
@@ -102,22 +89,6 @@ def norm_second(n: Tensor, inv_std: Tensor, delta: Tensor, *, norm: Norm = "laye
     along = (n * delta).sum(-1)[..., None, None]
     jacobian = norm_jacobian(n, inv_std, norm=norm)
     return (outer + outer.mT + along * jacobian) * (-inv_std / d).unsqueeze(-1)
-
-
-def norm_second_product(
-    n: Tensor, inv_std: Tensor, delta: Tensor, v: Tensor, *, norm: Norm = "layer"
-) -> Tensor:
-    """Ψ(δ) v in O(d):  −[Jδ (n·v) + n (Jδ·v) + (n·δ) Jv]/(dσ).  Leading axes broadcast."""
-    if norm == "none":
-        return torch.zeros_like(delta * v)
-    pulled = norm_jacobian_product(n, inv_std, delta, norm=norm)
-    pushed = norm_jacobian_product(n, inv_std, v, norm=norm)
-    total = (
-        pulled * (n * v).sum(-1, keepdim=True)
-        + n * (pulled * v).sum(-1, keepdim=True)
-        + pushed * (n * delta).sum(-1, keepdim=True)
-    )
-    return total * (-inv_std / n.shape[-1])
 
 
 def norm_hessian(n: Tensor, inv_std: Tensor, *, norm: Norm = "layer") -> Tensor:

@@ -41,22 +41,16 @@ from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, Tags, check_columns
 from curvatlas.precision import in_float64
 
-# -------------------------------------------------------------------------------------------------
-# The blocks of a stack at some samples of a batch, one after the other.
-#
-# Samples do not see each other, so a batch may go through in several chains: their activations are
-# kept side by side, but the tangents of a product are needed for one chain at a time and share
-# their
-# buffers.
-# -------------------------------------------------------------------------------------------------
-
-
 READOUT = -1  # the group of the readout's weights; block i is group i
 Groups = dict[int, dict[str, Tensor]]
 
 
 class Chain:
-    """Blocks and readout at x (n, L, d), every stage linearised."""
+    """Blocks and readout at some samples x (n, L, d) of a batch, every stage linearised.
+
+    Samples do not see each other, so a batch may go through in several chains: their activations
+    are kept side by side, the tangents of a product are needed for one chain at a time.
+    """
 
     def __init__(
         self,
@@ -203,11 +197,6 @@ def shares(loss: OutputLoss, targets: Tensor, samples: Sequence[slice]) -> list[
     if bool((total == 0).any()):
         return None
     return list(total / total.sum())
-
-
-# -------------------------------------------------------------------------------------------------
-# A stack at one batch: its loss, gradient and products with its Hessian.
-# -------------------------------------------------------------------------------------------------
 
 
 INPUT = "input"

@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.feed_forward import activation_derivatives
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
 from curvatlas.theory import reference
-from curvatlas.theory.checks.growth import _logspace, slope
-from curvatlas.theory.reference import DenseParts, block_hessian, total_hessian
+from curvatlas.theory.checks.growth import logspace, slope
+from curvatlas.theory.reference import block_hessian, normal
 from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
     CheckEffort,
     Outcome,
     judge,
+    log_log,
     spread,
     statement,
 )
 
 ARTICLE = "article 'Transformer Full Block Hessian Analysis'"
-_DERIVATION = "docs/theory/derivations.md#18-the-articles-claims"
 _WEIGHTS = ("query_weight", "key_weight", "value_weight", "up_weight", "down_weight")
 
 
@@ -32,14 +33,14 @@ def draw_relu_block(
     generator = effort.generator(trial)
     spec = BlockSpec(d_model=6, d_k=6, d_v=6, d_ff=12, norm_first=norm_first, activation="relu")
     weights = reference.draw_weights(spec, generator, scale=scale)
-    x, y = torch.randn(2, samples, 6, 6, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, samples, 6, 6)
     return spec, weights, x, y
 
 
-def _norms(h: DenseParts) -> Tensor:
+def _norms(h: BlockHessian) -> Tensor:
     """Frobenius norms of the blocks between the five weight matrices."""
     return torch.tensor(
-        [[float(h.block(a, "total", b).norm()) for b in _WEIGHTS] for a in _WEIGHTS],
+        [[float(h.block(a, b).norm()) for b in _WEIGHTS] for a in _WEIGHTS],
         dtype=torch.float64,
     )
 
@@ -52,7 +53,6 @@ def _norms(h: DenseParts) -> Tensor:
     tested_by="norms of all pairs, post- and pre-norm, ReLU",
     verdict=FALSE,
     counterexample="no block between the five weight matrices is zero, in either arrangement",
-    derivation=_DERIVATION,
 )
 def many_zero_blocks(effort: CheckEffort) -> Outcome:
     zeros, smallest = 0, []
@@ -75,7 +75,6 @@ def many_zero_blocks(effort: CheckEffort) -> Outcome:
     tested_by="share of ‖H‖_F² off the block diagonal, post- and pre-norm, random weights",
     verdict=FALSE,
     counterexample="more than half of ‖H‖_F² lies off the block diagonal",
-    derivation=_DERIVATION,
 )
 def diagonal_dominance(effort: CheckEffort) -> Outcome:
     shares = []
@@ -100,34 +99,29 @@ def diagonal_dominance(effort: CheckEffort) -> Outcome:
     tested_by="post-norm: tokens X + c·1 with W_V 1 = 0 (U keeps its variance); pre-norm: X → tX",
     verdict=FALSE,
     counterexample="post-norm: ‖H(V,V)‖ grows like c²; pre-norm: ‖H‖ grows like t (residual Z − Y)",
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def layer_norm_bounds(effort: CheckEffort) -> Outcome:
-    levels = _logspace(10.0, 1e4, 5)
+    levels = logspace(10.0, 1e4, 5)
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
     # W_V blind to the common shift: U keeps its variance, the norm removes c, the means m keep it
     value = weights["value_weight"]
     weights = weights | {"value_weight": value - value.mean(1, keepdim=True)}
-    post = [
-        float(block_hessian(spec, weights, x + c, y).block("value_weight").norm()) for c in levels
-    ]
+    post = [float(block_hessian(spec, weights, x + c, y).block("V", "V").norm()) for c in levels]
     spec, weights, x, y = draw_relu_block(effort, 1, norm_first=True)
-    pre = [float(block_hessian(spec, weights, t * x, y).total.norm()) for t in levels]
+    pre = [float(block_hessian(spec, weights, t * x, y).H.norm()) for t in levels]
     slopes = {"post-norm": slope(levels, post), "pre-norm": slope(levels, pre)}
     return Outcome(
         verdict=judge(printed=max(slopes.values()) < 0.1),
         figure=f"growth with the shift c: slope {slopes['post-norm']:.2f} (post-norm VV); with the"
         f" scale t: {slopes['pre-norm']:.2f} (pre-norm H)",
         numbers={"slopes": slopes},
-        series={
-            "x": levels,
-            "curves": {"post-norm, ‖H(V,V)‖ at X + c": post, "pre-norm, ‖H‖ at tX": pre},
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "shift c, or scale t",
-            "ylabel": "Frobenius norm",
-        },
+        series=log_log(
+            levels,
+            {"post-norm, ‖H(V,V)‖ at X + c": post, "pre-norm, ‖H‖ at tX": pre},
+            "shift c, or scale t",
+            "Frobenius norm",
+        ),
     )
 
 
@@ -140,7 +134,6 @@ def layer_norm_bounds(effort: CheckEffort) -> Outcome:
     tested_by="slopes over D = 64 to 1,024 of ‖H_D‖, of |λ|max over median |λ|, and of ‖H_D − H_∞‖",
     verdict=CORRECTED,
     counterexample="the norm settles at a constant; only its fluctuation falls",
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def data_size(effort: CheckEffort) -> Outcome:
@@ -151,8 +144,8 @@ def data_size(effort: CheckEffort) -> Outcome:
     weights = reference.draw_weights(spec, generator)
     pieces = []
     for _ in range(count):
-        x, y = torch.randn(2, piece, 3, 5, generator=generator, dtype=torch.float64)
-        pieces.append(total_hessian(spec, weights, x, y))
+        x, y = normal(generator, 2, piece, 3, 5)
+        pieces.append(block_hessian(spec, weights, x, y).H)
     limit = torch.stack(pieces).mean(0)
     sizes = [piece * m for m in (1, 2, 4, 8, 16)]
     norms, conditions, deviations = [], [], []
@@ -183,17 +176,15 @@ def data_size(effort: CheckEffort) -> Outcome:
         figure=f"norm at D = 1,024 is {settled:.2f} of that at D = 64 (1/√D: 0.25); "
         + ", ".join(f"slope of the {k} {v:.2f}" for k, v in slopes.items()),
         numbers={"slopes": slopes, "settled": settled},
-        series={
-            "x": xs,
-            "curves": {
+        series=log_log(
+            xs,
+            {
                 "‖H_D‖": norms,
                 "|λ|max / median |λ|": conditions,
                 "‖H_D − H_∞‖": deviations,
             },
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "samples D",
-        },
+            "samples D",
+        ),
     )
 
 
@@ -206,7 +197,6 @@ def data_size(effort: CheckEffort) -> Outcome:
     tested_by="max(QQ, KK)/VV in post-norm blocks at weight scale 0.1 and 2",
     verdict=CORRECTED,
     counterexample="at weights of order one the query or key block overtakes",
-    derivation=_DERIVATION,
 )
 def value_dominates(effort: CheckEffort) -> Outcome:
     ratios: dict[float, list[float]] = {0.1: [], 2.0: []}
@@ -224,11 +214,6 @@ def value_dominates(effort: CheckEffort) -> Outcome:
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# What the article's code computes under the name of Hessian: tested against the true quantity.
-# -------------------------------------------------------------------------------------------------
-
-
 @statement(
     name="down-projection-hessian",
     source=f"{ARTICLE}, feed-forward section (returned as zeros)",
@@ -238,18 +223,17 @@ def value_dominates(effort: CheckEffort) -> Outcome:
     tested_by="closed form Σ gg ᵀ⊗Λ against the Hessian block",
     verdict=CORRECTED,
     counterexample="the block is c·gᵀg⊗I, as large as the others",
-    derivation=_DERIVATION,
 )
 def down_projection(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=True)
     h = block_hessian(spec, weights, x, y)
-    block = h.block("down_weight")
+    block = h.block("down_weight", "down_weight")
     u = x + reference.attention(spec, weights, reference.affine_norm(x, weights, "norm1", spec))
     v = reference.affine_norm(u, weights, "norm2", spec)
     g = reference.activate(reference.linear(v, weights, "up"), "relu").reshape(-1, 12)
     formula = torch.kron(torch.eye(6, dtype=torch.float64), g.T @ g) * 2.0 / y.numel()
     error = reference.relative_error(formula, block)
-    share = float(block.norm() / h.total.norm())
+    share = float(block.norm() / h.H.norm())
     return Outcome(
         verdict=judge(printed=share < 1e-12, corrected=error < 1e-12),
         figure=f"‖H(W2,W2)‖ is {share:.2f} of ‖H‖; Σ gg ᵀ⊗Λ exact to {error:.0e}",
@@ -266,7 +250,6 @@ def down_projection(effort: CheckEffort) -> Outcome:
     "differentiation",
     verdict=CORRECTED,
     counterexample="wrong for either activation, by 1e-4 and more",
-    derivation=_DERIVATION,
 )
 def gelu_derivative(effort: CheckEffort) -> Outcome:
     z = torch.linspace(-6, 6, 4001, dtype=torch.float64, requires_grad=True)
@@ -297,14 +280,13 @@ def gelu_derivative(effort: CheckEffort) -> Outcome:
     tested_by="a matrix with eigenvalues 10, 7, 5, 3, … and its ten quotients",
     verdict=FALSE,
     counterexample="all quotients tend to the same largest eigenvalue",
-    derivation=_DERIVATION,
 )
 def top_k(effort: CheckEffort) -> Outcome:
     generator = effort.generator()
     values = torch.tensor([10.0, 7.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.1], dtype=torch.float64)
-    q = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
+    q = torch.linalg.qr(normal(generator, 8, 8))[0]
     matrix = q @ torch.diag(values) @ q.T
-    v = torch.randn(8, generator=generator, dtype=torch.float64)
+    v = normal(generator, 8)
     quotients = []
     for _ in range(20):
         v = matrix @ v
@@ -327,13 +309,12 @@ def top_k(effort: CheckEffort) -> Outcome:
     tested_by="relative error and rank of ∇ℓ∇ℓᵀ (best multiple) against H",
     verdict=FALSE,
     counterexample="rank one, infinite condition number, relative error near one",
-    derivation=_DERIVATION,
 )
 def gradient_outer(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(3, 20)):
         spec, weights, x, y = draw_relu_block(effort, trial, norm_first=trial % 2 == 1)
-        h = block_hessian(spec, weights, x, y).total
+        h = block_hessian(spec, weights, x, y).H
         tracked = reference.tracked(weights)
         z = reference.block_output(spec, tracked, x)
         g = reference.flat_gradient(reference.loss_of("mse", y)(z), list(tracked.values()))
@@ -355,7 +336,6 @@ def gradient_outer(effort: CheckEffort) -> Outcome:
     tested_by="outputs and Hessians of both",
     verdict=CORRECTED,
     counterexample="output and Hessian differ by tens of percent",
-    derivation=_DERIVATION,
 )
 def residual_twice(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
@@ -370,7 +350,7 @@ def residual_twice(effort: CheckEffort) -> Outcome:
     printed = reference.relative_error(
         reference.hessian(loss(twice), params), reference.hessian(loss(once), params)
     )
-    ours = block_hessian(spec, weights, x, y).total
+    ours = block_hessian(spec, weights, x, y).H
     corrected = reference.relative_error(ours, reference.hessian(loss(once), params))
     return Outcome(
         verdict=judge(printed=printed < 1e-6, corrected=corrected < 1e-12),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvatlas.linear_operator import Part
 from curvatlas.theory import reference
 from curvatlas.theory.reference import (
     SingleHead,
@@ -16,6 +17,7 @@ from curvatlas.theory.reference import (
     jacobian,
     kron,
     moments,
+    normal,
     relative_error,
     second_factor,
     shuffle,
@@ -25,15 +27,11 @@ from curvatlas.theory.statements import (
     HOLDS,
     CheckEffort,
     Outcome,
+    agreement,
     judge,
     statement,
     worst,
 )
-
-# -------------------------------------------------------------------------------------------------
-# Softmax and attention moments: derivatives of one row of A, and what they are moments of.
-# -------------------------------------------------------------------------------------------------
-
 
 _EXACT = 1e-12
 
@@ -54,13 +52,13 @@ def _derivatives(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tested_by="both entrywise formulas against automatic differentiation, 3 to 6 tokens",
     verdict=CORRECTED,
     counterexample="the printed form couples different rows: off by more than 10 % at 3 tokens",
-    derivation="docs/theory/derivations.md#3-softmax",
+    derivation="3-softmax",
 )
 def softmax_derivative(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(5, 40)):
         n = 3 + trial % 4
-        logits = torch.randn(n, n, generator=effort.generator(trial), dtype=torch.float64)
+        logits = normal(effort.generator(trial), n, n)
         a, truth, _ = _derivatives(logits)
         one = torch.eye(n, dtype=torch.float64)
         same_row = torch.einsum("ik,jl->ijkl", one, one)
@@ -86,16 +84,14 @@ def softmax_derivative(effort: CheckEffort) -> Outcome:
     formula="‖∂A/∂T‖₂ = max_i ‖diag(a_i) − a_i a_iᵀ‖₂ ≤ ½ (the draft uses ≤ 1)",
     tested_by="random logits at scales 0.1 to 30, and the two-token row (½, ½), which attains ½",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#3-softmax",
+    derivation="3-softmax",
 )
 def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     norms = []
     for trial in range(effort.trials(200, 5000)):
         generator = effort.generator(trial)
         scale = 0.1 * 300.0 ** float(torch.rand(1, generator=generator))
-        row = torch.softmax(
-            scale * torch.randn(2 + trial % 14, generator=generator, dtype=torch.float64), 0
-        )
+        row = torch.softmax(scale * normal(generator, 2 + trial % 14), 0)
         norms.append(float(torch.linalg.matrix_norm(torch.diag(row) - torch.outer(row, row), 2)))
     half = torch.full((2,), 0.5, dtype=torch.float64)
     attained = float(torch.linalg.matrix_norm(torch.diag(half) - torch.outer(half, half), 2))
@@ -113,7 +109,7 @@ def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     formula="‖D²softmax(t)[u, v]‖₂ ≤ 2 (Var_a u · Var_a v)^½ ≤ ‖u‖‖v‖",
     tested_by="alternating maximisation from random starts, 2 to 8 tokens, scales 0.1 to 5",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#3-softmax",
+    derivation="3-softmax",
 )
 def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     largest = 0.0
@@ -121,8 +117,8 @@ def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
         generator = effort.generator(trial)
         n = 2 + trial % 7
         scale = 0.1 * 50.0 ** float(torch.rand(1, generator=generator))
-        a = torch.softmax(scale * torch.randn(n, generator=generator, dtype=torch.float64), 0)
-        v = torch.randn(n, generator=generator, dtype=torch.float64)
+        a = torch.softmax(scale * normal(generator, n), 0)
+        v = normal(generator, n)
         for _ in range(30):  # alternate: the best u for this v, then v = u
             centred = v - a @ v
             # D²[u, v] = a ∘ (ũ ṽ) − a Cov(u, v), linear in u
@@ -146,7 +142,6 @@ def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     " = (I⊗K⊗I) rows x_iᵀ⊗x_i⊗M3_i",
     tested_by="both sides built in full at 2 to 4 tokens; ∂A/∂T by automatic differentiation",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_moments(effort: CheckEffort) -> Outcome:
     errors = []
@@ -162,11 +157,7 @@ def attention_moments(effort: CheckEffort) -> Outcome:
         # ∂²A/∂T² is stacked as vec_r(∂A/∂T) by T: rows (ij, kl), columns T
         z2 = kron(eye(length), x.T, x.T, x.T) @ second @ xx
         errors += [relative_error(first_factor(x, m), z1), relative_error(second_factor(x, m), z2)]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} matrices",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT, "matrices")
 
 
 @statement(
@@ -176,7 +167,6 @@ def attention_moments(effort: CheckEffort) -> Outcome:
     formula="ψ(θ) = log Σ_j exp(x_jᵀθ): ∇ψ = M1, ∇²ψ = M2, ∇³ψ = M3",
     tested_by="three derivatives of ψ by automatic differentiation against the moments",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_exponential_family(effort: CheckEffort) -> Outcome:
     errors = []
@@ -194,11 +184,7 @@ def attention_exponential_family(effort: CheckEffort) -> Outcome:
                 relative_error(second.detach(), m.second[i]),
                 relative_error(third, m.third[i]),
             ]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} moments",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT, "moments")
 
 
 _PRINTED_BLOCKS = ("VV", "QQ", "VQ", "QK")
@@ -274,7 +260,7 @@ def automatic_blocks(head: SingleHead) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def _compare(effort: CheckEffort, part: str, names: tuple[str, ...]) -> Outcome:
+def _compare(effort: CheckEffort, part: Part, names: tuple[str, ...]) -> Outcome:
     """Printed against automatic and against the efficient closed form, relative to ‖H‖_F."""
     printed_error, efficient_error = [], []
     for trial in range(effort.trials(4, 24)):
@@ -314,7 +300,6 @@ def _compare(effort: CheckEffort, part: str, names: tuple[str, ...]) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_outer(effort: CheckEffort) -> Outcome:
     return _compare(effort, "outer", _PRINTED_BLOCKS)
@@ -329,7 +314,6 @@ def attention_outer(effort: CheckEffort) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_functional(effort: CheckEffort) -> Outcome:
     return _compare(effort, "functional", _PRINTED_BLOCKS)
@@ -344,7 +328,6 @@ def attention_functional(effort: CheckEffort) -> Outcome:
     assumptions="single head, d_v = d, no W_O, mean squared error",
     tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
     verdict=HOLDS,
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_key_blocks(effort: CheckEffort) -> Outcome:
     outer, functional = (_compare(effort, p, _OUR_BLOCKS) for p in ("outer", "functional"))
@@ -366,7 +349,6 @@ def attention_key_blocks(effort: CheckEffort) -> Outcome:
     tested_by="both Jacobians against automatic differentiation, with and without K",
     verdict=CORRECTED,
     counterexample="without K_{dK,d} the key Jacobian is off by order one (d = 3, d_k = 2)",
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def attention_jacobians(effort: CheckEffort) -> Outcome:
     without, corrected = [], []
@@ -404,7 +386,6 @@ def attention_jacobians(effort: CheckEffort) -> Outcome:
     tested_by="sizes of the factors; the product with m = d_v² against double backward",
     verdict=CORRECTED,
     counterexample="with m = d_v the inner sizes differ (L d_v² against L d_v³)",
-    derivation="docs/theory/derivations.md#4-attention",
 )
 def functional_value_query(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=3, d=3, d_k=2)

@@ -27,6 +27,7 @@ from curvatlas.theory.reference import (
     eye,
     head_as_block,
     kron,
+    normal,
 )
 from curvatlas.theory.statements import (
     CORRECTED,
@@ -34,19 +35,15 @@ from curvatlas.theory.statements import (
     HOLDS,
     CheckEffort,
     Outcome,
+    agreement,
     judge,
+    log_log,
     spread,
     statement,
     worst,
 )
 
-# -------------------------------------------------------------------------------------------------
-# The post-norm ReLU block of Petrov et al.: derivatives B_i, ξ_ij and the 25-block Hessian.
-# -------------------------------------------------------------------------------------------------
-
-
 _EXACT = 1e-11
-_DERIVATION = "docs/theory/derivations.md#7-the-block"
 _NAMES = ("Q", "K", "V", "1", "2")
 
 
@@ -105,19 +102,10 @@ def draw_block(effort: CheckEffort, trial: int) -> PrintedBlock:
     generator = effort.generator(trial)
     d, d_k, d_ff, length = 2 + trial % 2, 1 + trial % 2, 3, 2
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    weights = {
-        "Q": draw(d, d_k),
-        "K": draw(d, d_k),
-        "V": draw(d, d),
-        "1": draw(d, d_ff),
-        "2": draw(d_ff, d),
-    }
-    weights = {k: v.requires_grad_(True) for k, v in weights.items()}
+    shapes = {"Q": (d, d_k), "K": (d, d_k), "V": (d, d), "1": (d, d_ff), "2": (d_ff, d)}
+    weights = {k: normal(generator, *shape).requires_grad_(True) for k, shape in shapes.items()}
     # ε = 0.1 keeps d = 2 interesting: without ε the normalised pair is always (±1, ∓1)
-    return PrintedBlock(draw(length, d), weights, 0.1)
+    return PrintedBlock(normal(generator, length, d), weights, 0.1)
 
 
 @statement(
@@ -128,10 +116,9 @@ def draw_block(effort: CheckEffort, trial: int) -> PrintedBlock:
     assumptions="no entry exactly zero",
     tested_by="central differences of the entries, and of the derivative, away from the kink",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def relu_lemma(effort: CheckEffort) -> Outcome:
-    z = torch.randn(500, generator=effort.generator(), dtype=torch.float64)
+    z = normal(effort.generator(), 500)
     z = z[z.abs() > 1e-3]
     h = 1e-4
     first = (torch.relu(z + h) - torch.relu(z - h)) / (2 * h)
@@ -152,7 +139,6 @@ def relu_lemma(effort: CheckEffort) -> Outcome:
     assumptions="post-norm, ReLU, single head, no biases, γ = 1, β = 0",
     tested_by="all five B_i and J_Z B_i against automatic differentiation",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def block_derivatives(effort: CheckEffort) -> Outcome:
     errors = []
@@ -164,11 +150,7 @@ def block_derivatives(effort: CheckEffort) -> Outcome:
                 reference.relative_error(b, reference.jacobian(block.s, [block.w[name]])),
                 reference.relative_error(j_z @ b, reference.jacobian(block.z, [block.w[name]])),
             ]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} Jacobians",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT, "Jacobians")
 
 
 def _stacked_second(block: PrintedBlock, i: str, j: str) -> Tensor:
@@ -185,7 +167,6 @@ def _stacked_second(block: PrintedBlock, i: str, j: str) -> Tensor:
     assumptions="post-norm, ReLU, single head, no biases, γ = 1, β = 0",
     tested_by="25 stacked blocks against automatic differentiation",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def block_second_derivatives(effort: CheckEffort) -> Outcome:
     errors: dict[str, float] = {}
@@ -216,13 +197,10 @@ def block_second_derivatives(effort: CheckEffort) -> Outcome:
     tested_by="shapes and entries of the stacked blocks; contraction with a random gradient",
     verdict=CORRECTED,
     counterexample="H^{(Q,1)} and H^{(1,Q)} do not even have the same shape",
-    derivation=_DERIVATION,
 )
 def block_symmetry(effort: CheckEffort) -> Outcome:
     block = draw_block(effort, 1)
-    delta = torch.randn(
-        block.z.numel(), generator=effort.generator(99), dtype=torch.float64
-    ).unsqueeze(0)
+    delta = normal(effort.generator(99), block.z.numel()).unsqueeze(0)
     equal, contracted = 0, []
     for i, j in (("Q", "1"), ("V", "2"), ("Q", "K"), ("1", "2")):
         left, right = _stacked_second(block, i, j), _stacked_second(block, j, i)
@@ -246,7 +224,6 @@ def block_symmetry(effort: CheckEffort) -> Outcome:
     tested_by="ratio ‖H_f(W,W)‖/‖H(W,W)‖ in the post-norm block and in the pre-norm block",
     verdict=CORRECTED,
     counterexample="post-norm: the final norm follows W2, the ratio is of order one",
-    derivation=_DERIVATION,
 )
 def linear_parameters(effort: CheckEffort) -> Outcome:
     ratios: dict[bool, list[float]] = {False: [], True: []}
@@ -257,10 +234,12 @@ def linear_parameters(effort: CheckEffort) -> Outcome:
             )
             generator = effort.generator(trial)
             weights = reference.draw_weights(spec, generator)
-            x, y = torch.randn(2, 1, 3, 4, generator=generator, dtype=torch.float64)
+            x, y = normal(generator, 2, 1, 3, 4)
             result = block_hessian(spec, weights, x, y)
             for name in ("up_weight", "down_weight"):
-                ratio = result.block(name, "functional").norm() / result.block(name, "total").norm()
+                ratio = (
+                    result.block(name, name, "functional").norm() / result.block(name, name).norm()
+                )
                 found.append(float(ratio))
     return Outcome(
         verdict=judge(printed=worst(ratios[False]) < 1e-12, corrected=worst(ratios[True]) < 1e-12),
@@ -270,7 +249,6 @@ def linear_parameters(effort: CheckEffort) -> Outcome:
     )
 
 
-_DERIVATION_CURVATURE_BOUNDS = "docs/theory/derivations.md#13-bounds"
 _SLACK = 1.0 + 1e-9  # rounding
 
 
@@ -310,7 +288,7 @@ def _from_tensors(tensors: Sequence[Tensor]) -> SingleHead:
     counterexample="‖H‖/M = 1.44 at X = [[-1.607, 0.219], [-0.224, -1.614]], "
     "W_Q = [0.485, 0.361]ᵀ, W_K = [-0.41, 0.426]ᵀ, W_V = [[0.383, 0.165], [-0.411, 0.081]], "
     "Y = [[0.233, -0.18], [0.217, -0.196]]",
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
 )
 def theorem_1(effort: CheckEffort) -> Outcome:
     random = []
@@ -351,7 +329,7 @@ def theorem_1(effort: CheckEffort) -> Outcome:
     tested_by="random heads up to 16 tokens; one column of ones attains √L",
     verdict=CORRECTED,
     counterexample="all rows attending to one token: ‖A‖₂ = √L = 4 at 16 tokens",
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
 )
 def row_stochastic(effort: CheckEffort) -> Outcome:
     norms, violated, kept, trials = [], 0, True, effort.trials(40, 400)
@@ -383,7 +361,7 @@ def row_stochastic(effort: CheckEffort) -> Outcome:
     tested_by="exact block norms of random heads",
     verdict=CORRECTED,
     counterexample="random heads exceed the maximum in most trials",
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
 )
 def block_maximum(effort: CheckEffort) -> Outcome:
     ratios, kept = [], True
@@ -431,15 +409,13 @@ def _size(matrix: Tensor) -> float:
     assumptions="post-norm, ReLU, single head; norms of the factors exact",
     tested_by="exact factors at 2 tokens, against double backward; loose by the figure shown",
     verdict=HOLDS,
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
 )
 def theorem_6(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(4, 40)):
         block = draw_block(effort, trial)
-        target = torch.randn(
-            block.z.shape, generator=effort.generator(900 + trial), dtype=torch.float64
-        )
+        target = normal(effort.generator(900 + trial), *block.z.shape)
         loss = (block.z - target).pow(2).mean()
         true = float(reference.spectral_norm(reference.hessian(loss, list(block.w.values()))))
         j_z, h_z, b = block.output_jacobian(), block.output_hessian(), block.derivatives()
@@ -472,7 +448,7 @@ def theorem_6(effort: CheckEffort) -> Outcome:
     assumptions="single head, d_v = d, mean squared error",
     tested_by="every block of random heads, and gradient ascent on ‖H‖/bound",
     verdict=HOLDS,
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
     plot=lines_figure,
 )
 def attention_corrected(effort: CheckEffort) -> Outcome:
@@ -484,8 +460,14 @@ def attention_corrected(effort: CheckEffort) -> Outcome:
         true = reference.spectral_norm(h)
         ratios.append(float(torch.linalg.eigvalsh(bound)[-1] / true))
         outer, functional = (attention_hessian_blocks(head, p) for p in ("outer", "functional"))
-        for name, (i, j) in {"QQ": (0, 0), "KK": (1, 1), "VV": (2, 2), "QK": (0, 1), "VQ": (2, 0),
-                             "VK": (2, 1)}.items():  # fmt: skip
+        for name, (i, j) in {
+            "QQ": (0, 0),
+            "KK": (1, 1),
+            "VV": (2, 2),
+            "QK": (0, 1),
+            "VQ": (2, 0),
+            "VK": (2, 1),
+        }.items():
             norm = torch.linalg.matrix_norm(outer[name] + functional[name], 2)
             blocks = max(blocks, float(norm / bound[i, j]))
 
@@ -507,14 +489,7 @@ def attention_corrected(effort: CheckEffort) -> Outcome:
         figure=f"bound/true {spread(ratios)}; worst block true/bound {blocks:.2f}; "
         f"adversary reached {max(climbed):.3f} of 1",
         numbers={"smallest": min(ratios), "largest": max(ratios), "climbed": max(climbed)},
-        series={
-            "x": scales,
-            "curves": curves,
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "input scale t",
-            "ylabel": "bound on ‖H‖ of one head",
-        },
+        series=log_log(scales, curves, "input scale t", "bound on ‖H‖ of one head"),
     )
 
 
@@ -543,7 +518,7 @@ def _bounds_against_scale(effort: CheckEffort) -> tuple[list[float], dict[str, l
     tested_by="log-log slope of ‖H(V,V)‖ under X → tX, t from 0.01 to 100",
     verdict=CORRECTED,
     counterexample="VV has slope 2 at every scale, not 4: an upper bound, not sharp",
-    derivation=_DERIVATION_CURVATURE_BOUNDS,
+    derivation="13-bounds",
 )
 def growth_table(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=6, d=4, d_k=3)

@@ -8,6 +8,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
 from curvatlas.theory import reference
+from curvatlas.theory.reference import normal
 from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
@@ -15,11 +16,11 @@ from curvatlas.theory.statements import (
     CheckEffort,
     Outcome,
     judge,
+    log_log,
     spread,
     statement,
 )
 
-_DERIVATION = "docs/theory/derivations.md#14-one-more-sample"
 _SLACK = 1.0 + 1e-9
 
 
@@ -29,10 +30,10 @@ def _quadratic_samples(
     """Samples ℓ_i(w) = c_i + ½ΔᵀH_iΔ around a shared stationary w*; Δ, k+1 Hessians, M, L."""
     generator = effort.generator(trial)
     k, p = 3 + trial % 8, 4
-    h = torch.randn(k + 1, p, p, generator=generator, dtype=torch.float64)
+    h = normal(generator, k + 1, p, p)
     h = 0.5 * (h + h.mT)
     offset = torch.rand(k + 1, generator=generator, dtype=torch.float64)
-    delta = torch.randn(p, generator=generator, dtype=torch.float64)
+    delta = normal(generator, p)
     bound = float(torch.linalg.matrix_norm(h, 2).max())
     return delta, h, offset, bound, float(offset.max())
 
@@ -48,7 +49,6 @@ def _quadratic_samples(
     tested_by="both forms on random quadratic samples",
     verdict=CORRECTED,
     counterexample="printed term too large by the factor k+1",
-    derivation=_DERIVATION,
 )
 def loss_difference(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
@@ -76,7 +76,6 @@ def loss_difference(effort: CheckEffort) -> Outcome:
     assumptions="Assumption 1 (w* stationary for L_k and L_{k+1}), 0 ≤ ℓ(w*) ≤ L, quadratic model",
     tested_by="random quadratic samples; a pair of samples that attains the sharper constant",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def theorem_7(effort: CheckEffort) -> Outcome:
     ratios, sharper = [], []
@@ -109,7 +108,6 @@ def theorem_7(effort: CheckEffort) -> Outcome:
     tested_by="ℓ_1 = 0, ℓ_2 = a w⁴ at w = 1",
     verdict=CORRECTED,
     counterexample="a = 1: difference 0.5 while the bound with M(w*) = 0 and L = 0 is 0",
-    derivation=_DERIVATION,
 )
 def theorem_7_segment(effort: CheckEffort) -> Outcome:
     a, w, k = 1.0, 1.0, 1
@@ -136,7 +134,6 @@ def theorem_7_segment(effort: CheckEffort) -> Outcome:
     tested_by="a linear new sample; random quadratics with gradients; a small trained block",
     verdict=CORRECTED,
     counterexample="ℓ_{k+1} = g·w with flat other samples: difference 0.125, printed bound 0.001",
-    derivation=_DERIVATION,
 )
 def theorem_7_assumption(effort: CheckEffort) -> Outcome:
     k, gradient, w, m, top = 7, 1.0, 1.0, 1e-3, 5e-3
@@ -145,9 +142,7 @@ def theorem_7_assumption(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(200, 5000)):
         delta, h, offset, bound, highest = _quadratic_samples(effort, trial)
-        slopes = torch.randn(
-            len(h), len(delta), generator=effort.generator(10_000 + trial), dtype=torch.float64
-        )
+        slopes = normal(effort.generator(10_000 + trial), len(h), len(delta))
         losses = offset + slopes @ delta + 0.5 * torch.einsum("a,iab,b->i", delta, h, delta)
         n = len(h) - 1
         true = abs(float(losses.mean() - losses[:n].mean()))
@@ -172,7 +167,7 @@ def _trained_gradients(effort: CheckEffort) -> float:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)
     generator = effort.generator(77)
     weights = reference.tracked(reference.draw_weights(spec, generator))
-    x, y = torch.randn(2, 12, 3, 4, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, 12, 3, 4)
     params = list(weights.values())
     for _ in range(150):
         loss = reference.loss_of("mse", y)(reference.block_output(spec, weights, x))
@@ -211,7 +206,6 @@ def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
     "permutations",
     verdict=FALSE,
     counterexample="uniform random numbers, no model at all, give slope −1 too",
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def slope_null_control(effort: CheckEffort) -> Outcome:
@@ -219,10 +213,10 @@ def slope_null_control(effort: CheckEffort) -> Outcome:
     generator = effort.generator()
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6)
     weights = reference.draw_weights(spec, generator)
-    x, y = torch.randn(2, n, 3, 4, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, n, 3, 4)
     block = (reference.block_output(spec, weights, x) - y).pow(2).mean((1, 2))
     noise = torch.rand(n, generator=generator, dtype=torch.float64)
-    heavy = torch.randn(n, generator=generator, dtype=torch.float64).pow(2)
+    heavy = normal(generator, n).pow(2)
     slopes, curves, k = {}, {}, torch.zeros(1)
     for name, values in {"block losses": block, "uniform noise": noise, "χ² noise": heavy}.items():
         order = torch.stack([torch.randperm(n, generator=generator) for _ in range(permutations)])
@@ -237,12 +231,10 @@ def slope_null_control(effort: CheckEffort) -> Outcome:
         verdict=judge(printed=not null),
         figure="slopes " + ", ".join(f"{name} {s:.2f}" for name, s in slopes.items()),
         numbers={"slopes": slopes},
-        series={
-            "x": k[shown].tolist(),
-            "curves": {name: c[shown].tolist() for name, c in curves.items()},
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "k",
-            "ylabel": "mean |L(k+1) − L(k)|",
-        },
+        series=log_log(
+            k[shown].tolist(),
+            {name: c[shown].tolist() for name, c in curves.items()},
+            "k",
+            "mean |L(k+1) − L(k)|",
+        ),
     )

@@ -17,6 +17,7 @@ from curvatlas.theory.reference import (
     attention_hessian_blocks,
     block_hessian,
     draw_head,
+    normal,
 )
 from curvatlas.theory.statements import (
     CORRECTED,
@@ -28,7 +29,6 @@ from curvatlas.theory.statements import (
     worst,
 )
 
-_DERIVATION = "docs/theory/derivations.md#15-growth"
 _BLOCKS = ("QQ", "QK", "KK", "VQ", "VK", "VV")
 
 
@@ -64,7 +64,7 @@ def slope(scales: list[float], values: list[float]) -> float:
     return float((x @ y) / (x @ x))
 
 
-def _logspace(low: float, high: float, count: int) -> list[float]:
+def logspace(low: float, high: float, count: int) -> list[float]:
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
@@ -90,11 +90,10 @@ def _errors(got: dict[str, float], want: dict[str, float]) -> dict[str, float]:
     assumptions="small logits (t ≤ 0.1); at large t softmax saturates, see growth-saturation",
     tested_by="log-log slopes of Frobenius norms, t from 0.005 to 0.05, several heads",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def growth_outer(effort: CheckEffort) -> Outcome:
-    scales = _logspace(5e-3, 5e-2, 5)
+    scales = logspace(5e-3, 5e-2, 5)
     want = {"QQ": 6.0, "QK": 6.0, "KK": 6.0, "VQ": 4.0, "VK": 4.0, "VV": 2.0}
     errors, slopes = [], {}
     found: dict[str, dict[str, list[float]]] = {}
@@ -126,11 +125,10 @@ def growth_outer(effort: CheckEffort) -> Outcome:
     assumptions="small logits (t ≤ 0.1)",
     tested_by="log-log slopes with the target fixed and with the target scaled along",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def growth_functional(effort: CheckEffort) -> Outcome:
-    scales = _logspace(5e-3, 5e-2, 5)
+    scales = logspace(5e-3, 5e-2, 5)
     right = {"QQ": 5.0, "KK": 5.0, "QK": 3.0, "VQ": 3.0, "VK": 3.0}
     fixed_errors, scaled_errors = [], []
     panels: dict[str, dict[str, list[float]]] = {}
@@ -165,11 +163,10 @@ def growth_functional(effort: CheckEffort) -> Outcome:
     tested_by="norms from t = 0.01 to 300: slope at the large end, and QQ there against its peak",
     verdict=CORRECTED,
     counterexample="at t = 300 the QQ block is below 1e-6 of its peak instead of t⁶ above it",
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def growth_saturation(effort: CheckEffort) -> Outcome:
-    scales = _logspace(1e-2, 3e2, 14)
+    scales = logspace(1e-2, 3e2, 14)
     ratios, ends = [], []
     panels: dict[str, dict[str, list[float]]] = {}
     for trial in range(effort.trials(2, 8)):
@@ -204,10 +201,9 @@ def growth_saturation(effort: CheckEffort) -> Outcome:
     assumptions="none: exact at every t, since A does not change",
     tested_by="log-log slopes over t = 0.1 to 10",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def growth_fixed_logits(effort: CheckEffort) -> Outcome:
-    scales = _logspace(0.1, 10.0, 5)
+    scales = logspace(0.1, 10.0, 5)
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
     found = sweep(
         lambda t: SingleHead(t * head.x, head.query / t, head.key / t, head.value, head.target),
@@ -232,7 +228,6 @@ def growth_fixed_logits(effort: CheckEffort) -> Outcome:
     assumptions="small logits; residual dominated by the target (F ≪ Y) for H_f",
     tested_by="33 log-log slopes, one weight scaled at a time",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def growth_weights(effort: CheckEffort) -> Outcome:
     outer = {
@@ -242,7 +237,7 @@ def growth_weights(effort: CheckEffort) -> Outcome:
     functional = {
         "QQ": (0, 2, 1), "KK": (2, 0, 1), "QK": (0, 0, 1), "VQ": (0, 1, 0), "VK": (1, 0, 0)
     }  # fmt: skip
-    scales = _logspace(0.5, 2.0, 3)
+    scales = logspace(0.5, 2.0, 3)
     base = draw_head(effort.generator(), length=5, d=4, d_k=3, input_scale=0.03)
     errors: dict[str, float] = {}
     for which in range(3):
@@ -272,7 +267,6 @@ def growth_weights(effort: CheckEffort) -> Outcome:
     " H_f diagonal blocks are zero",
     tested_by="log-log slopes of all blocks in closed form (softmax off)",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def linear_attention(effort: CheckEffort) -> Outcome:
@@ -287,16 +281,17 @@ def linear_attention(effort: CheckEffort) -> Outcome:
     panels: dict[str, dict[str, list[float]]] = {}
     slopes: dict[str, dict[str, float]] = {}
     diagonal = 0.0
-    for title, part, scales in (
-        ("H_o", "outer", _logspace(1e-2, 1e2, 6)),
-        ("H_f, F ≪ Y", "functional", _logspace(1e-3, 1e-2, 6)),
-        ("H_f, F ≫ Y", "functional", _logspace(1e2, 1e3, 6)),
-    ):
+    sweeps: tuple[tuple[str, Part, list[float]], ...] = (
+        ("H_o", "outer", logspace(1e-2, 1e2, 6)),
+        ("H_f, F ≪ Y", "functional", logspace(1e-3, 1e-2, 6)),
+        ("H_f, F ≫ Y", "functional", logspace(1e2, 1e3, 6)),
+    )
+    for title, part, scales in sweeps:
         curves: dict[str, list[float]] = {b: [] for b in _BLOCKS}
         for t in scales:
             result = block_hessian(spec, weights, t * head.x.unsqueeze(0), head.target.unsqueeze(0))
             for b in _BLOCKS:
-                curves[b].append(float(result.block(names[b[0]], part, names[b[1]]).norm()))
+                curves[b].append(float(result.block(names[b[0]], names[b[1]], part).norm()))
         if part == "functional":
             diagonal = max(diagonal, *(max(curves.pop(b)) for b in ("QQ", "KK", "VV")))
         panels[title] = curves
@@ -311,15 +306,10 @@ def linear_attention(effort: CheckEffort) -> Outcome:
         series={
             "panels": {"H_o": panels["H_o"]},
             "slopes": {"H_o": slopes["H_o"]},
-            "scales": _logspace(1e-2, 1e2, 6),
+            "scales": logspace(1e-2, 1e2, 6),
             "xlabel": "input scale t (no softmax)",
         },
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Depth and normalisation: linear MLPs, stacks, and what pre- and post-norm do to growth.
-# -------------------------------------------------------------------------------------------------
 
 
 def _mlp_outer(x: Tensor, target: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -349,17 +339,14 @@ def stack_outer_norms(
     formula="f = X W_1 ⋯ W_m: every H_o block ∝ t² for any m; self-attention H_o(Q,Q) ∝ t⁶",
     tested_by="log-log slopes of MLPs of depth 1 to 4 (exact) beside those of growth-input-outer",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def linear_mlp(effort: CheckEffort) -> Outcome:
-    scales = _logspace(0.01, 100.0, 5)
+    scales = logspace(0.01, 100.0, 5)
     generator = effort.generator()
-    x, y = torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, 6, 3)
     slopes = {}
     for depth in (1, 2, 3, 4):
-        weights = [
-            torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(depth)
-        ]
+        weights = [normal(generator, 3, 3) for _ in range(depth)]
         norms = [float(_mlp_outer(t * x, y, weights).norm()) for t in scales]
         slopes[f"depth {depth}"] = slope(scales, norms)
     error = worst([abs(s - 2.0) for s in slopes.values()])
@@ -378,14 +365,13 @@ def linear_mlp(effort: CheckEffort) -> Outcome:
     assumptions="no residual, no norm (each layer is cubic in its input)",
     tested_by="log-log slopes of stacks of one, two and three layers, in closed form",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def depth_dependence(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=3, d_k=2, d_v=3, residual=False, softmax=False)
     generator = effort.generator()
-    x, y = torch.randn(2, 1, 3, 3, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, 1, 3, 3)
     layers = [(spec, reference.draw_weights(spec, generator, affine=False)) for _ in range(3)]
-    scales = _logspace(0.8, 1.25, 3)
+    scales = logspace(0.8, 1.25, 3)
     slopes: dict[int, list[float]] = {}
     for depth in (1, 2, 3):
         norms = [stack_outer_norms(layers[:depth], t * x, y) for t in scales]
@@ -406,15 +392,14 @@ def depth_dependence(effort: CheckEffort) -> Outcome:
     assumptions="residual stream, feed-forward with GELU, no normalisation, small t",
     tested_by="log-log slopes in each of three layers, t from 0.002 to 0.02",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def carry_over(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm="none", norm_first=True)
     generator = effort.generator()
     layers = [(spec, reference.draw_weights(spec, generator)) for _ in range(3)]
-    x, y = torch.randn(2, 1, 4, 4, generator=generator, dtype=torch.float64)
-    scales = _logspace(2e-3, 2e-2, 4)
+    x, y = normal(generator, 2, 1, 4, 4)
+    scales = logspace(2e-3, 2e-2, 4)
     norms = [stack_outer_norms(layers, t * x, y) for t in scales]
     curves: dict[str, list[float]] = {}
     slopes, errors = {}, []
@@ -438,14 +423,14 @@ def carry_over(effort: CheckEffort) -> Outcome:
 
 
 def _block_curves(
-    spec: BlockSpec, weights: Weights, x: Tensor, y: Tensor, scales: list[float], part: str
+    spec: BlockSpec, weights: Weights, x: Tensor, y: Tensor, scales: list[float], part: Part
 ) -> dict[str, list[float]]:
     names = ("query_weight", "key_weight", "value_weight", "up_weight", "down_weight")
     curves: dict[str, list[float]] = {n.removesuffix("_weight"): [] for n in names}
     for t in scales:
         result = block_hessian(spec, weights, t * x, y)
         for n in names:
-            curves[n.removesuffix("_weight")].append(float(result.block(n, part).norm()))
+            curves[n.removesuffix("_weight")].append(float(result.block(n, n, part).norm()))
     return curves
 
 
@@ -458,21 +443,20 @@ def _block_curves(
     assumptions="pre-norm block, ε → 0",
     tested_by="log-log slopes of H at t = 1e-4 to 1e-2 and of H_f at t = 1e3 to 1e5",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=growth_figure,
 )
 def pre_norm_fix(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm_first=True, eps=1e-30)
     generator = effort.generator()
     weights = reference.draw_weights(spec, generator)
-    x, y = torch.randn(2, 1, 4, 4, generator=generator, dtype=torch.float64)
-    small, large = _logspace(1e-4, 1e-2, 4), _logspace(1e3, 1e5, 4)
+    x, y = normal(generator, 2, 1, 4, 4)
+    small, large = logspace(1e-4, 1e-2, 4), logspace(1e3, 1e5, 4)
     flat = {
         n: slope(small, v) for n, v in _block_curves(spec, weights, x, y, small, "total").items()
     }
     driven = _block_curves(spec, weights, x, y, large, "functional")
     grows = {n: slope(large, driven[n]) for n in ("query", "key")}
-    scales = _logspace(1e-3, 1e4, 12)
+    scales = logspace(1e-3, 1e4, 12)
     curves = _block_curves(spec, weights, x, y, scales, "total")
     deviation = worst([abs(v) for v in flat.values()])
     return Outcome(
@@ -499,14 +483,13 @@ def pre_norm_fix(effort: CheckEffort) -> Outcome:
     assumptions="post-norm block, ε → 0, small logits",
     tested_by="log-log slopes at t = 1e-3 to 1e-2",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def post_norm_scaling(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, eps=1e-30)
     generator = effort.generator()
     weights = reference.draw_weights(spec, generator)
-    x, y = torch.randn(2, 1, 4, 4, generator=generator, dtype=torch.float64)
-    scales = _logspace(1e-3, 1e-2, 4)
+    x, y = normal(generator, 2, 1, 4, 4)
+    scales = logspace(1e-3, 1e-2, 4)
     curves = _block_curves(spec, weights, x, y, scales, "outer")
     slopes = {n: slope(scales, v) for n, v in curves.items()}
     want = {"query": 4.0, "key": 4.0, "value": 0.0, "up": 0.0, "down": 0.0}

@@ -5,21 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvatlas.theory.reference import eye, jacobian, kron, normalize, relative_error
+from curvatlas.theory.reference import eye, jacobian, kron, normal, normalize, relative_error
 from curvatlas.theory.statements import (
     CORRECTED,
     FALSE,
     HOLDS,
     CheckEffort,
     Outcome,
+    agreement,
     judge,
     statement,
     worst,
 )
-
-# -------------------------------------------------------------------------------------------------
-# LayerNorm's derivatives in the papers' matrices and in compact form.
-# -------------------------------------------------------------------------------------------------
 
 
 class Printed:
@@ -94,13 +91,12 @@ def compact_hessian(x: Tensor, eps: float, *, kind: str = "layer") -> Tensor:
 
 
 _EXACT = 1e-12
-_DERIVATION = "docs/theory/derivations.md#5-normalisation"
 SHARP = 2.0 / 3.0**0.5  # max of 3 t (1 − t²) on [0, 1]
 
 
 def _tokens(effort: CheckEffort, trial: int, *, length: int = 2, d: int = 3) -> Tensor:
     scale = (0.3, 1.0, 4.0)[trial % 3]
-    return scale * torch.randn(length, d, generator=effort.generator(trial), dtype=torch.float64)
+    return scale * normal(effort.generator(trial), length, d)
 
 
 @statement(
@@ -111,7 +107,6 @@ def _tokens(effort: CheckEffort, trial: int, *, length: int = 2, d: int = 3) -> 
     assumptions="D invertible, A positive for the root",
     tested_by="each against automatic differentiation on random 3×3 matrices",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
     errors = []
@@ -129,11 +124,7 @@ def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
         root = square.detach().clone().requires_grad_(True)
         expected = 0.5 * torch.diag(root.detach().reshape(-1) ** -0.5)
         errors.append(relative_error(expected, jacobian(root.sqrt(), [root])))
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e}",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT)
 
 
 @statement(
@@ -144,18 +135,13 @@ def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
     assumptions="σ > 0 (ε > 0, or tokens of non-zero variance)",
     tested_by="against automatic differentiation, ε ∈ {0, 1e-5, 0.1}, input scale 0.3 to 4",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def layer_norm_jacobian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(9, 60)):
         x, eps = _tokens(effort, trial, length=2 + trial % 2), (0.0, 1e-5, 0.1)[trial % 3]
         errors.append(relative_error(Printed(x, eps).jacobian(), automatic(x, eps)[0]))
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} inputs",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT, "inputs")
 
 
 @statement(
@@ -166,18 +152,13 @@ def layer_norm_jacobian(effort: CheckEffort) -> Outcome:
     assumptions="σ > 0",
     tested_by="the three terms summed against automatic differentiation",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def layer_norm_hessian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 30)):
         x, eps = _tokens(effort, trial), (0.0, 1e-5, 0.1)[trial % 3]
         errors.append(relative_error(sum(Printed(x, eps).hessian_terms()), automatic(x, eps)[1]))  # type: ignore[arg-type]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < 1e-11),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} inputs",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, 1e-11, "inputs")
 
 
 @statement(
@@ -188,7 +169,6 @@ def layer_norm_hessian(effort: CheckEffort) -> Outcome:
     tested_by="the single term against the whole Hessian",
     verdict=FALSE,
     counterexample="the cross terms ∂P·∂M are as large as the Hessian itself",
-    derivation=_DERIVATION,
 )
 def layer_norm_only_p(effort: CheckEffort) -> Outcome:
     errors = []
@@ -210,15 +190,12 @@ def layer_norm_only_p(effort: CheckEffort) -> Outcome:
     tested_by="relative error against diag(γ)·J for random γ, d = 3 to 8",
     verdict=CORRECTED,
     counterexample="relative error 0.4 to 1.0; exact once both are put back",
-    derivation=_DERIVATION,
 )
 def layer_norm_article(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(8, 60)):
         x = _tokens(effort, trial, d=3 + trial % 6)
-        gamma = 1.0 + 0.5 * torch.randn(
-            x.shape[1], generator=effort.generator(1000 + trial), dtype=torch.float64
-        )
+        gamma = 1.0 + 0.5 * normal(effort.generator(1000 + trial), x.shape[1])
         widen = torch.diag(gamma.repeat(len(x)))
         truth = widen @ automatic(x, 1e-5)[0]
         p = Printed(x, 1e-5)
@@ -240,7 +217,6 @@ def layer_norm_article(effort: CheckEffort) -> Outcome:
     tested_by="both powers against automatic differentiation",
     verdict=CORRECTED,
     counterexample="any token with σ ≠ 1",
-    derivation=_DERIVATION,
 )
 def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
     errors: dict[int, list[float]] = {2: [], 3: []}
@@ -267,7 +243,6 @@ def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
     assumptions="LayerNorm or RMSNorm (C = I), any ε with σ > 0",
     tested_by="n, J and the 3-tensor against automatic differentiation of σ and n",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def normalisation_gradient(effort: CheckEffort) -> Outcome:
     errors = []
@@ -285,11 +260,7 @@ def normalisation_gradient(effort: CheckEffort) -> Outcome:
                 relative_error(compact_jacobian(x, eps, kind=kind), j),
                 relative_error(compact_hessian(x, eps, kind=kind), h),
             ]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < _EXACT),
-        figure=f"largest relative error {worst(errors):.0e}",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, _EXACT)
 
 
 @statement(
@@ -300,7 +271,6 @@ def normalisation_gradient(effort: CheckEffort) -> Outcome:
     assumptions="LayerNorm or RMSNorm, any ε ≥ 0 with σ > 0",
     tested_by="random δ, and the δ that attains it",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def normalisation_constant(effort: CheckEffort) -> Outcome:
     random: list[float] = []
@@ -312,7 +282,7 @@ def normalisation_constant(effort: CheckEffort) -> Outcome:
         centred = x - x.mean() if kind == "layer" else x
         unit = d**0.5 * (centred.pow(2).mean() + eps)
         h = compact_hessian(x, eps, kind=kind)
-        delta = torch.randn(d, generator=effort.generator(10_000 + trial), dtype=torch.float64)
+        delta = normal(effort.generator(10_000 + trial), d)
         for direction, found in ((delta, random), (None, attained)):
             if direction is None:  # a unit vector at the best angle to n, within the centred space
                 along = centred / centred.norm()
@@ -338,7 +308,6 @@ def normalisation_constant(effort: CheckEffort) -> Outcome:
     tested_by="both readings against PyTorch's layer_norm",
     verdict=CORRECTED,
     counterexample="statistics over tokens give a different map, off by order one",
-    derivation=_DERIVATION,
 )
 def layer_norm_statistics(effort: CheckEffort) -> Outcome:
     x = _tokens(effort, 1, length=5, d=4)

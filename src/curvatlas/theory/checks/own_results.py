@@ -11,19 +11,23 @@ from curvatlas.engines.tangent.losses import resolve_loss
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES
 from curvatlas.figures.theory import lines_figure, looseness_figure
 from curvatlas.theory import reference
-from curvatlas.theory.checks.growth import _logspace, slope
+from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.norm_bounds import bounds
-from curvatlas.theory.reference import KINDS, Case, climb, draw_case
-from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, spread, statement, worst
+from curvatlas.theory.reference import KINDS, Case, climb, draw_case, normal
+from curvatlas.theory.statements import (
+    HOLDS,
+    CheckEffort,
+    Outcome,
+    agreement,
+    judge,
+    log_log,
+    spread,
+    statement,
+    worst,
+)
 from curvatlas.theory.third_order import Jet, directional_derivatives, normalize_jet
 from curvatlas.theory.token_bound import entry_bounds, has_norms, rows_by_backward
 
-# -------------------------------------------------------------------------------------------------
-# Our own bounds under test: token-structured, data-free, stacks; random draws and an adversary.
-# -------------------------------------------------------------------------------------------------
-
-
-_DERIVATION = "docs/theory/derivations.md#13-bounds"
 _SLACK = 1.0 + 1e-9  # rounding
 
 
@@ -68,7 +72,6 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
     "activation, gated or not, biases, γ, β; loss that does not couple tokens",
     tested_by="random blocks (--full: 2,000) and gradient ascent on true/bound (--full: 50)",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=looseness_figure,
 )
 def token_structured(effort: CheckEffort) -> Outcome:
@@ -113,7 +116,6 @@ def token_structured(effort: CheckEffort) -> Outcome:
     assumptions="as token-structured-bound; σ in front of each norm bounded below",
     tested_by="random attention layers, post- and pre-norm blocks against the exact norm",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def data_free(effort: CheckEffort) -> Outcome:
     ratios = []
@@ -137,7 +139,6 @@ def data_free(effort: CheckEffort) -> Outcome:
     "exact outer part plus token-structured functional part",
     tested_by="random stacks of two and three blocks, post- and pre-norm, against the exact norm",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def stack_bounds(effort: CheckEffort) -> Outcome:
     token, data = [], []
@@ -156,9 +157,6 @@ def stack_bounds(effort: CheckEffort) -> Outcome:
         figure=f"bound/true token-structured {spread(token)}, data-free {spread(data)}",
         numbers={"token_largest": max(token), "token_smallest": min(token), "data_free": min(data)},
     )
-
-
-_DERIVATION_THIRD_ORDER_CHECKS = "docs/theory/derivations.md#19-third-order"
 
 
 def _nested(value: Tensor, t: Tensor) -> list[Tensor]:
@@ -184,22 +182,18 @@ def _nested(value: Tensor, t: Tensor) -> list[Tensor]:
     assumptions="σ > 0, any ε",
     tested_by="against three nested backward passes, both norms, ε ∈ {0, 0.1}",
     verdict=HOLDS,
-    derivation=_DERIVATION_THIRD_ORDER_CHECKS,
+    derivation="19-third-order",
 )
 def third_normalisation(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 40)):
         kind, eps = ("layer", "rms")[trial % 2], (0.0, 0.1)[trial // 2 % 2]
-        x, u = torch.randn(2, 5, generator=effort.generator(trial), dtype=torch.float64)
+        x, u = normal(effort.generator(trial), 2, 5)
         t = torch.zeros((), dtype=torch.float64, requires_grad=True)
         truth = _nested(reference.normalize(x + t * u, kind, eps), t)
         jet = normalize_jet(Jet.line(x, u), eps=eps, norm=kind)  # type: ignore[arg-type]
         errors += [reference.relative_error(a, b) for a, b in zip(jet.orders, truth, strict=True)]
-    return Outcome(
-        verdict=judge(printed=worst(errors) < 1e-11),
-        figure=f"largest relative error {worst(errors):.0e}",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, 1e-11)
 
 
 def _loss_along(case: Case, move: dict[str, Tensor], t: Tensor) -> Tensor:
@@ -209,10 +203,7 @@ def _loss_along(case: Case, move: dict[str, Tensor], t: Tensor) -> Tensor:
 
 
 def _direction(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        n: torch.randn(w.shape, generator=generator, dtype=torch.float64)
-        for n, w in case.weights.items()
-    }
+    return {n: normal(generator, *w.shape) for n, w in case.weights.items()}
 
 
 def _compare(effort: CheckEffort, kinds: tuple[str, ...], trials: int) -> list[float]:
@@ -242,15 +233,11 @@ def _compare(effort: CheckEffort, kinds: tuple[str, ...], trials: int) -> list[f
     assumptions="softmax attention, any heads, causal or not, mse or cross-entropy",
     tested_by="against three nested backward passes along random directions",
     verdict=HOLDS,
-    derivation=_DERIVATION_THIRD_ORDER_CHECKS,
+    derivation="19-third-order",
 )
 def third_attention(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, ("attention",), effort.trials(5, 60))
-    return Outcome(
-        verdict=judge(printed=worst(errors) < 1e-9),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} derivatives",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, 1e-9, "derivatives")
 
 
 @statement(
@@ -261,15 +248,11 @@ def third_attention(effort: CheckEffort) -> Outcome:
     assumptions="post- or pre-norm, LayerNorm or RMSNorm, plain or gated, any activation",
     tested_by="against three nested backward passes along random directions",
     verdict=HOLDS,
-    derivation=_DERIVATION_THIRD_ORDER_CHECKS,
+    derivation="19-third-order",
 )
 def third_block(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, KINDS[1:], effort.trials(6, 80))
-    return Outcome(
-        verdict=judge(printed=worst(errors) < 1e-8),
-        figure=f"largest relative error {worst(errors):.0e} over {len(errors)} derivatives",
-        numbers={"error": worst(errors)},
-    )
+    return agreement(errors, 1e-8, "derivatives")
 
 
 @statement(
@@ -280,11 +263,11 @@ def third_block(effort: CheckEffort) -> Outcome:
     assumptions="smooth activation",
     tested_by="log-log slopes of the remainder without (3) and with (4) the cubic term",
     verdict=HOLDS,
-    derivation=_DERIVATION_THIRD_ORDER_CHECKS,
+    derivation="19-third-order",
     plot=lines_figure,
 )
 def taylor_remainder(effort: CheckEffort) -> Outcome:
-    steps = _logspace(3e-3, 3e-2, 6)
+    steps = logspace(3e-3, 3e-2, 6)
     slopes, ratios = [], []
     curves: dict[str, list[float]] = {}
     for trial in range(effort.trials(4, 20)):
@@ -310,12 +293,5 @@ def taylor_remainder(effort: CheckEffort) -> Outcome:
         figure=f"remainder/(t³ℓ'''/6) within {deviation:.3f} of 1 at t = {steps[0]}; slopes"
         f" {min(slopes):.2f} to {max(slopes):.2f}",
         numbers={"deviation": deviation, "slopes": slopes},
-        series={
-            "x": steps,
-            "curves": curves,
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "step t",
-            "ylabel": "error of the Taylor model",
-        },
+        series=log_log(steps, curves, "step t", "error of the Taylor model"),
     )

@@ -11,20 +11,18 @@ from torch import Tensor
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure, spectrum_figure
 from curvatlas.theory import reference
-from curvatlas.theory.checks.growth import _logspace, slope
+from curvatlas.theory.checks.growth import logspace, slope
+from curvatlas.theory.reference import normal
 from curvatlas.theory.statements import (
     CORRECTED,
     HOLDS,
     CheckEffort,
     Outcome,
     judge,
+    log_log,
     statement,
     worst,
 )
-
-# -------------------------------------------------------------------------------------------------
-# The scalar attention model f(x) = w_V A(x) x and its spectrum in closed form.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,9 @@ class ScalarModel:
 def draw_scalar(effort: CheckEffort, trial: int, d_k: int, *, batch: int = 2) -> ScalarModel:
     generator = effort.generator(trial)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return ScalarModel(draw(batch, 5), draw(d_k), draw(d_k), float(draw(1)), draw(batch, 5))
-
-
-_DERIVATION = "docs/theory/derivations.md#16-spectra"
+    x, query, key = (normal(generator, *shape) for shape in ((batch, 5), (d_k,), (d_k,)))
+    value = float(normal(generator, 1))
+    return ScalarModel(x, query, key, value, normal(generator, batch, 5))
 
 
 @statement(
@@ -133,7 +127,6 @@ _DERIVATION = "docs/theory/derivations.md#16-spectra"
     assumptions="f(x) = w_V A(x)x with scalar tokens; any batch; formulas for mean squared error",
     tested_by="all eigenvalues for d_k = 1, 2, 5, 16 against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=spectrum_figure,
 )
 def scalar_spectrum(effort: CheckEffort) -> Outcome:
@@ -165,7 +158,6 @@ def scalar_spectrum(effort: CheckEffort) -> Outcome:
     assumptions="d_k ≥ 3, weights grown along directions that keep w_Qᵀw_K",
     tested_by="log-log slope of |λ|max/|g| against z² for large z, from full spectra",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def scalar_condition(effort: CheckEffort) -> Outcome:
@@ -173,7 +165,7 @@ def scalar_condition(effort: CheckEffort) -> Outcome:
     basis = torch.linalg.qr(torch.stack([model.query, model.key], 1), mode="complete")[0]
     out, across = basis[:, 2], basis[:, 3]
     sizes, conditions, drift = [], [], []
-    for t in _logspace(3.0, 3000.0, 7):
+    for t in logspace(3.0, 3000.0, 7):
         grown = ScalarModel(
             model.x, model.query + t * out, model.key + t * across, model.value, model.target
         )
@@ -186,14 +178,12 @@ def scalar_condition(effort: CheckEffort) -> Outcome:
         verdict=judge(printed=abs(rate - 1.0) < 0.05 and worst(drift) < 1e-6),
         figure=f"slope of κ against z² {rate:.3f}; bulk drifts by {worst(drift):.0e}",
         numbers={"slope": rate, "bulk_drift": worst(drift)},
-        series={
-            "x": sizes,
-            "curves": {"|λ|max / |g|": conditions},
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "z² = ‖w_Q‖² + ‖w_K‖²  (β fixed)",
-            "ylabel": "condition number",
-        },
+        series=log_log(
+            sizes,
+            {"|λ|max / |g|": conditions},
+            "z² = ‖w_Q‖² + ‖w_K‖²  (β fixed)",
+            "condition number",
+        ),
     )
 
 
@@ -206,7 +196,6 @@ def scalar_condition(effort: CheckEffort) -> Outcome:
     "bulk eigenvectors of H",
     tested_by="eigenvalues of H_o, and ‖H_o v‖ on the bulk eigenvectors, d_k = 2, 5, 16",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def gauss_newton_blind(effort: CheckEffort) -> Outcome:
     errors, leaks = [], []
@@ -240,11 +229,10 @@ def gauss_newton_blind(effort: CheckEffort) -> Outcome:
     tested_by="largest local slope of λmax(H_o), t from 0.05 to 1, several models; the MLP "
     "beside them",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def gauss_newton_top(effort: CheckEffort) -> Outcome:
-    scales = _logspace(0.05, 1.0, 12)
+    scales = logspace(0.05, 1.0, 12)
     steepest, mlp_slopes = [], []
     curves: dict[str, list[float]] = {}
     for trial in range(effort.trials(15, 60)):
@@ -267,14 +255,7 @@ def gauss_newton_top(effort: CheckEffort) -> Outcome:
         figure=f"attention: steepest slope {min(steepest):.2f} to {max(steepest):.2f}; MLP"
         f" {mlp_slopes[0]:.2f}",
         numbers={"steepest": steepest, "mlp": mlp_slopes[0]},
-        series={
-            "x": scales,
-            "curves": curves,
-            "xscale": "log",
-            "yscale": "log",
-            "xlabel": "input scale t",
-            "ylabel": "λmax of Gauss-Newton",
-        },
+        series=log_log(scales, curves, "input scale t", "λmax of Gauss-Newton"),
     )
 
 
@@ -288,7 +269,6 @@ def gauss_newton_top(effort: CheckEffort) -> Outcome:
     assumptions="d_k > rank[W_Q; W_K]; no query or key bias",
     tested_by="attention and post-norm blocks, one and two heads, mse and cross-entropy",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def gamma_bulk(effort: CheckEffort) -> Outcome:
     errors, gradients, leaks = [], [], []
@@ -297,14 +277,18 @@ def gamma_bulk(effort: CheckEffort) -> Outcome:
         heads, bare = 1 + trial % 2, trial % 4 < 2
         d, d_k = 3, 8
         spec = BlockSpec(
-            d_model=d, n_heads=heads, d_k=d_k, d_v=d if heads == 1 else 2,
-            d_ff=None if bare else 4, residual=not bare,
-        )  # fmt: skip
+            d_model=d,
+            n_heads=heads,
+            d_k=d_k,
+            d_v=d if heads == 1 else 2,
+            d_ff=None if bare else 4,
+            residual=not bare,
+        )
         plain = reference.draw_weights(spec, generator)
         weights = reference.tracked(plain)
-        x = torch.randn(1, 4, d, generator=generator, dtype=torch.float64)
+        x = normal(generator, 1, 4, d)
         kind = ("mse", "cross_entropy")[trial // 2 % 2]
-        y = torch.randn(1, 4, d, generator=generator, dtype=torch.float64)
+        y = normal(generator, 1, 4, d)
         if kind == "cross_entropy":
             y = torch.randint(d, (1, 4), generator=generator)
         z = reference.block_output(spec, weights, x)
@@ -338,11 +322,6 @@ def gamma_bulk(effort: CheckEffort) -> Outcome:
         f" {worst(leaks):.0e}",
         numbers={"error": worst(errors), "leak": worst(leaks), "eigenvectors": len(errors)},
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Attention sinks and outlier tokens: what they do to the spectrum of the scalar model.
-# -------------------------------------------------------------------------------------------------
 
 
 _LEVELS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0)
@@ -379,7 +358,6 @@ def _medians(effort: CheckEffort, kind: str) -> tuple[list[float], list[float]]:
     assumptions="scalar model, medians over random models",
     tested_by="both kinds of sink at six levels",
     verdict=HOLDS,
-    derivation=_DERIVATION,
     plot=lines_figure,
 )
 def sinks_stretch(effort: CheckEffort) -> Outcome:
@@ -411,7 +389,6 @@ def sinks_stretch(effort: CheckEffort) -> Outcome:
     tested_by="median |g| without a sink and with the strongest one, both kinds",
     verdict=CORRECTED,
     counterexample="an outlier token of size 9 multiplies the median bulk by more than ten",
-    derivation=_DERIVATION,
 )
 def sink_shrinks(effort: CheckEffort) -> Outcome:
     found = {kind: _medians(effort, kind) for kind in ("bias", "outlier")}

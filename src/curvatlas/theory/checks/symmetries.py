@@ -7,15 +7,8 @@ from torch import Tensor
 
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.theory import reference
-from curvatlas.theory.reference import DenseParts, block_hessian
+from curvatlas.theory.reference import block_hessian, normal
 from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, statement, worst
-
-# -------------------------------------------------------------------------------------------------
-# Symmetries of a block leave exact traces in its Hessian.
-# -------------------------------------------------------------------------------------------------
-
-
-_DERIVATION = "docs/theory/derivations.md#17-invariants"
 
 
 class _Case:
@@ -25,8 +18,8 @@ class _Case:
         generator = effort.generator(trial)
         self.spec = spec
         self.weights = reference.draw_weights(spec, generator, bias=bias, output=spec.n_heads > 1)
-        x, y = torch.randn(2, 2, 4, spec.d_model, generator=generator, dtype=torch.float64)
-        self.h: DenseParts = block_hessian(spec, self.weights, x, y)
+        x, y = normal(generator, 2, 2, 4, spec.d_model)
+        self.h = block_hessian(spec, self.weights, x, y)
         tracked = reference.tracked(self.weights)
         z = reference.block_output(spec, tracked, x)
         grads = torch.autograd.grad(reference.loss_of("mse", y)(z), list(tracked.values()))
@@ -34,19 +27,20 @@ class _Case:
         self.random = generator
 
     def draw(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.random, dtype=torch.float64)
+        return normal(self.random, *shape)
 
     def vector(self, parts: dict[str, Tensor]) -> Tensor:
-        flat = torch.zeros(len(self.h.total), dtype=torch.float64)
+        flat = torch.zeros(len(self.h.H), dtype=torch.float64)
         for name, part in parts.items():
-            flat[self.h.positions(name)] = part.reshape(-1)
+            start, size = self.h.offset(name)
+            flat[start : start + size] = part.reshape(-1)
         return flat
 
     def residual(self, moved: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         """‖Hξ − expected‖/(‖H‖‖ξ‖)."""
         xi = self.vector(moved)
-        off = self.h.total @ xi - self.vector(expected)
-        return float(off.norm() / (self.h.total.norm() * xi.norm()))
+        off = self.h.H @ xi - self.vector(expected)
+        return float(off.norm() / (self.h.H.norm() * xi.norm()))
 
 
 def _spec(trial: int, **options: object) -> BlockSpec:
@@ -71,7 +65,6 @@ def _spec(trial: int, **options: object) -> BlockSpec:
     assumptions="LayerNorm, post-norm; not RMSNorm",
     tested_by="one and two heads, three activations, with biases; RMSNorm as the control",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def shift_directions(effort: CheckEffort) -> Outcome:
     residuals: list[float] = []
@@ -103,14 +96,13 @@ def shift_directions(effort: CheckEffort) -> Outcome:
     formula="softmax ignores a constant added to a row of logits: H[b_K, ·] = 0",
     tested_by="rows of b_K, post- and pre-norm, one and two heads",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def key_bias(effort: CheckEffort) -> Outcome:
     found = []
     for trial in range(effort.trials(4, 24)):
         case = _Case(effort, trial, _spec(trial, norm_first=trial % 4 > 1), bias=True)
-        rows = case.h.total[case.h.positions("key_bias")]
-        found.append(float(rows.norm() / case.h.total.norm()))
+        rows = case.h["key_bias", :].dense()
+        found.append(float(rows.norm() / case.h.H.norm()))
     return Outcome(
         verdict=judge(printed=worst(found) < 1e-14),
         figure=f"‖rows‖/‖H‖ at most {worst(found):.0e}",
@@ -126,7 +118,6 @@ def key_bias(effort: CheckEffort) -> Outcome:
     assumptions="no query/key bias for the first, no value bias for the second, ReLU for the third",
     tested_by="random S and D, post- and pre-norm, one and two heads",
     verdict=HOLDS,
-    derivation=_DERIVATION,
 )
 def rescaling(effort: CheckEffort) -> Outcome:
     found: dict[str, list[float]] = {"query-key": [], "value-output": [], "feed-forward": []}
@@ -174,7 +165,6 @@ def rescaling(effort: CheckEffort) -> Outcome:
     )
 
 
-_DERIVATION_EXTENSIONS = "docs/theory/derivations.md#7-the-block"
 _EXACT = 1e-12
 
 
@@ -184,7 +174,7 @@ def _errors(
     """Largest error of H, H_o, H_f against double backward, relative to ‖H‖_F."""
     generator = effort.generator(trial)
     weights = reference.draw_weights(spec, generator, bias=bias)
-    x, y = torch.randn(2, 2, 4, spec.d_model, generator=generator, dtype=torch.float64)
+    x, y = normal(generator, 2, 2, 4, spec.d_model)
     target = torch.randint(spec.d_model, (2, 4), generator=generator)
     if loss == "mse":
         target = y
@@ -193,7 +183,7 @@ def _errors(
     z = reference.block_output(spec, tracked, x)
     truth = reference.split_hessian(z, reference.loss_of(loss, target), list(tracked.values()))
     scale = float(truth[0].norm())
-    parts = (found.total, found.outer, found.functional)
+    parts = (found.H, found.H_outer, found.H_functional)
     return max(float((a - b).norm()) / scale for a, b in zip(parts, truth, strict=True))
 
 
@@ -212,7 +202,7 @@ def _outcome(errors: list[float]) -> Outcome:
     formula="H is linear in the seeds: δ_i = (π_i − e_y)/N, Λ_i = (diag π_i − π_iπ_iᵀ)/N",
     tested_by="bare attention, post- and pre-norm blocks against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION_EXTENSIONS,
+    derivation="7-the-block",
 )
 def cross_entropy(effort: CheckEffort) -> Outcome:
     specs = [
@@ -231,7 +221,7 @@ def cross_entropy(effort: CheckEffort) -> Outcome:
     formula="cross-head blocks only through Λ (no functional part); tied heads: EᵀHE",
     tested_by="two to four heads, grouped-query included, against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION_EXTENSIONS,
+    derivation="7-the-block",
 )
 def multi_head(effort: CheckEffort) -> Outcome:
     specs = [
@@ -250,7 +240,7 @@ def multi_head(effort: CheckEffort) -> Outcome:
     formula="the same blocks with A_ij = 0 for j > i",
     tested_by="causal attention and blocks, one and two heads, against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION_EXTENSIONS,
+    derivation="7-the-block",
 )
 def causal(effort: CheckEffort) -> Outcome:
     specs = [
@@ -268,15 +258,21 @@ def causal(effort: CheckEffort) -> Outcome:
     formula="J = (I − nnᵀ/d)/σ; per unit D1 = (f'h_u, f), D2 = [[f''h_u, f'], [f', 0]]",
     tested_by="RMSNorm with SwiGLU and GEGLU, post- and pre-norm, against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION_EXTENSIONS,
+    derivation="7-the-block",
 )
 def rms_swiglu(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
         spec = BlockSpec(
-            d_model=4, d_k=3, d_v=4, d_ff=5, norm="rms", gated=True,
-            activation=("silu", "gelu", "gelu_tanh")[trial % 3], norm_first=trial % 2 == 1,
-        )  # fmt: skip
+            d_model=4,
+            d_k=3,
+            d_v=4,
+            d_ff=5,
+            norm="rms",
+            gated=True,
+            activation=("silu", "gelu", "gelu_tanh")[trial % 3],
+            norm_first=trial % 2 == 1,
+        )
         errors.append(_errors(effort, spec, "mse", trial))
     return _outcome(errors)
 
@@ -288,14 +284,18 @@ def rms_swiglu(effort: CheckEffort) -> Outcome:
     formula="U = X + Att(n₁(X)), Z = U + FFN(n₂(U)); γ₁, β₁ move the attention's input",
     tested_by="all activations, with biases, against double backward",
     verdict=HOLDS,
-    derivation=_DERIVATION_EXTENSIONS,
+    derivation="7-the-block",
 )
 def pre_norm(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
         spec = BlockSpec(
-            d_model=4, d_k=3, d_v=4, d_ff=5, norm_first=True,
+            d_model=4,
+            d_k=3,
+            d_v=4,
+            d_ff=5,
+            norm_first=True,
             activation=("relu", "gelu", "gelu_tanh", "silu")[trial % 4],
-        )  # fmt: skip
+        )
         errors.append(_errors(effort, spec, "mse", trial))
     return _outcome(errors)
