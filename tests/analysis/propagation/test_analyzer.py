@@ -362,3 +362,21 @@ def test_activations_of_an_encoder_and_a_decoder_have_names_of_their_own() -> No
         assert len(names) == len(set(names))
     names = [entry.name for entry in flow.activations]
     assert {"embedding.norm.0", "embedding.norm.1", "blocks.1.cross_attention"} <= set(names)
+
+
+def test_a_loss_that_mixes_the_samples_treats_them_as_one() -> None:
+    model, (x, y), _ = families.make("torch encoder pre-norm")
+
+    def of_the_mean(z: Tensor, target: Tensor) -> Tensor:
+        return (z.mean(0) - target.double().mean()).pow(2).mean()
+
+    flow = ca.CurvaturePropagationAnalyzer(model, of_the_mean).analyze_curvature_flow(x, y)
+    found = flow.activation("blocks.1").total
+    assert found is not None
+    assert len(found) == 1
+    # Every sample's last activation, moved alike, moves the mean as one sample does.
+    head = flow["head"].total
+    assert head is not None
+    size = head.shape[1] // len(x)
+    blocks = head.reshape(len(x), size, len(x), size)
+    assert float(blocks[0, :, 1].norm()) > 0.1 * float(blocks[0, :, 0].norm())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 import families
 from curvatlas.analysis.propagation import matrix_free
-from curvatlas.analysis.propagation.matrix_free import FreeProducts, Sketch, pairs_of
+from curvatlas.analysis.propagation.matrix_free import FreeProducts, ProbeGroups, pairs_of
 from curvatlas.zoo import GPT, GPTConfig
 
 PARTS = ("total", "passed_on", "created_here")
@@ -153,9 +153,9 @@ def test_pairs_know_the_norm_and_the_trace_of_what_was_pulled_back(distance: flo
         w, v = draw(count, size).sign(), draw(count, size).sign()
         start = w[:, None], (w @ a)[:, None]
         far = (w @ jacobian)[:, None], (w @ a @ jacobian)[:, None]
-        sketch = Sketch(far=far, fresh=(v[:, None], (v @ t)[:, None]))
+        sketch = ProbeGroups(far=far, fresh=(v[:, None], (v @ t)[:, None]))
         pairs = pairs_of(sketch, 1, spectral=True)
-        found = pairs.probed(pairs_of(Sketch(fresh=start), 1))
+        found = pairs.probed(pairs_of(ProbeGroups(fresh=start), 1))
         norms.append(found.norm_interval[0] <= norm <= found.norm_interval[1])
         traces.append(found.trace_interval[0] <= trace <= found.trace_interval[1])
         errors.append(abs(found.norm / norm - 1))

@@ -38,11 +38,6 @@ from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.losses import Loss, main_tensor
 from curvatlas.progress import track
 
-# -------------------------------------------------------------------------------------------------
-# From matrices or products to the entries of a flow.
-# -------------------------------------------------------------------------------------------------
-
-
 _SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
 Wanted = Callable[[Node], bool]  # which activations, and the sublayers that make them
 # A sweep of this many probes takes less time than one product an entry at 4 layers, a third of it
@@ -248,9 +243,15 @@ def sweep_entries(
     reached = capture.nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
     beyond = set(capture.nodes[reached + 1 :])
     yield from free_entries(
-        problem, batch, capture, view, probes=probes, seed=seed + 1, products=products,
+        problem,
+        batch,
+        capture,
+        view,
+        probes=probes,
+        seed=seed + 1,
+        products=products,
         wanted=lambda node: node.kind == "head" or node in beyond,
-    )  # fmt: skip
+    )
     for node, site in track(sweep.activations(), "propagation", total=reached + 1):
         slope = products.slopes[node]
         own = site.found
@@ -289,8 +290,10 @@ def _estimated(
         created_here=None,
         measures={
             part: Measure(
-                norm=p.norm, norm_interval=p.norm_interval,
-                trace=p.trace, trace_interval=p.trace_interval,
+                norm=p.norm,
+                norm_interval=p.norm_interval,
+                trace=p.trace,
+                trace_interval=p.trace_interval,
             )
             for part, p in found.items()
         },
@@ -304,7 +307,7 @@ def _estimated(
         amplification=amplification,
         amplification_interval=interval,
         exact=False,
-    )  # fmt: skip
+    )
 
 
 # Matrices alive at once while one sublayer is eliminated: the joint Hessian of a block's branch and
@@ -444,7 +447,7 @@ class CurvaturePropagationAnalyzer:
     ) -> tuple[str, Iterator[FlowEntry]]:
         """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
         every = wanted or (lambda _: True)
-        view = SampleView(1 if samples_interact(batch, captured) else batch.length)
+        view = SampleView(1 if samples_interact(problem, batch, captured) else batch.length)
         largest = max(node.tensor.numel() // view.count for node in captured.nodes)
         room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
         one = view.count * largest**2 * problem.dtype.itemsize

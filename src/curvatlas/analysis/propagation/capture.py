@@ -8,11 +8,11 @@ about the architecture beyond that: pre- and post-norm, parallel blocks and pool
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -21,7 +21,7 @@ from curvatlas.errors import ProblemError
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call
 
-KINDS = ("embedding", "norm", "attention", "ffn", "residual", "other")
+_Label = tuple[str, str, int | None, str | None]  # name, kind, layer, path of the module
 
 
 @dataclass(eq=False)
@@ -108,11 +108,19 @@ def _run(
     modules = dict(model.named_modules())
     blocks = block_paths(anatomy)
     first = min(blocks) if blocks else None
+    before: _Label | None
+    after: _Label
     with contextlib.ExitStack() as stack:
-        for index, path in blocks.items():
-            stack.enter_context(_hooked(modules[path], index, index == first, add))
+        for layer, path in blocks.items():
+            before = ("embedding", "embedding", None, None) if layer == first else None
+            after = (f"blocks.{layer}", "residual", layer, None)
+            stack.enter_context(_hooked(modules[path], add, before, after))
         for item in watched:
-            stack.enter_context(_watching(modules[item.path], item, add))
+            before = (f"input of {item.name}", "residual", item.layer, None)
+            after = (item.name, item.kind, item.layer, item.path)
+            stack.enter_context(
+                _hooked(modules[item.path], add, before if item.take_input else None, after)
+            )
         # Only what stands before the first block needs a gradient of its own.
         inside = tuple(f"{path}." if path else "" for path in blocks.values())
         values = {
@@ -172,7 +180,8 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
             found[path, "ffn"] = _Watched(path, prefix + "ffn", "ffn", piece.layer)
     for (layer, kind), parameters in attention.items():
         prefix = f"blocks.{layer}." if layer is not None else ""
-        path = _attention_module(parameters, modules)
+        parts: list[str] = functools.reduce(_shared, [n.split(".")[:-1] for n in parameters])
+        path = ".".join(parts)
         # nn.MultiheadAttention never calls its output projection: watch the module itself too.
         if isinstance(modules.get(path), nn.MultiheadAttention) or not any(
             w.name == prefix + kind for w in found.values()
@@ -182,46 +191,20 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
     return list(found.values())
 
 
-def _attention_module(parameters: list[str], modules: dict[str, nn.Module]) -> str:
-    parts = parameters[0].split(".")[:-1]
-    for name in parameters[1:]:
-        parts = _shared(parts, name.split(".")[:-1])
-    return ".".join(parts)
-
-
 @contextlib.contextmanager
-def _watching(module: nn.Module, item: _Watched, add: Any) -> Iterator[None]:
-    def before(_: nn.Module, arguments: Any, keywords: Any) -> None:
-        if item.take_input:
-            add(_first_tensor((arguments, keywords)), f"input of {item.name}", "residual",
-                item.layer, None)  # fmt: skip
+def _hooked(module: nn.Module, add: Any, before: _Label | None, after: _Label) -> Iterator[None]:
+    """Inside, ``add`` gets the first tensor that the module takes and gives, with its label."""
 
-    def after(_: nn.Module, arguments: Any, result: Any) -> None:
-        add(_first_tensor(result), item.name, item.kind, item.layer, item.path)
+    def entering(_: nn.Module, arguments: Any, keywords: Any) -> None:
+        if before is not None:
+            add(_first_tensor((arguments, keywords)), *before)
+
+    def leaving(_: nn.Module, arguments: Any, result: Any) -> None:
+        add(_first_tensor(result), *after)
 
     handles = [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _hooked(block: nn.Module, layer: int, first: bool, add: Any) -> Iterator[None]:
-    def before(_: nn.Module, arguments: Any, keywords: Any) -> None:
-        if first:
-            add(_first_tensor((arguments, keywords)), "embedding", "embedding", None, None)
-
-    def after(_: nn.Module, arguments: Any, result: Any) -> None:
-        add(_first_tensor(result), f"blocks.{layer}", "residual", layer, None)
-
-    handles = [
-        block.register_forward_pre_hook(before, with_kwargs=True),
-        block.register_forward_hook(after),
+        module.register_forward_pre_hook(entering, with_kwargs=True),
+        module.register_forward_hook(leaving),
     ]
     try:
         yield
@@ -311,9 +294,3 @@ def _name_residuals(nodes: tuple[Node, ...]) -> None:
             name = f"blocks.{node.layer}.residual"
         node.name = name if name not in taken else node.name
         node.aliases = [a for a in node.aliases if not a.startswith("input of ")]
-
-
-def forget(nodes: tuple[Node, ...]) -> None:
-    """Drop the tensors: the graph they hold is the largest thing in memory."""
-    for node in nodes:
-        node.tensor = torch.empty(0)

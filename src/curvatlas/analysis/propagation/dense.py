@@ -24,11 +24,6 @@ from curvatlas.engines.autograd.pull import pull
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
-# -------------------------------------------------------------------------------------------------
-# First and second derivatives of one sublayer, read off the graph between two activations.
-# -------------------------------------------------------------------------------------------------
-
-
 _COLUMNS = 64  # cotangents through one vmapped pass
 
 
@@ -138,9 +133,12 @@ def second(
     """C_pq = Σ_k δ_k ∂²f_k/∂p∂q, (samples, n_p, n_q), for all pairs of parents."""
     tensors = [p.tensor for p in parents]
     gradients = torch.autograd.grad(
-        node.tensor, tensors, slope.reshape(node.tensor.shape), create_graph=True,
+        node.tensor,
+        tensors,
+        slope.reshape(node.tensor.shape),
+        create_graph=True,
         allow_unused=True,
-    )  # fmt: skip
+    )
     return [gradient_rows(g, p, tensors, view) for g, p in zip(gradients, tensors, strict=True)]
 
 
@@ -159,25 +157,30 @@ def gradient_rows(
     return found
 
 
-def samples_interact(batch: Batch, capture: Capture) -> bool:
-    """Whether one sample's outputs depend on another sample's first activation."""
-    first = capture.nodes[0].tensor
-    outputs, _ = differentiable_leaves(capture.outputs)
+def samples_interact(problem: Problem, batch: Batch, capture: Capture) -> bool:
+    """Whether one sample's part of the loss depends on another sample's first activation.
+
+    ``Problem.separable`` asks the same from the inputs on; here what happens before the first
+    activation does not count, and a loss that mixes samples does.
+    """
+    outputs, rebuild = differentiable_leaves(capture.outputs)
     if batch.length < 2 or any(
         t.ndim == 0 or t.shape[0] != batch.length
         for t in [*outputs, *(node.tensor for node in capture.nodes)]
     ):
         return batch.length >= 2
     generator = torch.Generator(device="cpu").manual_seed(0)
-    cotangents = []
+    cotangents = []  # at the first sample's outputs alone
     for z in outputs:
         draw = torch.randn(z.shape, generator=generator, dtype=z.dtype, device="cpu").to(z.device)
         draw[1:] = 0
         cotangents.append(draw)
-    (pulled,) = torch.autograd.grad(
-        outputs, [first], cotangents, retain_graph=True, materialize_grads=True
+    (slope,) = torch.autograd.grad(
+        outputs, [capture.nodes[0].tensor], cotangents, retain_graph=True, materialize_grads=True
     )
-    return bool(pulled[1:].abs().max() > 0)
+    lam = output_curvature(problem.loss, outputs, rebuild, batch.targets)
+    images = lam([draw.unsqueeze(0) for draw in cotangents])
+    return any(bool(t[1:].abs().max() > 0) for t in (slope, *(image[0] for image in images)))
 
 
 @dataclass(frozen=True)

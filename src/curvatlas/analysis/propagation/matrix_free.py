@@ -4,7 +4,7 @@ At a *cut* e, an activation that everything before it acts through, and any acti
 
     S_s = J_{e←s}ᵀ S_e J_{e←s} + T_{s,e},     T_{s,e} = Σ δ_e ∂²e/∂s²,
 
-so pairs of vectors known at e (propagation_pairs) are pulled back to s, and only T_{s,e}, created
+so pairs of vectors known at e are pulled back to s, and only T_{s,e}, created
 between the two, takes products: as long as the stretch from s to e, whatever lies behind. From cut
 to cut this is a fixed number of passes through the model for each probe. What was created on the
 way adds noise to the pairs, so some cuts have products of their own:
@@ -35,30 +35,24 @@ from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
-# -------------------------------------------------------------------------------------------------
-# Norms and traces of a matrix of which only pairs of vectors are known.
-#
-# A probe ω somewhere behind an activation, its product with the Hessian there, and both pulled
-# back
-# to the activation by the same Jacobian: u = Jᵀω and y = JᵀSω, so that E[u yᵀ] = JᵀSJ. With K
-# independent pairs and D_kl = u_k · y_l:
-#
-#     tr = mean_k D_kk,   ‖·‖_F² = mean_{k≠l} D_kl D_lk,
-#
-# both unbiased. Several matrices add up: each brings a group of pairs, and probes of different
-# groups
-# are independent. A *fresh* group was probed at the activation itself: y_k = T ω_k, and E‖y_k‖² is
-# ‖T‖_F² with far less noise than the pairs have.
-# -------------------------------------------------------------------------------------------------
-
-
 Array = NDArray[np.float64]
 Group = tuple[Tensor, Tensor]  # u and y, (K, *shape of the activation) each
+Product = Callable[[Tensor], Tensor]  # of K vectors in the activation's shape: (K, *shape)
+TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
 
 
 @dataclass(frozen=True)
 class ProbeGroups:
-    """The Hessian at one activation as a sum of up to three matrices, each known from pairs.
+    r"""The Hessian at one activation as a sum of up to three matrices, each known from pairs.
+
+    A probe ω somewhere behind an activation and its product with the Hessian there, both pulled
+    back by the same Jacobian: u = Jᵀω and y = JᵀSω, so that E[u yᵀ] = JᵀSJ. With K independent
+    pairs and D_kl = u_k · y_l
+
+        tr = mean_k D_kk,   ‖·‖_F² = mean_{k≠l} D_kl D_lk,
+
+    both unbiased. Probes of different groups are independent. Of a *fresh* group, probed at the
+    activation itself, y_k = T ω_k, and E‖y_k‖² is ‖T‖_F² with far less noise than the pairs have.
 
     far: of everything behind the last fresh product. near: of what was created between it and
     here, joined into one group (every contribution has probes of its own, so that cross terms
@@ -156,10 +150,8 @@ class Pairs:
         value = max(square.value, 0.0)
         # Few lengths spread too little when one direction holds the norm; their pairs know it.
         variance = max(square.variance, self.least_variance)
-        energy = Energy(
-            np.array(value), np.array(variance), np.array(0.0),
-            np.array(len(square.without) - 1.0), np.array(0.0),
-        )  # fmt: skip
+        numbers = (value, variance, 0.0, len(square.without) - 1.0, 0.0)
+        energy = Energy(*(np.array(number) for number in numbers))
         low, high = (float(end) for end in energy.interval())
         if value == 0:  # nothing but noise
             high = 3 * float(np.sqrt(variance))
@@ -177,7 +169,7 @@ class Pairs:
 
 
 def pairs_of(sketch: ProbeGroups, samples: int, *, spectral: bool = False) -> Pairs:
-    """SampleView are independent: their matrices are diagonal blocks and never mixed."""
+    """Samples are independent: their matrices are diagonal blocks and never mixed."""
     groups = sketch.groups
     count = len(groups[0][0])
     u = torch.stack([g[0] for g in groups], dim=1)  # (K, groups, *shape)
@@ -261,16 +253,6 @@ def _least_spectral(u: Tensor, y: Tensor, count: int, *, fresh: bool) -> float:
     return best
 
 
-# -------------------------------------------------------------------------------------------------
-# The same account without matrices: products on the kept graph, norms and traces from probes.
-# -------------------------------------------------------------------------------------------------
-
-
-TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number
-
-Product = Callable[[Tensor], Tensor]  # of K vectors in the activation's shape: (K, *shape)
-
-
 class FreeProducts:
     """Products with the Hessian at any activation and with the two parts of any sublayer.
 
@@ -298,7 +280,7 @@ class FreeProducts:
     def total(self, node: Node) -> Product:
         """v ↦ S v at the activation."""
         slope = self.slopes[node]
-        return lambda v: _gradient([slope], node.tensor, [v])
+        return lambda v: pulled([slope], [node.tensor], [v])[0]
 
     def created(self, node: Node) -> Product:
         """v ↦ Σ δ ∂²f v over every sublayer f that reads the activation."""
@@ -327,7 +309,7 @@ class FreeProducts:
 
         def product(v: Tensor) -> Tensor:
             with cut(reader.parents):
-                return _gradient([slope], node.tensor, [v])
+                return pulled([slope], [node.tensor], [v])[0]
 
         return product
 
@@ -342,10 +324,10 @@ class FreeProducts:
 
         def product(v: Tensor) -> Tensor:
             with cut(reader.parents):
-                moved = _gradient([transposed], u, [v])
+                moved = pulled([transposed], [u], [v])[0]
             arrived = behind(moved)
             with cut(reader.parents):
-                return _gradient([reader.tensor], node.tensor, [arrived])
+                return pulled([reader.tensor], [node.tensor], [arrived])[0]
 
         return product
 
@@ -359,23 +341,13 @@ class FreeProducts:
         def passed(v: Tensor) -> Tensor:
             with cut(parents):
                 moved = pulled([slope], u, [v])
-                return _gradient(self.outputs, node.tensor, self._lambda(moved))
+                return pulled(self.outputs, [node.tensor], self._lambda(moved))[0]
 
         def created(v: Tensor) -> Tensor:
             with cut(parents):
-                return _gradient([slope], node.tensor, [v])
+                return pulled([slope], [node.tensor], [v])[0]
 
         return passed, created
-
-
-def _gradient(roots: list[Tensor], where: Tensor, cotangents: list[Tensor]) -> Tensor:
-    """Σ over roots of K cotangents (K, *root) pulled back to ``where``: (K, *where)."""
-    total: Tensor | None = None
-    for root, columns in zip(roots, cotangents, strict=True):
-        (found,) = pulled([root], [where], [columns])
-        total = found if total is None else total + found
-    assert total is not None
-    return total
 
 
 @dataclass(frozen=True)
@@ -587,11 +559,8 @@ class Sweep:
             return self._afresh(node)
         self.anchors.append(node)
         image = self._apply(self.products.passed_by(reader, node), signs)
-        total, passed = (
-            ProbeGroups(fresh=(signs, image + created[1])),
-            ProbeGroups(fresh=(signs, image)),
-        )
-        return Site(total, passed, created, None, self.samples)
+        total = ProbeGroups(fresh=(signs, image + created[1]))
+        return Site(total, ProbeGroups(fresh=(signs, image)), created, None, self.samples)
 
     # --- how the pairs travel ---------------------------------------------------------------------
 
@@ -641,7 +610,7 @@ class Sweep:
         """v ↦ T v of what is created between an activation and a cut behind it."""
         slope = self.products.slopes[end].detach()
         (start,) = torch.autograd.grad(end.tensor, [node.tensor], slope, create_graph=True)
-        return _second(start, node.tensor)
+        return lambda v: pulled([start], [node.tensor], [v])[0]
 
     def _single(self, node: Node) -> bool:
         """Whether one sublayer alone reads the activation."""
@@ -682,7 +651,3 @@ class Sweep:
         shape = (self.probes, *node.tensor.shape)
         drawn = torch.randint(0, 2, shape, generator=self.generator, dtype=torch.int8, device="cpu")
         return (2 * drawn - 1).to(device=node.tensor.device, dtype=node.tensor.dtype)
-
-
-def _second(slope: Tensor, where: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda v: pulled([slope], [where], [v])[0]

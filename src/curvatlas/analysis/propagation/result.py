@@ -123,8 +123,8 @@ class CurvatureFlow(Result):
 
     def activation(self, name: str | int) -> FlowEntry:
         """An activation by name ("embedding", "blocks.0.attention") or a block's output."""
-        return _find(self.activations, f"blocks.{name}" if isinstance(name, int) else name,
-                     "activation")  # fmt: skip
+        wanted = f"blocks.{name}" if isinstance(name, int) else name
+        return _find(self.activations, wanted, "activation")
 
     @property
     def stream(self) -> tuple[FlowEntry, ...]:
