@@ -162,8 +162,8 @@ class TransformerHessianAnalyzer:
         if len(parts) > 1:
             for _, part in track(parts, "batches", total=len(parts)):
                 top = eigenpairs(part, k=k, seed=self.seed, start=whole.vectors[:, :k])
-                low = eigenpairs(part, k=1, which="smallest", seed=self.seed,
-                                 start=whole.vectors[:, -1])  # fmt: skip
+                last = whole.vectors[:, -1]
+                low = eigenpairs(part, k=1, which="smallest", seed=self.seed, start=last)
                 rows.append(top.values)
                 norms.append(max(abs(top.value), abs(low.value)))
                 products += top.products + low.products

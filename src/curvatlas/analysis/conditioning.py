@@ -7,6 +7,7 @@ eigenvalue stands above the others: κ = λmax / mean|λ|, together with the sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,7 @@ def conditioning_of(
     if layers:
         found, spent = layer_curvatures(problem, operator, gradient, seed, max_products, memory)
         products += spent
-    ratio, ratio_interval = _heterogeneity(found)
+    ratio, ratio_interval = heterogeneity(found)
     return EffectiveConditioning(
         loss=problem.value(),
         gradient_norm=square**0.5,
@@ -178,16 +179,8 @@ def layer_curvatures(
         groups.setdefault((piece.layer, name), []).append(piece)
     rows, products = [], 0
     for (layer, name), slices in groups.items():
-        view = operator[slices]
-        found = eigenpairs(
-            view,
-            k=1,
-            which="largest",
-            tol=1e-2,
-            seed=seed,
-            max_products=max_products,
-            memory=memory,
-        )
+        limits: Any = {"max_products": max_products, "memory": memory}
+        found = eigenpairs(operator[slices], k=1, which="largest", tol=1e-2, seed=seed, **limits)
         products += found.products
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
         rows.append(
@@ -203,12 +196,12 @@ def layer_curvatures(
     return tuple(rows), products
 
 
-def _heterogeneity(layers: tuple[LayerSharpness, ...]) -> tuple[float, Interval]:
+def heterogeneity(layers: Sequence[LayerSharpness]) -> tuple[float, Interval]:
+    """Largest over smallest sharpness of the layers where it is positive."""
     positive = [layer for layer in layers if layer.sharpness > 0]
     if len(positive) < 2:
         return 1.0, (1.0, 1.0)
-    top = max(positive, key=lambda layer: layer.sharpness)
-    low = min(positive, key=lambda layer: layer.sharpness)
+    low, *_, top = sorted(positive, key=lambda layer: layer.sharpness)
     return top.sharpness / low.sharpness, (
         max(top.interval[0], 0.0) / low.interval[1],
         top.interval[1] / max(low.interval[0], 1e-300),

@@ -19,23 +19,17 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from curvatlas.analysis.conditioning import EffectiveConditioning, effective_conditioning
+from curvatlas.analysis.conditioning import (
+    EffectiveConditioning,
+    effective_conditioning,
+    heterogeneity,
+)
 from curvatlas.analysis.gradient_noise import GradientNoise, gradient_noise
 from curvatlas.figures.training import trajectory_figure
+from curvatlas.operators.per_sample import subset
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
-
-# -------------------------------------------------------------------------------------------------
-# Recommendations that carry their evidence, and none without it.
-#
-# A rule compares one measured number, with its interval, to a threshold. When the whole interval
-# lies
-# beyond the threshold the evidence is "strong"; when only the estimate does it is "weak";
-# otherwise
-# there is no recommendation.
-# -------------------------------------------------------------------------------------------------
-
 
 Interval = tuple[float, float]
 
@@ -82,7 +76,11 @@ def recommend(
     batch_size: int | None = None,
     model: nn.Module | None = None,
 ) -> tuple[Recommendation, ...]:
-    """Everything the measurements support; the last look is the present state."""
+    """Everything the measurements support; the last look is the present state.
+
+    A rule compares one measured number, with its interval, to a threshold: "strong" evidence when
+    the whole interval lies beyond it, "weak" when only the estimate does, else nothing.
+    """
     now = looks[-1]
     found = [
         _learning_rate(now),
@@ -97,17 +95,15 @@ def recommend(
 
 
 def _judged(
-    *, action: str, topic: str, measure: str, value: float, interval: Interval, threshold: float,
-    evidence: str,
-) -> Recommendation | None:  # fmt: skip
+    *, value: float, interval: Interval, threshold: float, **told: str
+) -> Recommendation | None:
     """A recommendation when the value exceeds the threshold, as strong as its interval allows."""
     if not value > threshold:
         return None
+    strength = "strong" if interval[0] > threshold else "weak"
     return Recommendation(
-        action=action, topic=topic, measure=measure, value=value, interval=interval,
-        threshold=threshold, strength="strong" if interval[0] > threshold else "weak",
-        evidence=evidence,
-    )  # fmt: skip
+        value=value, interval=interval, threshold=threshold, strength=strength, **told
+    )
 
 
 def _learning_rate(now: EffectiveConditioning) -> Recommendation | None:
@@ -147,17 +143,14 @@ def _layer_wise(now: EffectiveConditioning) -> Recommendation | None:
     stack = [layer for layer in now.layers if layer.layer is not None and layer.sharpness > 0]
     if len(stack) < 2:
         return None
-    top = max(stack, key=lambda layer: layer.sharpness)
-    low = min(stack, key=lambda layer: layer.sharpness)
+    low, *_, top = sorted(stack, key=lambda layer: layer.sharpness)
+    ratio, interval = heterogeneity(stack)
     return _judged(
         action="use layer-wise learning rates, in proportion to 1/λmax of each layer",
         topic="layer-wise rates",
         measure="ratio of sharpnesses within the stack",
-        value=top.sharpness / low.sharpness,
-        interval=(
-            max(top.interval[0], 0.0) / low.interval[1],
-            top.interval[1] / max(low.interval[0], 1e-300),
-        ),
+        value=ratio,
+        interval=interval,
         threshold=LAYERS_DIFFER / 2,
         evidence=f"{top.name} has λmax {top.sharpness:.4g}, {low.name} {low.sharpness:.4g}",
     )
@@ -375,9 +368,16 @@ class ConvergenceDiagnostics:
 
 class _Trajectory:
     def __init__(
-        self, problem: Problem, steps: int, rate: float, momentum: float, batch: int | None,
-        looks: int, products: int, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        problem: Problem,
+        steps: int,
+        rate: float,
+        momentum: float,
+        batch: int | None,
+        looks: int,
+        products: int,
+        seed: int,
+    ) -> None:
         self.problem, self.steps, self.rate, self.momentum = problem, steps, rate, momentum
         self.products, self.seed = products, seed
         problem.require_one_process("a trajectory of gradient descent")
@@ -427,7 +427,9 @@ class _Trajectory:
         draw = self._draws()
         for step in track(range(self.steps + 1), "training", total=self.steps + 1):
             if step in self.at:
-                self._look()
+                options: Any = {"products": self.products, "layers": True, "seed": self.seed}
+                look = effective_conditioning(self.problem, learning_rate=self.rate, **options)
+                self.looks.append(look)
             if step == self.steps:
                 return False
             value, grads = self._gradient(next(draw))
@@ -440,17 +442,6 @@ class _Trajectory:
                     v.mul_(self.momentum).add_(g)
                     w.sub_(v, alpha=self.rate)
         return False
-
-    def _look(self) -> None:
-        self.looks.append(
-            effective_conditioning(
-                self.problem,
-                learning_rate=self.rate,
-                products=self.products,
-                layers=True,
-                seed=self.seed,
-            )
-        )
 
     def _gradient(self, batches: list[Batch]) -> tuple[float, list[Tensor]]:
         problem = self.problem
@@ -470,13 +461,11 @@ class _Trajectory:
         return value, sums
 
     def _draws(self) -> Iterator[list[Batch]]:
-        from curvatlas.operators.per_sample import subset
-
         generator = torch.Generator().manual_seed(self.seed)
-        whole = list(self.problem.batches())
+        everything = list(self.problem.batches())
         while True:
             if self.batch >= self.total or not self.problem.separable:
-                yield whole
+                yield everything
                 continue
             chosen = torch.randperm(self.total, generator=generator, device="cpu")[: self.batch]
             yield list(subset(self.problem, chosen).batches())

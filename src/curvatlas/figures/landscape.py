@@ -18,7 +18,7 @@ from curvatlas.figures.drawing import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from curvatlas.analysis.landscape.convergence_result import Curve, LandscapeConvergence
+    from curvatlas.analysis.landscape.convergence import Curve, LandscapeConvergence
     from curvatlas.analysis.landscape.taylor_result import (
         CriticalLearningRate,
         ObservedCurvature,

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas import zoo
-from curvatlas.analysis.landscape.convergence import _square_weights, landscape_convergence
-from curvatlas.analysis.landscape.convergence_result import (
+from curvatlas.analysis.landscape.convergence import (
     Bins,
+    _square_weights,
     curve,
     differences,
     first_stable,
+    landscape_convergence,
     matched_noise,
     matched_vectors,
     random_orders,

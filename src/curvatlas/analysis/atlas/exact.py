@@ -1,8 +1,8 @@
-"""What the map's own products cannot tell: exact spectral norms and negative mass of blocks."""
+"""Exact maps: from dense matrices, from a layer's closed form, and by Lanczos block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
-from curvatlas.analysis.atlas.result import VIEWS, AtlasMap, Block, blocks_of, groups_of
+from curvatlas.analysis.atlas.result import VIEWS, AtlasMap, Block, atlas_map, blocks_of, groups_of
 from curvatlas.budget import available_bytes, readable
 from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
@@ -30,13 +30,14 @@ from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
+from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.norms import spectral_norm
 
-# -------------------------------------------------------------------------------------------------
-# The exact atlas of a small model, from the dense H, H_o and H_f.
-# -------------------------------------------------------------------------------------------------
-
+Maps = dict[str, AtlasMap]
+Shares = dict[str, tuple[float, float, float]]
 
 _COLUMNS = 256
+_LARGEST = 8192  # side of matrices whose entries are drawn
 _DECOMPOSED = 200  # above this side Lanczos finds the largest singular value faster
 
 
@@ -62,19 +63,12 @@ def dense_parts(operator: CurvatureParts) -> dict[str, Tensor]:
     return parts
 
 
-def dense_maps(
-    operator: CurvatureParts, blocks: Sequence[Block]
-) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
-    """Every map of every view, exact: intervals of zero width."""
-    return maps_of_matrices(dense_parts(operator), [block.indices for block in blocks], blocks)
-
-
 def maps_of_matrices(
     matrices: dict[str, Tensor], places: Sequence[Tensor], blocks: Sequence[Block]
-) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
-    """The same from part → (P, P), whose rows of each block stand at its ``places``."""
-    maps: dict[str, AtlasMap] = {}
-    shares: dict[str, tuple[float, float, float]] = {}
+) -> tuple[Maps, Shares]:
+    """Every map of every view, exact; the (P, P) parts hold each block's rows at its ``places``."""
+    maps: Maps = {}
+    shares: Shares = {}
     for part, matrix in matrices.items():
         indices = [at.to(matrix.device) for at in places]
         energy, trace = _energies(matrix, indices)
@@ -83,27 +77,45 @@ def maps_of_matrices(
         energy = torch.where(energy > floor, energy, torch.zeros_like(energy))
         for view in VIEWS:
             groups = groups_of(blocks, view)
-            member = torch.zeros(len(groups), len(blocks), dtype=torch.float64, device="cpu")
-            for a, group in enumerate(groups.values()):
-                member[a, group] = 1
+            member = _members_of(groups, len(blocks))
             square = member @ energy @ member.T
-            found = {
-                "frobenius": square.sqrt(),
-                "spectral": _spectral(matrix, [indices, list(groups.values())]),
-                "trace": member @ trace,
+            spectral = _spectral(matrix, indices, list(groups.values()))
+            quantities = {
+                "frobenius": (square.sqrt(),),
+                "spectral": (torch.where(square > 0, spectral, 0.0),),
+                "trace": (member @ trace,),
             }
             if view == "block":
-                found["negative mass"] = _negative_mass(matrix, indices, float(floor) ** 0.5)
-            found["spectral"] = torch.where(square > 0, found["spectral"], 0.0)
-            for quantity, values in found.items():
-                maps[f"{view}/{quantity}/{part}"] = AtlasMap(
-                    quantity=quantity, part=part, view=view, names=tuple(groups),
-                    values=values, low=values.clone(), high=values.clone(),
-                )  # fmt: skip
-            whole = float(square.sum())
-            share = float(square.diagonal().sum()) / whole if whole > 0 else float("nan")
-            shares[f"{view}/{part}"] = (share, share, share)
+                mass = _negative_mass(matrix, indices, float(floor) ** 0.5)
+                quantities["negative mass"] = (mass,)
+            _add_view(maps, shares, view, part, tuple(groups), square, quantities)
     return maps, shares
+
+
+def _members_of(groups: Mapping[Any, Sequence[int]], blocks: int) -> Tensor:
+    """(groups, blocks): 1 where a block belongs to a group."""
+    member = torch.zeros(len(groups), blocks, dtype=torch.float64, device="cpu")
+    for row, places in zip(member, groups.values(), strict=True):
+        row[list(places)] = 1
+    return member
+
+
+def _add_view(
+    maps: Maps,
+    shares: Shares,
+    view: str,
+    part: str,
+    names: tuple[str, ...],
+    square: Tensor,
+    quantities: Mapping[str, tuple[Tensor, ...]],
+) -> None:
+    """Quantity → values, or values with both ends; square: ‖H_ab‖_F² of the view's groups."""
+    for quantity, ends in quantities.items():
+        key = f"{view}/{quantity}/{part}"
+        maps[key] = atlas_map(key, names, *ends)
+    total = float(square.sum())
+    share = float(square.diagonal().sum()) / total if total > 0 else float("nan")
+    shares[f"{view}/{part}"] = (share, share, share)
 
 
 def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -119,9 +131,8 @@ def _energies(matrix: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, Tensor
     return (energy + energy.T) / 2, trace
 
 
-def _spectral(matrix: Tensor, grouping: list[Any]) -> Tensor:
+def _spectral(matrix: Tensor, indices: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor:
     """Largest singular value of every pair of groups."""
-    indices, groups = grouping
     places = [torch.cat([indices[k] for k in group]) for group in groups]
     result = torch.zeros(len(places), len(places), dtype=torch.float64, device="cpu")
     for a, rows in enumerate(places):
@@ -158,14 +169,6 @@ def largest_singular(block: Tensor) -> float:
     )
     value = eigsh(gram, k=1, which="LA", v0=start, tol=1e-12, return_eigenvectors=False)
     return float(np.sqrt(value[0]))
-
-
-# -------------------------------------------------------------------------------------------------
-# Every entry of a small model's H, H_o or H_f, ordered by role, as the paper draws it.
-# -------------------------------------------------------------------------------------------------
-
-
-_LARGEST = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,19 +216,7 @@ def entries(problem: Problem, *, biases: bool = True, budget: int | str | None =
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# The exact atlas of a recognised block from its closed form, beyond the size of dense products.
-#
-# Where the model is one layer that ``curvatlas.closed_form`` knows, H, H_o and H_f come in closed
-# form:
-# assembled and measured entry by entry while three matrices fit the budget, and beyond it the
-# exact Frobenius norms and traces alone (derivations §12), with nothing P × P. One product of the
-# operator is compared with the closed form first: a layer that was read wrongly is never used.
-# -------------------------------------------------------------------------------------------------
-
-
-Maps = dict[str, AtlasMap]
-Shares = dict[str, tuple[float, float, float]]
+# --- a recognised layer, beyond the size of dense products ----------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +234,11 @@ class ClosedForm:
 
 
 def closed_form(problem: Problem) -> ClosedForm:
-    """The problem's closed form; UnmappedModuleError says why where there is none."""
+    """The problem's closed form; UnmappedModuleError says why where there is none.
+
+    For a model that is one layer which ``curvatlas.closed_form`` knows. Its loss, and one product
+    of the operator (``closed_maps``), are compared first: a layer read wrongly is never used.
+    """
     if problem.spread:
         raise UnmappedModuleError("the closed form reads all data in one process.")
     mapped = map_module(problem.model)
@@ -292,7 +287,10 @@ def _rounding(problem: Problem) -> float:
 def closed_maps(
     found: ClosedForm, operator: CurvatureParts, blocks: Sequence[Block], room: int
 ) -> tuple[Maps, Shares]:
-    """Every map from the closed form: from the matrices where three fit ``room`` bytes."""
+    """Every map from the closed form: from the matrices where three fit ``room`` bytes.
+
+    Beyond that the exact Frobenius norms and traces alone (derivations §12), with nothing P × P.
+    """
     derivatives = found.derivatives
     size = derivatives.size
     if 4 * size**2 * operator.dtype.itemsize <= room:
@@ -344,37 +342,28 @@ def _norm_maps(
     maps: Maps = {}
     shares: Shares = {}
     derivatives = found.derivatives
-    gather = torch.zeros(len(blocks), len(derivatives.names), dtype=torch.float64)
-    for a, own in enumerate(members):
-        gather[a, own] = 1
+    gather = _members_of(dict(enumerate(members)), len(derivatives.names))
     for part in PARTS:
         energy = gather @ derivatives.frobenius(part).cpu().double().square() @ gather.T
         traces = torch.tensor(list(derivatives.traces(part).values()), dtype=torch.float64)
         trace = gather @ traces
         for view in VIEWS:
             groups = groups_of(blocks, view)
-            join = torch.zeros(len(groups), len(blocks), dtype=torch.float64)
-            sizes = torch.zeros(len(groups), dtype=torch.float64)
-            for a, places in enumerate(groups.values()):
-                join[a, places] = 1
-                sizes[a] = sum(blocks[k].size for k in places)
+            join = _members_of(groups, len(blocks))
+            sizes = join @ torch.tensor([float(block.size) for block in blocks]).double()
             square = join @ energy @ join.T
             norm = square.sqrt()
             low = norm / torch.minimum(sizes[:, None], sizes[None, :]).sqrt()
-            ends = {
-                "frobenius": (norm, norm.clone(), norm.clone()),
-                "spectral": ((low * norm).sqrt(), low, norm.clone()),
-                "trace": (join @ trace, join @ trace, join @ trace),
+            quantities = {
+                "frobenius": (norm,),
+                "spectral": ((low * norm).sqrt(), low, norm),
+                "trace": (join @ trace,),
             }
-            for quantity, (values, least, most) in ends.items():
-                maps[f"{view}/{quantity}/{part}"] = AtlasMap(
-                    quantity=quantity, part=part, view=view, names=tuple(groups),
-                    values=values, low=least, high=most,
-                )  # fmt: skip
-            whole = float(square.sum())
-            share = float(square.diagonal().sum()) / whole if whole > 0 else float("nan")
-            shares[f"{view}/{part}"] = (share, share, share)
+            _add_view(maps, shares, view, part, tuple(groups), square, quantities)
     return maps, shares
+
+
+# --- spectral norms and negative mass of single blocks --------------------------------------------
 
 
 _OPERATORS: dict[str, type[CurvatureOperator]] = {
@@ -396,8 +385,6 @@ def refined_spectral(
     budget: int | str | None,
 ) -> None:
     """Replace brackets by converged spectral norms, for the diagonal or the named pairs."""
-    import curvatlas as ca
-
     names = [block.name for block in blocks]
     if isinstance(which, str):
         if which != "diagonal":
@@ -411,21 +398,22 @@ def refined_spectral(
     slices = {block.name: list(block.slices) for block in blocks}
     for part, kind in _OPERATORS.items():
         operator = kind(problem, budget=budget)
-        found = maps[f"block/spectral/{part}"]
+        key = f"block/spectral/{part}"
+        bracket = maps[key]
+        values, low, high = (t.clone() for t in (bracket.values, *bracket.interval))
         for row, column in track(pairs, f"spectral norms ({part})"):
-            estimate = ca.spectral_norm(operator[slices[row], slices[column]], seed=seed)
-            i, j = found.place(row), found.place(column)
+            estimate = spectral_norm(operator[slices[row], slices[column]], seed=seed)
+            i, j = bracket.place(row), bracket.place(column)
             for a, b in ((i, j), (j, i)):
-                found.values[a, b] = estimate.value
-                found.low[a, b], found.high[a, b] = estimate.interval
+                values[a, b] = estimate.value
+                low[a, b], high[a, b] = estimate.interval
+        maps[key] = atlas_map(key, bracket.names, values, low, high)
 
 
 def negative_masses(
     problem: Problem, blocks: Sequence[Block], *, seed: int, budget: int | str | None
 ) -> dict[str, AtlasMap]:
     """Share of negative eigenvalues of every diagonal block, by stochastic Lanczos quadrature."""
-    from curvatlas.spectra.density import spectral_density
-
     names = tuple(block.name for block in blocks)
     maps: dict[str, AtlasMap] = {}
     for part, kind in _OPERATORS.items():
@@ -436,8 +424,6 @@ def negative_masses(
                 view = operator[list(block.slices), list(block.slices)]
                 density = spectral_density(view, max_products=_DENSITY_PRODUCTS, seed=seed)
                 values[:, j] = torch.tensor([density.negative_mass, *density.interval])
-        maps[f"block/negative mass/{part}"] = AtlasMap(
-            quantity="negative mass", part=part, view="block", names=names,
-            values=values[0], low=values[1], high=values[2],
-        )  # fmt: skip
+        key = f"block/negative mass/{part}"
+        maps[key] = atlas_map(key, names, *values)
     return maps

@@ -1,4 +1,4 @@
-"""Curvature of every module of any model: of its parameters, and of what it puts out."""
+"""Curvature by role and by module, for models too large for a map or with unknown roles."""
 
 from __future__ import annotations
 
@@ -30,31 +30,16 @@ from curvatlas.results import Result
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.summary import Participation
 
-# -------------------------------------------------------------------------------------------------
-# Traces of H and H_o by role for models too large for a map, all roles from the same probes.
-#
-# H_o = Σ_b c_b J_bᵀ Λ_b J_b needs no product. With Λ_b = B_b B_bᵀ and ξ normal in the output space
-#
-#     E (J_bᵀ B_b ξ)_i² = (J_bᵀ Λ_b J_b)_ii,
-#
-# so one backward pass gives a sample of every role's trace; samples of the data are taken apart,
-# which leaves their cross terms out of the noise. For H a probe is a product, read off role by
-# role.
-# Known eigenvectors Q take their part exactly, and their weight out of the noise:
-#
-#     tr(E_r H) = tr(E_r H Q Qᵀ) + E[(E_r z)ᵀ H (I − Q Qᵀ) z].
-#
-# Intervals are Student's over the probes.
-# -------------------------------------------------------------------------------------------------
-
-
 _CONFIDENCE = 0.95
 _LAYER = re.compile(r"^blocks\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleTraces(Result):
-    """Samples of every role's trace; their mean plus what is known exactly is the estimate."""
+    """Samples of every role's trace; their mean plus what is known exactly is the estimate.
+
+    Intervals are Student's over the probes.
+    """
 
     part: str  # total: H, outer: H_o
     roles: tuple[str, ...]
@@ -78,10 +63,14 @@ class RoleTraces(Result):
         sums = self.samples.sum(1)
         value = float(self.known.sum() + sums.mean())
         return Estimate(
-            quantity="trace", value=value, interval=_around(value, sums), products=self.products,
-            converged=len(sums) > 1, exact=False,
+            quantity="trace",
+            value=value,
+            interval=_around(value, sums),
+            products=self.products,
+            converged=len(sums) > 1,
+            exact=False,
             method=f"{len(sums)} normal probes, {self.products} {self.unit}",
-        )  # fmt: skip
+        )
 
     def pooled(self) -> RoleTraces:
         """Roles that were taken apart by layer, over all layers."""
@@ -123,7 +112,11 @@ def outer_role_traces(
     seed: int = 0,
     layers: bool = False,
 ) -> RoleTraces:
-    """tr H_o by role, one backward pass a probe: probes ``first`` to ``first + probes``.
+    r"""tr H_o by role, one backward pass a probe: probes ``first`` to ``first + probes``.
+
+    H_o = Σ_b c_b J_bᵀ Λ_b J_b needs no product: with Λ_b = B_b B_bᵀ and ξ normal,
+    E (J_bᵀ B_b ξ)_i² = (J_bᵀ Λ_b J_b)_ii. Samples of the data are taken apart, which leaves their
+    cross terms out of the noise.
 
     layers: every layer's roles apart ("blocks.3.key"); ``RoleTraces.pooled`` puts them together
     """
@@ -147,7 +140,9 @@ def role_traces(
     deflate: Tensor | None = None,
     known: Tensor | None = None,
 ) -> RoleTraces:
-    """tr of ``op`` by role of ``problem``, one product a probe and one for each deflated vector.
+    r"""tr of ``op`` by role of ``problem``, one product a probe and one for each deflated vector.
+
+        tr(E_r H) = tr(E_r H Q Qᵀ) + E[(E_r z)ᵀ H (I − Q Qᵀ) z]
 
     deflate: orthonormal columns (n, k), best the leading eigenvectors, in any precision;
     known: ``RoleTraces.known`` of an earlier call with the same columns, which saves their products
@@ -213,9 +208,14 @@ def _traces(
     sizes = tuple(sum(piece.size for piece in slices) for slices in roles.values())
     known = torch.zeros(len(roles), dtype=torch.float64) if known is None else known
     return RoleTraces(
-        part=part, roles=tuple(roles), sizes=sizes, samples=samples, known=known,
-        products=products, unit=unit,
-    )  # fmt: skip
+        part=part,
+        roles=tuple(roles),
+        sizes=sizes,
+        samples=samples,
+        known=known,
+        products=products,
+        unit=unit,
+    )
 
 
 def _by_role(entries: Tensor, roles: dict[str, tuple[Slice, ...]]) -> Tensor:
@@ -329,9 +329,11 @@ def module_wise_curvature(
         trace, reach = float(values[0, j]), _TAIL * float(errors[0, j])
         ends = [float(np.sqrt(max(float(a[0, j, j]), 0.0))) for a in spectral]
         measure = Measure(
-            norm=norms[0], norm_interval=(norms[1], norms[2]),
-            trace=trace, trace_interval=(trace - reach, trace + reach),
-        )  # fmt: skip
+            norm=norms[0],
+            norm_interval=(norms[1], norms[2]),
+            trace=trace,
+            trace_interval=(trace - reach, trace + reach),
+        )
         slope = float(torch.linalg.norm(gradient[block.indices]))
         of_parameters[block.name] = (measure, (ends[0], ends[1]), slope, block.size)
     of_outputs, products = activation_curvature(problem, probes=probes, seed=seed)
@@ -404,11 +406,7 @@ def activation_curvature(
                 basis = orthonormal(tensor.shape, probes, generator, tensor)
                 images = pulled([slope], [tensor], [basis])[0].detach()
                 products += len(basis)
-                seen = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1)
-                measure = Measure(
-                    norm=seen.norm, norm_interval=seen.norm_interval,
-                    trace=seen.trace, trace_interval=seen.trace_interval,
-                )  # fmt: skip
+                measure = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1).measure
                 found[path] = (measure, tuple(tensor.shape))
     finally:
         for handle in handles:

@@ -12,11 +12,20 @@ from curvatlas import parallel
 from curvatlas.analysis.atlas.exact import (
     closed_form,
     closed_maps,
-    dense_maps,
+    dense_parts,
+    maps_of_matrices,
     negative_masses,
     refined_spectral,
 )
-from curvatlas.analysis.atlas.result import VIEWS, Atlas, AtlasMap, Block, blocks_of, groups_of
+from curvatlas.analysis.atlas.result import (
+    VIEWS,
+    Atlas,
+    AtlasMap,
+    Block,
+    atlas_map,
+    blocks_of,
+    groups_of,
+)
 from curvatlas.analysis.atlas.sketch import Array, Energy, Sketch
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.engines.tangent.reading import UnmappedModuleError
@@ -79,7 +88,8 @@ def atlas(
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
     operator = CurvatureParts(problem, budget=budget)
     if method == "dense" or (method == "auto" and fits):
-        maps, shares = dense_maps(operator, blocks)
+        places = [block.indices for block in blocks]
+        maps, shares = maps_of_matrices(dense_parts(operator), places, blocks)
         return _finish(maps, shares, blocks, "dense", operator.products, rtol, 0.0, True)
     if method in ("auto", "closed form"):
         try:
@@ -110,10 +120,9 @@ def _finish(
     error: float,
     converged: bool,
 ) -> Atlas:
-    for key, found in list(maps.items()):
-        view, quantity, part = key.split("/")
-        if quantity == "frobenius":
-            maps[f"{view}/coupling/{part}"] = _coupling(found)
+    for key, frobenius in list(maps.items()):
+        if "/frobenius/" in key:
+            maps[key.replace("frobenius", "coupling")] = _coupling(frobenius)
     return Atlas(
         maps=maps,
         sizes={block.name: block.size for block in blocks},
@@ -184,10 +193,12 @@ def _sketch_maps(
     maps: dict[str, AtlasMap] = {}
     shares: dict[str, tuple[float, float, float]] = {}
     floor = np.sqrt(noise_floor(sketch.energies([[j] for j in range(len(blocks))]), sketch).max())
+    traces = sketch.traces()
     spectral: tuple[Array, Array] | None = None
     for view in VIEWS:
         groups = groups_of(blocks, view)
-        names, places = tuple(groups), list(groups.values())
+        places = list(groups.values())
+        member = np.array([[j in group for group in places] for j in range(len(blocks))], float)
         energy = sketch.energies(places)
         low, high = (np.sqrt(np.maximum(end, 0)) for end in energy.interval())
         value = np.sqrt(np.maximum(energy.value, 0))
@@ -198,15 +209,17 @@ def _sketch_maps(
             spectral = np.where(value <= floor, 0.0, below), np.maximum(above, floor)
         bracket = _grouped_spectral(*spectral, places)
         for p, part in enumerate(PARTS):
-            maps[f"{view}/frobenius/{part}"] = _map(
-                "frobenius", part, view, names, value[p], low[p], high[p]
-            )
-            middle = np.sqrt(bracket[0][p] * bracket[1][p])
-            maps[f"{view}/spectral/{part}"] = _map(
-                "spectral", part, view, names, middle, bracket[0][p], bracket[1][p]
-            )
+            below, above = bracket[0][p], bracket[1][p]
+            trace = traces[0][p] @ member
+            reach = _TAIL * np.sqrt(traces[1][p] ** 2 @ member)  # blocks are probed independently
+            for quantity, ends in (
+                ("frobenius", (value[p], low[p], high[p])),
+                ("spectral", (np.sqrt(below * above), below, above)),
+                ("trace", (trace, trace - reach, trace + reach)),
+            ):
+                key = f"{view}/{quantity}/{part}"
+                maps[key] = atlas_map(key, tuple(groups), *ends)
             shares[f"{view}/{part}"] = _share(energy, p)
-        trace_maps(maps, sketch.traces(), view, names, places)
     return maps, shares
 
 
@@ -240,39 +253,8 @@ def _share(energy: Energy, part: int) -> tuple[float, float, float]:
     return share, max(0.0, share - _NORMAL * spread), min(1.0, share + _NORMAL * spread)
 
 
-def trace_maps(
-    maps: dict[str, AtlasMap],
-    traces: tuple[Array, Array],
-    view: str,
-    names: tuple[str, ...],
-    places: Sequence[Sequence[int]],
-) -> None:
-    """Traces of the diagonal blocks of a view; blocks are probed independently."""
-    values, errors = traces
-    for p, part in enumerate(PARTS):
-        value = np.array([values[p, group].sum() for group in map(list, places)])
-        error = np.array([np.sqrt((errors[p, group] ** 2).sum()) for group in map(list, places)])
-        reach = _TAIL * error
-        maps[f"{view}/trace/{part}"] = _map(
-            "trace", part, view, names, value, value - reach, value + reach
-        )
-
-
-def _map(
-    quantity: str, part: str, view: str, names: tuple[str, ...], value: Any, low: Any, high: Any
-) -> AtlasMap:
-    def tensor(array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
-
-    return AtlasMap(
-        quantity=quantity, part=part, view=view, names=names,
-        values=tensor(value), low=tensor(low), high=tensor(high),
-    )  # fmt: skip
-
-
 def _coupling(frobenius: AtlasMap) -> AtlasMap:
     """‖H_ij‖_F / √(‖H_ii‖_F ‖H_jj‖_F): at most 1 for a positive semidefinite matrix."""
-
     floor = 1e-12 * float(frobenius.values.max())  # a block of zeros couples to nothing
 
     def ratio(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
@@ -288,7 +270,5 @@ def _coupling(frobenius: AtlasMap) -> AtlasMap:
     for end in (value, low, high):
         known = ~torch.isnan(end.diagonal())
         end.diagonal()[known] = 1.0
-    return AtlasMap(
-        quantity="coupling", part=frobenius.part, view=frobenius.view, names=frobenius.names,
-        values=value, low=low, high=high,
-    )  # fmt: skip
+    key = f"{frobenius.view}/coupling/{frobenius.part}"
+    return atlas_map(key, frobenius.names, value, low, high)

@@ -1,4 +1,4 @@
-"""The atlas as a value: maps with intervals, views, couplings, ranking."""
+"""The atlas as a value: its rows and columns, maps with intervals, views, couplings, ranking."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from curvatlas.anatomy import Anatomy, Slice
 from curvatlas.figures.atlas import plot_atlas, plot_map, save_figures
 from curvatlas.linear_operator import PARTS
 from curvatlas.results import Result
-
-# -------------------------------------------------------------------------------------------------
-# The rows and columns of the atlas: roles of every layer, cut finer or coarser on request.
-# -------------------------------------------------------------------------------------------------
-
 
 VIEWS = ("block", "role", "layer", "sublayer", "model")
 
@@ -140,9 +135,7 @@ def _block(name: str, slices: Sequence[Slice]) -> Block:
     else:
         role = name.removeprefix(prefix) if name.startswith(prefix) else first.role
         layer = f"layer {first.layer}"
-    return Block(
-        name=name, role=role, layer=layer, sublayer=first.sublayer, slices=tuple(slices)
-    )  # fmt: skip
+    return Block(name=name, role=role, layer=layer, sublayer=first.sublayer, slices=tuple(slices))
 
 
 def groups_of(blocks: Sequence[Block], view: str) -> dict[str, list[int]]:
@@ -202,6 +195,24 @@ class AtlasMap(Result):
     def plot(self, **options: Any) -> Any:
         """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
         return plot_map(self, **options)
+
+
+def atlas_map(
+    key: str, names: tuple[str, ...], values: Any, low: Any = None, high: Any = None
+) -> AtlasMap:
+    """A map from arrays or tensors, exact without ends; key: "view/quantity/part"."""
+    view, quantity, part = key.split("/")
+    ends = (values, values if low is None else low, values if high is None else high)
+    tensors = [torch.as_tensor(end).to(torch.float64, copy=True) for end in ends]
+    return AtlasMap(
+        quantity=quantity,
+        part=part,
+        view=view,
+        names=names,
+        values=tensors[0],
+        low=tensors[1],
+        high=tensors[2],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A probe that lives in column block j gives H_ij z for every row block i. Only small Gram matrices of
 these products are kept, (rows, q, q) a column and part, and the leading directions of every row
-block, which make the probes of the columns to come better than random ones (atlas_directions).
+block, which make the probes of the columns to come better than random ones.
 """
 
 from __future__ import annotations
@@ -21,21 +21,6 @@ from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.precision import in_float64
 from curvatlas.progress import bar
-
-# -------------------------------------------------------------------------------------------------
-# What random probes say about the norms of a matrix: estimates, variances, intervals.
-#
-# Q is a random orthonormal n × q matrix and G = (A Q)ᵀ(A Q), B = AᵀA. With T = (n/q) tr G:
-#
-#     E T = ‖A‖_F²,   Var T = (2/q) · n(n−q) · E[G_kl²],  k ≠ l,
-#
-# because E[G_kl²] = (‖B‖_F² − tr²B/n) / ((n−1)(n+2)) for two orthonormal random vectors. The
-# q(q−1)/2 pairs estimate the variance far better than the spread of q numbers does, and give
-# ‖B‖_F²,
-# from which ‖B‖_F²/tr B ≤ ‖A‖₂² ≤ tr B brackets the largest singular value. With q = n all is
-# exact.
-# -------------------------------------------------------------------------------------------------
-
 
 Array = NDArray[np.float64]
 
@@ -85,9 +70,18 @@ class Energy:
 
 
 def energy_of(grams: Array, size: int, *, longest: float | None = None) -> Energy:
-    """From Gram matrices (..., q, q) of q orthonormal probes in a space of dimension ``size``.
+    r"""From Gram matrices (..., q, q) of q orthonormal probes in a space of dimension ``size``.
 
-    longest: given for probes of atlas_directions, whose squared lengths are 1 on average and this
+    Q random orthonormal (n, q), G = (A Q)ᵀ(A Q), B = AᵀA and T = (n/q) tr G:
+
+        E T = ‖A‖_F²,   Var T = (2/q) · n(n−q) · E[G_kl²],  k ≠ l,
+
+    because E[G_kl²] = (‖B‖_F² − tr²B/n) / ((n−1)(n+2)) for two orthonormal random vectors. The
+    q(q−1)/2 pairs estimate the variance far better than the spread of q numbers does, and give
+    ‖B‖_F², from which ‖B‖_F²/tr B ≤ ‖A‖₂² ≤ tr B brackets the largest singular value. With q = n
+    all is exact.
+
+    longest: given for ``coded_probes``, whose squared lengths are 1 on average and this
         at most. Their pairs still estimate the variance, too high rather than too low: the pairs
         that matter most stand in different probes.
     """
@@ -129,22 +123,6 @@ def pooled(parts: list[Energy], weights: list[float]) -> Energy:
         pairs,
         np.max(np.stack([p.seen for p in parts]), axis=0),
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Probes that know where a column's curvature lies, learnt from the columns already probed.
-#
-# H is symmetric, so the products H_ba z_a of other columns are samples of the row space of H_ab.
-# Their leading directions u_1, …, u_r are an approximate eigenbasis of B = H_abᵀH_ab for every row
-# a.
-# Dealt out in turn to q classes, with random signs ε and a random share w of the complement,
-#
-#     x_c = Σ_{i ∈ c} ε_i u_i + √((n − r)/q) w_c,  E Σ_c x_c x_cᵀ = I,  E Σ_c ‖H_ab x_c‖² =
-#     ‖H_ab‖_F²,
-#
-# only pairs inside a class make noise, Var = 2 Σ_c Σ_{i ≠ j ∈ c} B_ij²: none of the q leading
-# directions disturbs another, and no product more is needed than for isotropic probes.
-# -------------------------------------------------------------------------------------------------
 
 
 _FULL_UP_TO = 512  # entries of a block whose whole covariance is kept
@@ -216,7 +194,18 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def coded_probes(basis: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(n, q) probes x_c of the module's equation, orthogonal, scaled so that E XXᵀ = I."""
+    r"""(n, q) orthogonal probes x_c that know where a column's curvature lies, E XXᵀ = I.
+
+    H is symmetric, so the products H_ba z_a of other columns are samples of the row space of H_ab.
+    Their leading directions u_1, …, u_r (``basis``) are an approximate eigenbasis of B = H_abᵀH_ab
+    for every row a. Dealt out in turn to q classes, with random signs ε and a random share w of the
+    complement,
+
+        x_c = Σ_{i ∈ c} ε_i u_i + √((n − r)/q) w_c,   E Σ_c ‖H_ab x_c‖² = ‖H_ab‖_F²,
+
+    only pairs inside a class make noise, Var = 2 Σ_c Σ_{i ≠ j ∈ c} B_ij²: none of the q leading
+    directions disturbs another, and no product more is needed than for isotropic probes.
+    """
     size, known = basis.shape
     probes = torch.zeros(size, count, dtype=basis.dtype)
     rest = size - known

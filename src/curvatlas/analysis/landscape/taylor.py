@@ -36,7 +36,6 @@ from curvatlas.analysis.landscape.taylor_result import (
     PredictedTrajectory,
     TaylorExpansion,
     TrustRadius,
-    empty,
 )
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
@@ -46,22 +45,8 @@ from curvatlas.progress import track
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.krylov import KrylovBasis
 
-# -------------------------------------------------------------------------------------------------
-# Curvature from an observed trajectory: no second derivative is computed.
-#
-# From weights w_t and gradients g_t: steps S = w_{t+1} − w_t and changes Y = g_{t+1} − g_t satisfy
-# Y = H S in a quadratic landscape. In an orthonormal basis Q of the span of S, A = Qᵀ Y R⁺ is the
-# projected Hessian; its symmetric part gives Ritz values, its antisymmetric part, which is zero
-# for a
-# quadratic, measures how much the landscape changed on the way and so the uncertainty.
-#
-# From losses alone: the decrease Δ_t = L_t − L_{t+1} of a mode falls like (1 − ηλ)^{2t}, so the
-# rate
-# of the slowest mode still alive is λ = (1 − (Δ_{t+1}/Δ_t)^½)/η.
-# -------------------------------------------------------------------------------------------------
-
-
-_SMALL = 1e-8  # directions below this share of the largest step carry only rounding
+_OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
+_NEGLIGIBLE = 1e-8  # directions below this share of the largest step carry only rounding
 
 
 def observed_curvature(
@@ -70,7 +55,10 @@ def observed_curvature(
     gradients: Tensor | Sequence[Tensor] | None,
     momentum: float,
 ) -> ObservedCurvature:
-    """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate."""
+    """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate.
+
+    No second derivative is computed.
+    """
     stacked = _stacked(trajectory)
     if not bool(torch.isfinite(stacked).all()):
         raise ValueError("the trajectory holds NaN or infinite values: cut it before them.")
@@ -107,11 +95,17 @@ def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
 
 
 def _from_weights(weights: Tensor, gradients: Tensor) -> ObservedCurvature:
+    r"""Steps S = w_{t+1} − w_t and changes Y = g_{t+1} − g_t: Y = H S in a quadratic landscape.
+
+    In an orthonormal basis Q of the span of S, A = Qᵀ Y R⁺ is the projected Hessian: its symmetric
+    part gives Ritz values, its antisymmetric part, zero for a quadratic, measures how much the
+    landscape changed on the way and so the uncertainty.
+    """
     steps = (weights[1:] - weights[:-1]).T  # (P, T − 1)
     changes = (gradients[1:] - gradients[:-1]).T
     directional = (steps * changes).sum(0) / (steps * steps).sum(0).clamp_min(1e-300)
     q, sizes, right = torch.linalg.svd(steps, full_matrices=False)
-    keep = sizes > _SMALL * sizes[0]
+    keep = sizes > _NEGLIGIBLE * sizes[0]
     q, sizes, right = q[:, keep], sizes[keep], right[keep]
     action = q.T @ changes @ right.T / sizes  # (m, m), H in the basis q
     symmetric, skew = (action + action.T) / 2, (action - action.T) / 2
@@ -133,6 +127,10 @@ def _from_weights(weights: Tensor, gradients: Tensor) -> ObservedCurvature:
 
 
 def _from_losses(losses: np.ndarray, rate: float) -> ObservedCurvature:
+    """The decrease Δ_t = L_t − L_{t+1} of a mode falls like (1 − ηλ)^{2t}.
+
+    So the rate of the slowest mode still alive is λ = (1 − (Δ_{t+1}/Δ_t)^½)/η.
+    """
     drops = losses[:-1] - losses[1:]
     floor = 1e-13 * np.abs(losses).max()
     alive = np.flatnonzero(drops <= floor)
@@ -156,26 +154,8 @@ def _from_losses(losses: np.ndarray, rate: float) -> ObservedCurvature:
         steps=len(losses),
         source="losses",
         asymmetry=0.0,
-        directional=empty(),
+        directional=torch.empty(0, dtype=torch.float64),
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Gradient descent in the quadratic model, and beside it the real run.
-#
-# All iterates lie in the Krylov space of H and g. With the Ritz pairs (λ_i, u_i) of an m-step
-# Lanczos
-# run started at g, each mode evolves on its own,
-#
-#     δ_i ← δ_i − η v_i,   v_i ← μ v_i + (g_i + λ_i δ_i),   L = L₀ + Σ_i (g_i δ_i + ½ λ_i δ_i²),
-#
-# and by Gauss quadrature the loss is that of the full quadratic model, exactly for the first m
-# steps.
-# The outliers of the top eigenspace are Ritz values of their own, the bulk is what remains.
-# -------------------------------------------------------------------------------------------------
-
-
-_OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
 
 
 class Descent:
@@ -224,7 +204,16 @@ class Descent:
 def predict_trajectory(
     problem: Problem, n_steps: int, rate: float, *, momentum: float, modes: int, compare: bool
 ) -> PredictedTrajectory:
-    """Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights."""
+    r"""Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights.
+
+    All iterates lie in the Krylov space of H and g. With the Ritz pairs (λ_i, u_i) of an m-step
+    Lanczos run started at g, each mode evolves on its own,
+
+        δ_i ← δ_i − η v_i,   v_i ← μ v_i + (g_i + λ_i δ_i),   L = L₀ + Σ_i (g_i δ_i + ½ λ_i δ_i²),
+
+    and by Gauss quadrature the loss is that of the full quadratic model, exactly for the first m
+    steps. The outliers of the top eigenspace are Ritz values of their own, the bulk what remains.
+    """
     descent = Descent(problem)
     loss, gradient = descent.at(descent.start)
     size = min(modes, problem.size)
@@ -350,9 +339,13 @@ def _radius(step: float, momentum: float) -> float:
 
 
 def _growth(
-    at: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, direction: Tensor, rate: float,
-    momentum: float, steps: int,
-) -> float:  # fmt: skip
+    at: Callable[[Tensor], tuple[float, Tensor]],
+    start: Tensor,
+    direction: Tensor,
+    rate: float,
+    momentum: float,
+    steps: int,
+) -> float:
     """Growth a step of a small deviation along ``direction`` under training.
 
     Training runs on L(w) − ∇L(w₀)·w, whose stationary point is w₀ itself: what grows or shrinks is
@@ -633,9 +626,13 @@ def _trust_radius(problem: Problem, unit: Tensor, accuracy: float, order: int) -
         reach = min(largest, 2 * reach if share == 1.0 else max(1.5 * radius, reach / 8))
     worst, fails = _measured(line, (slope, second, third), radius, accuracy, order)
     return TrustRadius(
-        radius=radius, accuracy=accuracy, order=order, limited=limited, worst_inside=worst,
+        radius=radius,
+        accuracy=accuracy,
+        order=order,
+        limited=limited,
+        worst_inside=worst,
         measured_radius=fails,
-    )  # fmt: skip
+    )
 
 
 def _measured(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvatlas.figures.landscape import (
@@ -237,7 +236,3 @@ class ObservedCurvature(Result):
     def plot(self) -> Any:
         """Curvature along the trajectory."""
         return observed_figure(self)
-
-
-def empty() -> Tensor:
-    return torch.empty(0, dtype=torch.float64)

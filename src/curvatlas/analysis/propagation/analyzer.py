@@ -288,15 +288,7 @@ def _estimated(
         total=None,
         passed_on=None,
         created_here=None,
-        measures={
-            part: Measure(
-                norm=p.norm,
-                norm_interval=p.norm_interval,
-                trace=p.trace,
-                trace_interval=p.trace_interval,
-            )
-            for part, p in found.items()
-        },
+        measures={part: probed.measure for part, probed in found.items()},
         spectral_norm=math.sqrt(whole.spectral[0] * whole.spectral[1]),
         spectral_interval=whole.spectral,
         eigenvalues=None,

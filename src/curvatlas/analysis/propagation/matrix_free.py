@@ -31,6 +31,7 @@ from torch import Tensor
 from curvatlas.analysis.atlas.sketch import Energy, energy_of
 from curvatlas.analysis.propagation.capture import Capture, Node
 from curvatlas.analysis.propagation.dense import cut, is_sum, pulled
+from curvatlas.analysis.propagation.result import Measure
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
@@ -361,6 +362,15 @@ class Probed:
     spectral: tuple[float, float]
     token_trace: Tensor  # (samples, tokens)
     token_error: Tensor  # its standard error
+
+    @property
+    def measure(self) -> Measure:
+        return Measure(
+            norm=self.norm,
+            norm_interval=self.norm_interval,
+            trace=self.trace,
+            trace_interval=self.trace_interval,
+        )
 
 
 NOTHING = Probed(
