@@ -19,15 +19,6 @@ from scipy import stats
 
 from curvatlas.results import Result
 
-# -------------------------------------------------------------------------------------------------
-# Robust least squares for many data sets at once: the engine of the bootstrap.
-#
-# Levenberg-Marquardt with Huber weights on residuals in log space, batched over the leading axis,
-# so
-# that a few hundred bootstrap fits cost little more than one.
-# -------------------------------------------------------------------------------------------------
-
-
 Array = NDArray[np.float64]
 # parameters (B, p) → log model (B, n) and its Jacobian (B, n, p)
 LogModel = Callable[[Array], tuple[Array, Array]]
@@ -452,11 +443,6 @@ def _start(logs: list[Array], y: Array) -> Array:
         if cost < best:
             best, found = cost, np.r_[np.log(np.maximum(factors, floor)), exponents]
     return found
-
-
-# -------------------------------------------------------------------------------------------------
-# A power law in two sizes, y = C N^a D^b: the plane in log space.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,6 @@ from curvatlas.runs import Run, subject
 from curvatlas.studies.comparisons import Spread, spread_of
 from curvatlas.zoo import Dataset, ViT, ViTConfig, digits, fashion_mnist, mnist, train
 
-# -------------------------------------------------------------------------------------------------
-# What the sources say, each statement as one number with the threshold it must pass.
-# -------------------------------------------------------------------------------------------------
-
-
 ATTENTION = ("query", "key", "value", "output")
 FEED_FORWARD = ("up", "down")
 

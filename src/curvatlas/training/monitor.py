@@ -33,11 +33,9 @@ from curvatlas.training.snapshot import (
     Thresholds,
     Tracker,
     events_of,
+    lightning_callback,
+    trainer_callback,
 )
-
-# -------------------------------------------------------------------------------------------------
-# One measurement of the curvature, warm-started from the last one.
-# -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -165,7 +163,7 @@ class Measuring:
         products = operator @ probes
         samples = in_float64((probes * products).sum(0))
         mean, spread = float(samples.mean()), float(samples.std()) / self._probes**0.5
-        quantile = _student_95(self._probes - 1)
+        quantile = float(student.ppf(0.975, max(self._probes - 1, 1)))
         each = (probes * products).mean(1)
         roles = {
             role: float(sum(piece.view(each).sum() for piece in pieces))
@@ -219,10 +217,6 @@ def _share(vector: Tensor, basis: Tensor) -> float:
 def _overlap(a: Tensor, b: Tensor) -> float:
     """‖AᵀB‖²_F / k for two orthonormal bases of k columns: 1 for equal spaces, 0 for orthogonal."""
     return min(1.0, float((a.T @ b).square().sum()) / b.shape[1])
-
-
-def _student_95(freedom: int) -> float:
-    return float(student.ppf(0.975, max(freedom, 1)))
 
 
 class Monitor:
@@ -321,11 +315,11 @@ class Monitor:
         rate = self._rate() if learning_rate is None else learning_rate
         try:
             snapshot = self._measuring.measure(self.steps if step is None else step, rate)
-            found = list(events_of(snapshot, self.snapshots, self.thresholds))
+            events = list(events_of(snapshot, self.snapshots, self.thresholds))
             self.snapshots.append(snapshot)
-            self.events.extend(found)
+            self.events.extend(events)
             for tracker in self.trackers:
-                tracker.write(snapshot, found)
+                tracker.write(snapshot, events)
         finally:  # a measurement that fails is paid for as well
             cost = time.perf_counter() - began
             self._costs.append(cost)
@@ -386,12 +380,8 @@ class Monitor:
 
     def trainer_callback(self) -> Any:
         """A ``transformers.TrainerCallback`` that steps this monitor."""
-        from curvatlas.training.snapshot import trainer_callback
-
         return trainer_callback(self)
 
     def lightning_callback(self) -> Any:
         """A Lightning ``Callback`` that steps this monitor."""
-        from curvatlas.training.snapshot import lightning_callback
-
         return lightning_callback(self)

@@ -23,11 +23,6 @@ from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
 from curvatlas.training.monitor import leaving_no_trace
 
-# -------------------------------------------------------------------------------------------------
-# Which parameters share a rule and a limit of the rate: groups by role or block, the edges.
-# -------------------------------------------------------------------------------------------------
-
-
 StepSizes = Literal["whole", "role", "block"]
 
 
@@ -41,10 +36,10 @@ def parameter_groups(
         if step_sizes != "whole":
             raise ValueError(f"step_sizes={step_sizes!r} needs the model, not its parameters.")
         return given
-    found = list(model.parameters())
-    if not found:
+    parameters = list(model.parameters())
+    if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
-    return found if step_sizes == "whole" else _grouped(model, step_sizes)
+    return parameters if step_sizes == "whole" else _grouped(model, step_sizes)
 
 
 def _grouped(model: nn.Module, step_sizes: StepSizes) -> list[dict[str, Any]]:
@@ -73,11 +68,6 @@ def edges(model: nn.Module | None) -> frozenset[int]:
     slices = anatomy_of(model).slices
     known = {id(named[s.parameter]) for s in slices if s.sublayer in ("embedding", "head")}
     return frozenset(tables | known)
-
-
-# -------------------------------------------------------------------------------------------------
-# A closure evaluated a second time without a trace: gradients, random numbers, buffers.
-# -------------------------------------------------------------------------------------------------
 
 
 Closure = Callable[[], Any]
@@ -124,28 +114,6 @@ def repeatable(closure: Closure, model: nn.Module) -> Closure:
     return repeated
 
 
-# -------------------------------------------------------------------------------------------------
-# The critical learning rate, measured while training: how far a step may go.
-#
-# A step −η d meets the curvature dᵀHd along it. With the slope a = gᵀd the quadratic model
-# changes by −η a + ½ η² dᵀHd: least at η = a / dᵀHd, and no gain from twice that on. What is
-# watched
-# is the fraction κ = η dᵀHd / a: 1 at the lowest point, 2 at the critical rate.
-#
-# Two measurements feed the same limit. After every step, free: the next gradient g⁺ has the slope
-# g⁺ᵀd = a (1 − κ) along the step just made (in expectation over batches; the batch's own noise in
-# a
-# only lowers it). Now and then, when the loss can be evaluated again: the difference of two
-# gradients
-# of one batch, dᵀ(g(θ) − g(θ − ηd)) = η dᵀHd with H averaged along the step, without noise.
-#
-# Both are local. A step that changes a matrix by more than a part of itself leaves the region
-# where a
-# quadratic model holds (behind a normalisation, curvature even falls as weights grow, and nothing
-# stops a wrong rate), so a tenth of the matrices' own size is the most a step may change.
-# -------------------------------------------------------------------------------------------------
-
-
 # A rate up to this is taken on trust; a higher one is reached by growing from here, so that it is
 # measured before it does harm.
 _TRUSTED = 2e-3
@@ -154,13 +122,28 @@ _MEMORY = 0.8  # of the running means: five steps
 # Where the next gradient points back by this share of the slope, κ is near 1.4 without noise. At
 # tuned rates the zoo's models stay above −0.25, at five times the rate they go to −0.45.
 _BACKWARDS = -0.35
-TENTH = 0.1  # of its root mean square that a matrix may change in one step
-_MOST = 1.0  # κ that a measured product allows: the bottom of the parabola
+_MAX_CHANGE = 0.1  # of its root mean square that a matrix may change in one step
+_MAX_FRACTION = 1.0  # κ that a measured product allows: the bottom of the parabola
 
 
 @dataclass
 class Control:
-    """The limit of the learning rate of one parameter group, and the means it comes from."""
+    r"""The limit of the learning rate of one parameter group, and the means it comes from.
+
+    A step −η d meets the curvature dᵀHd along it. With the slope a = gᵀd the quadratic model
+    changes by −η a + ½ η² dᵀHd: least at η = a / dᵀHd, and no gain from twice that on. What is
+    watched is the fraction κ = η dᵀHd / a: 1 at the lowest point, 2 at the critical rate.
+
+    Two measurements feed the same limit. After every step, free: the next gradient g⁺ has the slope
+    g⁺ᵀd = a (1 − κ) along the step just made (in expectation over batches; the batch's own noise
+    in a only lowers it). Now and then, when the loss can be evaluated again: the difference of two
+    gradients of one batch, dᵀ(g(θ) − g(θ − ηd)) = η dᵀHd with H averaged along the step, without
+    noise.
+
+    Both are local. A step that changes a matrix by more than a part of itself leaves the region
+    where a quadratic model holds (behind a normalisation, curvature even falls as weights grow, and
+    nothing stops a wrong rate), so a tenth of the matrices' own size is the most a step may change.
+    """
 
     limit: float = _TRUSTED
     ceiling: float = math.inf  # the rate at which the smallest matrix changes by a tenth
@@ -192,8 +175,8 @@ class Control:
 
     def measured(self, slope: float, curvature: float) -> None:
         """Take in η a and η² dᵀHd of the step just made, both of one batch."""
-        if slope > 0 and curvature > _MOST * slope and math.isfinite(curvature):
-            self.limit = min(self.limit, self.last_rate * _MOST * slope / curvature)
+        if slope > 0 and curvature > _MAX_FRACTION * slope and math.isfinite(curvature):
+            self.limit = min(self.limit, self.last_rate * _MAX_FRACTION * slope / curvature)
 
     def rate(self, wanted: float) -> float:
         """The learning rate that may be used."""
@@ -202,11 +185,6 @@ class Control:
     def stepped(self, rate: float, slope: float) -> None:
         """Remember the step just made."""
         self.last_rate, self.last_slope = rate, slope
-
-
-# -------------------------------------------------------------------------------------------------
-# What the optimizer says about the curvature: at a batch, and of a step.
-# -------------------------------------------------------------------------------------------------
 
 
 Interval = tuple[float, float]
@@ -307,7 +285,7 @@ class CurvatureAwareOptimizer(Optimizer):
     model: an ``nn.Module`` (embeddings and the head are then known by their place and treated as
         diagonal), or parameters or parameter groups as for any ``torch.optim`` optimizer.
     base_lr: the learning rate, ``group["lr"]`` for schedulers. Too large a rate is cut to what the
-        curvature along the steps allows: see ``optimizer_control``.
+        curvature along the steps allows: see ``Control``.
     loss: for ``estimate_local_curvature`` and ``step_with_curvature_adaptation``.
     momentum: of the matrices;  betas, eps: of Adam;  weight_decay: decoupled, matrices only.
     step_sizes: "whole" (one limit of the rate for the model), "role" or "block" (one for each role
@@ -428,7 +406,7 @@ class CurvatureAwareOptimizer(Optimizer):
                 continue
             control = Control.of(group)
             if group["steps"] == 0:
-                control.ceiling = TENTH * min(stack.size for stack in row)
+                control.ceiling = _MAX_CHANGE * min(stack.size for stack in row)
             control.follow(overlap)
             rate = control.rate(float(group["lr"]))
             for stack, gradient in zip(row, given, strict=True):

@@ -1,4 +1,4 @@
-"""Which weights can go: magnitude, Optimal Brain Damage, Optimal Brain Surgeon.
+"""Which weights can go (magnitude, Optimal Brain Damage, Surgeon), and what rounding them costs.
 
 The curvature is the Gauss-Newton matrix: positive semidefinite, and equal to H up to terms in the
 residual, so a saliency is never negative.
@@ -22,17 +22,6 @@ from curvatlas.problem import Problem
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
 
-# -------------------------------------------------------------------------------------------------
-# Optimal Brain Surgeon on blocks of weights, all blocks at once.
-#
-# Removing weight q of a block with curvature B raises the loss by s_q = w_q² / (2 [B⁻¹]_qq) when
-# the
-# other weights of the block move to the best place, δw = −w_q / [B⁻¹]_qq · B⁻¹ e_q (Hassibi and
-# Stork 1993). The inverse without row and column q is one rank-one update away, so weights are
-# taken
-# out one after another, the cheapest first.
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Removals:
@@ -51,7 +40,13 @@ def inverse_blocks(factor: Tensor, *, damping: float) -> Tensor:
 
 
 def remove_all(weights: Tensor, inverse: Tensor) -> Removals:
-    """Take every weight out of every block, cheapest first; weights: (blocks, size)."""
+    r"""Take every weight out of every block, cheapest first; weights: (blocks, size).
+
+    Removing weight q of a block with curvature B raises the loss by s_q = w_q² / (2 [B⁻¹]_qq) when
+    the other weights of the block move to the best place, δw = −w_q / [B⁻¹]_qq · B⁻¹ e_q (Hassibi
+    and Stork 1993). The inverse without row and column q is one rank-one update away. All blocks go
+    at once.
+    """
     blocks, size = weights.shape
     order = torch.empty(blocks, size, dtype=torch.long, device=weights.device)
     cost = torch.empty_like(weights)
@@ -157,12 +152,11 @@ def prune(
         raise ValueError(f"sparsity is a share in [0, 1), got {sparsity}.")
     if method not in ("magnitude", "obd", "obs"):
         raise ValueError(f"method is 'magnitude', 'obd' or 'obs', got {method!r}.")
-    whole = Problem(model, loss, data)
-    pieces = [piece for piece in whole.anatomy.slices if piece.role in roles]
-    if not pieces:
-        known = ", ".join(sorted({piece.role for piece in whole.anatomy.slices}))
-        raise ProblemError(f"no parameter has one of the roles {tuple(roles)}: it has {known}.")
-    names = list(dict.fromkeys(piece.parameter for piece in pieces))
+    slices = Problem(model, loss, data).anatomy.slices
+    names = list(dict.fromkeys(piece.parameter for piece in slices if piece.role in roles))
+    if not names:
+        present = ", ".join(sorted({piece.role for piece in slices}))
+        raise ProblemError(f"no parameter has one of the roles {tuple(roles)}: it has {present}.")
     problem = Problem(model, loss, data, parameters=names)
     chosen = [piece for piece in problem.anatomy.slices if piece.role in roles]
     places = torch.cat([piece.indices for piece in chosen]).to(problem.device)
@@ -176,7 +170,7 @@ def prune(
     else:
         products = 0
         if method == "obd" and curvature is not None:
-            entries = _known_diagonal(problem, curvature)
+            entries = _earlier_diagonal(problem, curvature)
         elif method == "obd":
             entries, products = _diagonal(problem, exact_diagonal, max_products, seed)
         scores = theta.abs() if method == "magnitude" else 0.5 * entries * theta.square()
@@ -194,20 +188,19 @@ def _diagonal(
     if exact is None:
         exact = problem.size <= max_products
     if exact:
-        values, products = exact_outer_diagonal(problem) or _column_by_column(problem)
-    else:
-        operator = GaussNewton(problem)
-        values = diagonal(operator, rtol=0.01, max_products=max_products, seed=seed).values
-        products = operator.products
-    return values.clamp_min(0).to(problem.parameters), products
-
-
-def _column_by_column(problem: Problem) -> tuple[Tensor, int]:
+        diagonal_of_samples = exact_outer_diagonal(problem)
+        if diagonal_of_samples is not None:
+            values, products = diagonal_of_samples
+            return values.clamp_min(0).to(problem.parameters), products
     operator = GaussNewton(problem)
-    return read_diagonal(operator), operator.products
+    if exact:
+        values = read_diagonal(operator)
+    else:
+        values = diagonal(operator, rtol=0.01, max_products=max_products, seed=seed).values
+    return values.clamp_min(0).to(problem.parameters), operator.products
 
 
-def _known_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
+def _earlier_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
     shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
     wrong = [n for n, s in shapes.items() if n not in curvature or curvature[n].shape != s]
     if wrong:
@@ -313,11 +306,6 @@ def value_at(problem: Problem, theta: Tensor) -> float:
         with torch.no_grad():
             for name, value in saved.items():
                 parameters[name].copy_(value)
-
-
-# -------------------------------------------------------------------------------------------------
-# What rounding the weights costs: curvature-weighted error, role by role, beside the truth.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the monitor writes down at one moment of training."""
+"""What the monitor writes down: snapshots, the events they raise, and where both go."""
 
 from __future__ import annotations
 
@@ -17,93 +17,6 @@ from curvatlas.results import Result
 
 if TYPE_CHECKING:
     from curvatlas.training.monitor import Monitor
-
-# -------------------------------------------------------------------------------------------------
-# When a snapshot deserves a word: thresholds the user sets, events they raise.
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """Where the events start; a value of infinity (or 0 for dead blocks) switches one off."""
-
-    edge: float = 2.0  # λmax·η at which gradient descent is at the edge of stability
-    spike_ahead: float = 1.5  # times the edge: the quadratic model predicts divergence
-    loss_spike: float = 1.5  # times the median of the last five losses
-    exploding: float = 10.0  # times a role's median gradient norm so far
-    dead: float = 1e-4  # of a role's median gradient norm so far
-
-
-def events_of(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    """What is new in this snapshot compared with those before it."""
-    yield from _stability(snapshot, earlier, thresholds)
-    recent = [s.loss for s in earlier[-5:]]
-    if len(recent) >= 2:
-        usual = statistics.median(recent)
-        if not snapshot.loss <= thresholds.loss_spike * usual:
-            yield Event(
-                step=snapshot.step,
-                name="loss_spike",
-                message=f"the loss rose to {snapshot.loss:.4g} from a median of {usual:.4g}",
-                value=snapshot.loss,
-                threshold=thresholds.loss_spike * usual,
-            )
-    yield from _blocks(snapshot, earlier, thresholds)
-
-
-def _stability(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    now = snapshot.stability
-    if now is None:
-        return
-    before = earlier[-1].stability if earlier else None
-    crossed = before is None or before < thresholds.edge
-    if now >= thresholds.edge and crossed:
-        yield Event(
-            step=snapshot.step,
-            name="edge_of_stability",
-            message=f"λmax·η = {now:.3g} reached {thresholds.edge:g}: plain gradient descent at "
-            "this rate oscillates along the top eigenvector",
-            value=now,
-            threshold=thresholds.edge,
-        )
-    limit = thresholds.edge * thresholds.spike_ahead
-    if now >= limit and (before is None or before < limit):
-        yield Event(
-            step=snapshot.step,
-            name="spike_ahead",
-            message=f"λmax·η = {now:.3g} is {now / thresholds.edge:.1f} times the edge: expect a "
-            "loss spike, or lower the rate below 2/λmax",
-            value=now,
-            threshold=limit,
-        )
-
-
-def _blocks(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    if len(earlier) < 2:
-        return
-    for role, norm in snapshot.role_gradient.items():
-        usual = statistics.median(s.role_gradient.get(role, math.nan) for s in earlier)
-        if not usual > 0:
-            continue
-        for name, wrong, limit in (
-            ("exploding_block", norm > thresholds.exploding * usual, thresholds.exploding * usual),
-            ("dead_block", norm < thresholds.dead * usual, thresholds.dead * usual),
-        ):
-            if wrong:
-                yield Event(
-                    step=snapshot.step,
-                    name=name,
-                    message=f"the gradient of {role} is {norm:.3g}, usually {usual:.3g}",
-                    value=norm,
-                    threshold=limit,
-                )
-
 
 Interval = tuple[float, float]
 
@@ -190,9 +103,85 @@ class CurvatureHistory(Result):
         return history_figure(self)
 
 
-# -------------------------------------------------------------------------------------------------
-# Where snapshots go: a file of lines, TensorBoard, Weights & Biases; each imported on use.
-# -------------------------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Where the events start; a value of infinity (or 0 for dead blocks) switches one off."""
+
+    edge: float = 2.0  # λmax·η at which gradient descent is at the edge of stability
+    spike_ahead: float = 1.5  # times the edge: the quadratic model predicts divergence
+    loss_spike: float = 1.5  # times the median of the last five losses
+    exploding: float = 10.0  # times a role's median gradient norm so far
+    dead: float = 1e-4  # of a role's median gradient norm so far
+
+
+def events_of(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    """What is new in this snapshot compared with those before it."""
+    yield from _stability(snapshot, earlier, thresholds)
+    recent = [s.loss for s in earlier[-5:]]
+    if len(recent) >= 2:
+        usual = statistics.median(recent)
+        if not snapshot.loss <= thresholds.loss_spike * usual:
+            yield Event(
+                step=snapshot.step,
+                name="loss_spike",
+                message=f"the loss rose to {snapshot.loss:.4g} from a median of {usual:.4g}",
+                value=snapshot.loss,
+                threshold=thresholds.loss_spike * usual,
+            )
+    yield from _blocks(snapshot, earlier, thresholds)
+
+
+def _stability(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    now = snapshot.stability
+    if now is None:
+        return
+    before = earlier[-1].stability if earlier else None
+    edge = thresholds.edge
+    at_the_edge = (
+        f"reached {edge:g}: plain gradient descent at this rate oscillates along the top "
+        "eigenvector"
+    )
+    beyond = (
+        f"is {now / edge:.1f} times the edge: expect a loss spike, or lower the rate below 2/λmax"
+    )
+    for name, limit, told in (
+        ("edge_of_stability", edge, at_the_edge),
+        ("spike_ahead", edge * thresholds.spike_ahead, beyond),
+    ):
+        if now >= limit and (before is None or before < limit):
+            message = f"λmax·η = {now:.3g} {told}"
+            yield Event(step=snapshot.step, name=name, message=message, value=now, threshold=limit)
+
+
+def _blocks(
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+) -> Iterator[Event]:
+    if len(earlier) < 2:
+        return
+    for role, norm in snapshot.role_gradient.items():
+        usual = statistics.median(s.role_gradient.get(role, math.nan) for s in earlier)
+        if not usual > 0:
+            continue
+        most, least = thresholds.exploding * usual, thresholds.dead * usual
+        message = f"the gradient of {role} is {norm:.3g}, usually {usual:.3g}"
+        for name, wrong, limit in (
+            ("exploding_block", norm > most, most),
+            ("dead_block", norm < least, least),
+        ):
+            if wrong:
+                yield Event(
+                    step=snapshot.step, name=name, message=message, value=norm, threshold=limit
+                )
+
+
+# --- where snapshots go: each library is imported on use ------------------------------------------
 
 
 class Tracker:
@@ -253,33 +242,27 @@ class WandbTracker(Tracker):
         self._run.log(values, step=snapshot.step)
 
 
+_SCALARS = (
+    "loss",
+    "sharpness",
+    "most_negative",
+    "trace",
+    "negative_mass",
+    "gradient_norm",
+    "gradient_alignment",
+    "stability",
+    "drift",
+)
+
+
 def scalars(snapshot: Snapshot) -> dict[str, float]:
     """Every number of a snapshot by a flat name."""
-    plain = {
-        name: float(getattr(snapshot, name))
-        for name in (
-            "loss",
-            "sharpness",
-            "most_negative",
-            "trace",
-            "negative_mass",
-            "gradient_norm",
-            "gradient_alignment",
-        )
-    }
-    if snapshot.stability is not None:
-        plain["stability"] = snapshot.stability
-    if snapshot.drift is not None:
-        plain["drift"] = snapshot.drift
+    numbers = {name: getattr(snapshot, name) for name in _SCALARS}
+    plain = {name: float(value) for name, value in numbers.items() if value is not None}
     for group in ("role_sharpness", "role_trace", "role_gradient"):
         for role, value in getattr(snapshot, group).items():
             plain[f"{group}/{role}"] = float(value)
     return plain
-
-
-# -------------------------------------------------------------------------------------------------
-# The monitor inside the Hugging Face Trainer and Lightning; both imported only when used.
-# -------------------------------------------------------------------------------------------------
 
 
 def trainer_callback(monitor: Monitor) -> Any:
@@ -291,18 +274,12 @@ def trainer_callback(monitor: Monitor) -> Any:
             "the Trainer callback needs transformers: pip install 'curvatlas[huggingface]'."
         ) from error
 
-    def on_step_end(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
-        optimizer = given.get("optimizer")
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        optimizer = others.get("optimizer")
         rates = [float(group["lr"]) for group in optimizer.param_groups] if optimizer else []
         monitor.step(step=int(state.global_step), learning_rate=max(rates) if rates else None)
 
-    def on_train_end(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
-        monitor.close()
-
-    kind = type(
-        "CurvatureCallback", (base,), {"on_step_end": on_step_end, "on_train_end": on_train_end}
-    )
-    return kind()
+    return _callback(base, monitor, on_step_end=on_step_end)
 
 
 def lightning_callback(monitor: Monitor) -> Any:
@@ -326,12 +303,11 @@ def lightning_callback(monitor: Monitor) -> Any:
         rates = [float(g["lr"]) for o in trainer.optimizers for g in o.param_groups]
         monitor.step(step=int(trainer.global_step), learning_rate=max(rates) if rates else None)
 
+    return _callback(base, monitor, on_train_batch_end=on_train_batch_end)
+
+
+def _callback(base: Any, monitor: Monitor, **hooks: Any) -> Any:
     def on_train_end(self: Any, *_: Any, **__: Any) -> None:
         monitor.close()
 
-    kind = type(
-        "CurvatureCallback",
-        (base,),
-        {"on_train_batch_end": on_train_batch_end, "on_train_end": on_train_end},
-    )
-    return kind()
+    return type("CurvatureCallback", (base,), {**hooks, "on_train_end": on_train_end})()

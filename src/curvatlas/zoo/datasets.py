@@ -18,15 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# -------------------------------------------------------------------------------------------------
-# Readers for the file formats of MNIST's family, safe on files one does not trust.
-# -------------------------------------------------------------------------------------------------
-
-
+_Path = str | os.PathLike[str]
 _MAX_BYTES = 2**30  # far above MNIST (0.2 GB unpacked): stops a decompression bomb
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+def _read(path: _Path) -> bytes:
     path = Path(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -38,7 +34,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
-def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+def read_idx(path: _Path) -> np.ndarray:
     """An IDX file of bytes (two zeros, type 0x08, axes, sizes, data) as a uint8 array."""
     content = _read(path)
     if len(content) < 4 or content[:3] != b"\x00\x00\x08":
@@ -49,9 +45,6 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     if len(shape) != content[3] or data.size != int(np.prod(shape)):
         raise ValueError(f"{path} is cut short: shape {shape}, but {data.size} bytes of data.")
     return data.reshape(shape)
-
-
-_Path = str | os.PathLike[str]
 
 
 class Samples(NamedTuple):

@@ -1,4 +1,9 @@
-"""The models the demo, the docs, the tests and the benchmarks share."""
+"""The models the demo, the docs, the tests and the benchmarks share: GPT, ViT and MLP.
+
+Written to be read and to be differentiated twice: attention is an explicit softmax, not a fused
+kernel. Shapes in comments: B samples, L tokens, d width, H query heads, G key/value heads, s head
+size, V vocabulary, n patches (L is n, or n + 1 with a class token).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +16,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# -------------------------------------------------------------------------------------------------
-# The pieces both reference Transformers are built of: norms, attention, feed-forward, block.
-#
-# Written to be read and to be differentiated twice: attention is an explicit softmax, not a fused
-# kernel. Shapes in comments: B samples, L tokens, d width, H query heads, G key/value heads, s
-# head
-# size.
-# -------------------------------------------------------------------------------------------------
-
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "reglu"]
@@ -188,13 +183,6 @@ class Block(nn.Module):
         return x
 
 
-# -------------------------------------------------------------------------------------------------
-# A readable GPT: decoder-only Transformer for next-token prediction.
-#
-# Shapes in comments: B sequences, L tokens, d width, V vocabulary.
-# -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(BlockConfig):
     """Sizes and choices. The benchmarks' model of 1.06 M parameters is
@@ -249,13 +237,6 @@ class GPT(nn.Module):
             x = block(x)  # (B, L, d)
         logits: Tensor = self.head(self.norm(x))  # (B, L, V)
         return logits
-
-
-# -------------------------------------------------------------------------------------------------
-# A readable Vision Transformer.
-#
-# Shapes in comments: B images, n patches, L tokens (n, or n + 1 with a class token), d width.
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,11 +298,6 @@ class ViT(nn.Module):
         side = size // p
         x = images.reshape(-1, channels, side, p, side, p)
         return x.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, channels * p * p)
-
-
-# -------------------------------------------------------------------------------------------------
-# A fully connected network: the baseline Transformers are compared with.
-# -------------------------------------------------------------------------------------------------
 
 
 # "identity" gives the linear network of the theory: its Hessian sees the data through Σ_XX alone.

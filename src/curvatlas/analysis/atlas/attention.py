@@ -1,4 +1,4 @@
-"""How much attention goes to the first token, by layer and head: the sinks the papers name."""
+"""Attention alone: its curvature batch by batch, and how much of it goes to the first token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
-
-# -------------------------------------------------------------------------------------------------
-# Curvature of attention, batch by batch: H, H_o and H_f over query, key, value and output.
-# -------------------------------------------------------------------------------------------------
 
 
 Loss = str | Callable[..., Tensor]
