@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from curvatlas.fits import power_law, saturating_power_law, scaling_law
+from curvatlas.fits import power_law, scaling_law
 
 TRIALS = 200
 # 95 % intervals must cover in 90 to 99 % of 200 trials
@@ -21,9 +21,6 @@ def test_exact_data_are_recovered_exactly() -> None:
     plain = power_law(x, 3.0 * x**-0.7)
     assert plain.exponent == pytest.approx(-0.7, abs=1e-12)
     assert plain.factor == pytest.approx(3.0, rel=1e-10)
-    level = saturating_power_law(x, 0.4 + 3.0 * x**-0.7, replicas=20)
-    assert level.exponent == pytest.approx(0.7, abs=1e-5)
-    assert level.floor == pytest.approx(0.4, rel=1e-5)
     n, d = (v.ravel() for v in np.meshgrid(np.geomspace(1e3, 1e5, 4), np.geomspace(1e2, 1e4, 4)))
     law = scaling_law(n, d, 0.5 + 20 * n**-0.4 + 7 * d**-0.55, replicas=20)
     assert (law.alpha, law.beta) == pytest.approx((0.4, 0.55), abs=1e-5)
@@ -50,17 +47,6 @@ def test_a_saturating_curve_is_no_power_law() -> None:
     x = np.geomspace(10, 1e4, 12)
     y = (0.3 + 4.0 * x**-0.7) * np.exp(0.02 * np.random.default_rng(1).standard_normal(12))
     assert not power_law(x, y).fits
-
-
-@pytest.mark.slow
-def test_saturating_intervals_cover() -> None:
-    random = np.random.default_rng(1)
-    x = np.geomspace(10, 1e4, 12)
-    hits = 0
-    for trial in range(TRIALS):
-        y = (0.2 + 5.0 * x**-0.6) * np.exp(0.03 * random.standard_normal(len(x)))
-        hits += covers(saturating_power_law(x, y, replicas=120, seed=trial).interval, 0.6)
-    assert LEAST <= hits / TRIALS <= MOST
 
 
 @pytest.mark.slow

@@ -63,12 +63,18 @@ class ScalingLawAnalyzer:
         self.grid: ScalingGrid | None = None
 
     def compute_hessian_norm(
-        self, model: nn.Module, data: Any, targets: Any = None, *, loss: Loss | None = None,
-        rtol: float = 1e-3, seed: int = 0,
-    ) -> Estimate:  # fmt: skip
+        self,
+        model: nn.Module,
+        data: Any,
+        targets: Any = None,
+        *,
+        loss: Loss | None = None,
+        rtol: float = 1e-3,
+        seed: int = 0,
+    ) -> Estimate:
         """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified."""
-        given = data if targets is None else (data, targets)
-        problem = Problem(model, self.loss if loss is None else loss, given)
+        batches = data if targets is None else (data, targets)
+        problem = Problem(model, self.loss if loss is None else loss, batches)
         return spectral_norm(Hessian(problem), rtol=rtol, seed=seed)
 
     def analyze_scaling_with_size(
@@ -93,25 +99,23 @@ class ScalingLawAnalyzer:
             same call resumes it.
         """
         chosen = self.loss if loss is None else loss
-        found = _as_dataset(data)
-        sizes = _check_sizes(model_sizes, dataset_sizes, found.train.size)
-        options = {
-            "model_sizes": [_label(s) for s in model_sizes], "dataset_sizes": list(sizes),
-            "steps": steps, "lr": lr, "batch_size": batch_size, "seed": seed,
-            "curvature_samples": curvature_samples, "products": products,
-            "loss": chosen if isinstance(chosen, str) else getattr(chosen, "__name__", "callable"),
-        }  # fmt: skip
+        dataset = _as_dataset(data)
+        sizes = _check_sizes(model_sizes, dataset_sizes, dataset.train.size)
+        effort: dict[str, Any] = {
+            "steps": steps,
+            "lr": lr,
+            "batch_size": batch_size,
+            "seed": seed,
+            "curvature_samples": curvature_samples,
+            "products": products,
+        }
         pairs = [(i, j) for j in range(len(sizes)) for i in range(len(model_sizes))]
 
         def cell(i: int, j: int) -> ScalingCell:
-            return run_cell(
-                lambda: self._made(model_sizes[i]),
-                found.train.take(sizes[j]),
-                found.validation,
-                size=_label(model_sizes[i]), loss=chosen, steps=steps, lr=lr,
-                batch_size=batch_size, curvature_samples=curvature_samples, products=products,
-                seed=seed,
-            )  # fmt: skip
+            make = functools.partial(self._made, model_sizes[i])
+            samples = dataset.train.take(sizes[j])
+            label = _label(model_sizes[i])
+            return run_cell(make, samples, dataset.validation, size=label, loss=chosen, **effort)
 
         if output is None:
             cells = [cell(i, j) for i, j in track(pairs, "scaling grid", total=len(pairs))]
@@ -119,7 +123,15 @@ class ScalingLawAnalyzer:
         elif isinstance(output, Run):
             self.grid = _stored(output, pairs, cell)
         else:
-            with self._run(output, options, model_sizes, found, seed) as run:
+            options = {
+                "model_sizes": [_label(s) for s in model_sizes],
+                "dataset_sizes": sizes,
+                "loss": chosen
+                if isinstance(chosen, str)
+                else getattr(chosen, "__name__", "callable"),
+                **effort,
+            }
+            with self._run(output, options, model_sizes, dataset, seed) as run:
                 self.grid = _stored(run, pairs, cell)
         return self.grid
 
@@ -132,9 +144,13 @@ class ScalingLawAnalyzer:
         return made
 
     def _run(
-        self, output: str | os.PathLike[str], options: dict[str, Any], sizes: Sequence[Any],
-        data: Dataset, seed: int,
-    ) -> Run:  # fmt: skip
+        self,
+        output: str | os.PathLike[str],
+        options: dict[str, Any],
+        sizes: Sequence[Any],
+        data: Dataset,
+        seed: int,
+    ) -> Run:
         prints = []
         for size in sizes:
             with torch.random.fork_rng(devices=[]):
@@ -163,12 +179,12 @@ class ScalingLawAnalyzer:
         balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond
         ``factor`` times the measured sizes are refused.
         """
-        given = self._grid(grid)
-        parameters = _parameters_of(given, model_size)
-        known = [float(cell.parameters) for cell in given.cells]
-        refuse("the model size N", parameters, (min(known), max(known)), factor)
-        centre, draws = solutions(given, parameters, target, quantity, seed)
-        sizes = [float(cell.samples) for cell in given.cells]
+        grid = self._grid(grid)
+        parameters = _parameters_of(grid, model_size)
+        trained = [float(cell.parameters) for cell in grid.cells]
+        refuse("the model size N", parameters, (min(trained), max(trained)), factor)
+        centre, draws = solutions(grid, parameters, target, quantity, seed)
+        sizes = [float(cell.samples) for cell in grid.cells]
         measured = (min(sizes), max(sizes))
         refuse("the predicted data size D", centre, measured, factor)
         low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
@@ -188,10 +204,10 @@ class ScalingLawAnalyzer:
         return compare_predictions(self._grid(grid))
 
     def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
-        found = self.grid if grid is None else grid
-        if found is None:
+        grid = self.grid if grid is None else grid
+        if grid is None:
             raise ValueError("no runs yet: call analyze_scaling_with_size first or pass grid=.")
-        return found
+        return grid
 
 
 def _stored(

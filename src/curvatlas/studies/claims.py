@@ -1,7 +1,8 @@
 """The sources' empirical claims, measured again on real data over seeds.
 
 Every claim becomes one number whose sign or size decides it; its 95 % interval over seeds says
-whether it holds, fails, or cannot be told. What differs from the papers is reported as found.
+whether it holds, fails, or cannot be told. What differs from the papers is reported as found. (The
+theorems are judged exactly, seed by seed, in ``theory/statements.py``.)
 """
 
 from __future__ import annotations
@@ -85,16 +86,29 @@ def _entry_sizes(found: Atlas) -> dict[str, float]:
 
 
 def claim(
-    name: str, statement: str, source: str, figure: str, values: Sequence[float], threshold: float,
-    details: dict[str, Spread], *, ratio: bool = True,
-) -> Claim:  # fmt: skip
+    name: str,
+    statement: str,
+    source: str,
+    figure: str,
+    values: Sequence[float],
+    threshold: float,
+    details: dict[str, Spread],
+    *,
+    ratio: bool = True,
+) -> Claim:
+    """Judged by the interval of ``values`` over seeds: above, below or across the threshold."""
     value = spread_of(values, ratio=ratio)
     low, high = value.interval
-    verdict = "holds" if low > threshold else "fails" if high < threshold else "undecided"
     return Claim(
-        name=name, statement=statement, source=source, figure=figure, value=value,
-        threshold=threshold, verdict=verdict, details=details,
-    )  # fmt: skip
+        name=name,
+        statement=statement,
+        source=source,
+        figure=figure,
+        value=value,
+        threshold=threshold,
+        verdict="holds" if low > threshold else "fails" if high < threshold else "undecided",
+        details=details,
+    )
 
 
 def dominance(when: str, atlases: Sequence[Atlas]) -> list[Claim]:
@@ -105,40 +119,57 @@ def dominance(when: str, atlases: Sequence[Atlas]) -> list[Claim]:
         for role in (*ATTENTION, *FEED_FORWARD)
         if role in roles[0]
     }
-    source = "Petrov et al., entry heat maps"
-
-    def ratio(top: str, bottom: Sequence[str]) -> list[float]:
-        return [r[top] / max(r[b] for b in bottom if b in r) for r in roles]
-
-    return [
-        claim(
-            f"value dominates at {when}",
-            f"the value block is the largest of attention at {when}", source,
+    others = [role for role in ATTENTION if role != "value"]
+    rows = (
+        # name, statement, figure, role, roles it is compared with
+        (
+            "value dominates",
+            "the value block is the largest of attention",
             "‖H_VV‖ / largest other attention block",
-            ratio("value", [r for r in ATTENTION if r != "value"]), 1.0, details,
+            "value",
+            others,
         ),
-        claim(
-            f"key above query at {when}", f"the key block exceeds the query block at {when}",
-            source, "‖H_KK‖ / ‖H_QQ‖", ratio("key", ["query"]), 1.0, details,
+        (
+            "key above query",
+            "the key block exceeds the query block",
+            "‖H_KK‖ / ‖H_QQ‖",
+            "key",
+            ["query"],
         ),
-        claim(
-            f"key above feed-forward at {when}",
-            f"the key block exceeds the feed-forward blocks at {when}", source,
-            "‖H_KK‖ / largest of up and down", ratio("key", FEED_FORWARD), 1.0, details,
+        (
+            "key above feed-forward",
+            "the key block exceeds the feed-forward blocks",
+            "‖H_KK‖ / largest of up and down",
+            "key",
+            FEED_FORWARD,
         ),
-        claim(
-            f"value above feed-forward at {when}",
-            f"the value block exceeds the feed-forward blocks at {when}", source,
-            "‖H_VV‖ / largest of up and down", ratio("value", FEED_FORWARD), 1.0, details,
+        (
+            "value above feed-forward",
+            "the value block exceeds the feed-forward blocks",
+            "‖H_VV‖ / largest of up and down",
+            "value",
+            FEED_FORWARD,
         ),
+    )
+    source = "Petrov et al., entry heat maps"
+    claims = []
+    for name, statement, figure, top, bottom in rows:
+        ratios = [r[top] / max(r[b] for b in bottom if b in r) for r in roles]
+        told = (f"{name} at {when}", f"{statement} at {when}", source, figure)
+        claims.append(claim(*told, ratios, 1.0, details))
+    sizes = [_entry_sizes(one) for one in atlases]
+    return [
+        *claims,
         claim(
             f"value entries above feed-forward at {when}",
             f"entries of the value block exceed those of the feed-forward blocks at {when}",
-            source, "root mean square entry of H_VV / largest of up and down",
-            [e["value"] / max(e[f] for f in FEED_FORWARD) for e in map(_entry_sizes, atlases)],
-            1.0, {},
+            source,
+            "root mean square entry of H_VV / largest of up and down",
+            [e["value"] / max(e[f] for f in FEED_FORWARD) for e in sizes],
+            1.0,
+            {},
         ),
-    ]  # fmt: skip
+    ]
 
 
 def growth_in_training(before: Sequence[Atlas], after: Sequence[Atlas]) -> Claim:
@@ -154,10 +185,14 @@ def growth_in_training(before: Sequence[Atlas], after: Sequence[Atlas]) -> Claim
         for role in (*ATTENTION, *FEED_FORWARD)
     }
     return claim(
-        "norm grows in training", "Hessian magnitudes grow with training",
-        "Petrov et al., heat maps after training", "‖H after‖_F / ‖H before‖_F", ratios, 1.0,
+        "norm grows in training",
+        "Hessian magnitudes grow with training",
+        "Petrov et al., heat maps after training",
+        "‖H after‖_F / ‖H before‖_F",
+        ratios,
+        1.0,
         details,
-    )  # fmt: skip
+    )
 
 
 def heterogeneity(atlases: Sequence[Atlas]) -> list[Claim]:
@@ -177,24 +212,37 @@ def heterogeneity(atlases: Sequence[Atlas]) -> list[Claim]:
     return [
         claim(
             "value is Gauss-Newton, query is not",
-            "the outer product makes up more of the value block than of the query block", source,
+            "the outer product makes up more of the value block than of the query block",
+            source,
             "difference of ‖H_o‖² / (‖H_o‖² + ‖H_f‖²)",
-            [v - q for v, q in zip(shares["value"], shares["query"], strict=True)], 0.0, details,
+            [v - q for v, q in zip(shares["value"], shares["query"], strict=True)],
+            0.0,
+            details,
             ratio=False,
         ),
         claim(
-            "blocks are heterogeneous", "query, key and value blocks differ tenfold", source,
-            "largest / smallest of ‖H_QQ‖, ‖H_KK‖, ‖H_VV‖", spread, 10.0, details,
+            "blocks are heterogeneous",
+            "query, key and value blocks differ tenfold",
+            source,
+            "largest / smallest of ‖H_QQ‖, ‖H_KK‖, ‖H_VV‖",
+            spread,
+            10.0,
+            details,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def growth_with_depth(kind: str, slopes: Sequence[float], depths: Sequence[int]) -> Claim:
     return claim(
-        f"norm grows with depth, {kind}", f"‖H‖_F grows with the number of {kind} blocks",
-        "the article and Ormaniec et al.", f"log-log slope over depths {tuple(depths)}", slopes,
-        0.0, {}, ratio=False,
-    )  # fmt: skip
+        f"norm grows with depth, {kind}",
+        f"‖H‖_F grows with the number of {kind} blocks",
+        "the article and Ormaniec et al.",
+        f"log-log slope over depths {tuple(depths)}",
+        slopes,
+        0.0,
+        {},
+        ratio=False,
+    )
 
 
 def norm_curvature(slopes: Sequence[float]) -> Claim:
@@ -202,9 +250,13 @@ def norm_curvature(slopes: Sequence[float]) -> Claim:
     return claim(
         "norm curvature falls with the variance of a token",
         "what LayerNorm creates per slope falls like 1 / variance of the token",
-        "LayerNorm closed form", "−(log-log slope) of ‖created‖/‖δ‖ against the variance",
-        [-s for s in slopes], 0.5, {}, ratio=False,
-    )  # fmt: skip
+        "LayerNorm closed form",
+        "−(log-log slope) of ‖created‖/‖δ‖ against the variance",
+        [-s for s in slopes],
+        0.5,
+        {},
+        ratio=False,
+    )
 
 
 def load(name: str) -> Dataset:
@@ -250,9 +302,12 @@ def examine_claims(
         raise ValueError(f"growth with depth needs 2 different depths of 1 or more, got {depths}.")
     data = load(dataset) if isinstance(dataset, str) else dataset
     options = {
-        "seeds": list(seeds), "samples": samples, "steps": steps, "depths": list(depths),
+        "seeds": list(seeds),
+        "samples": samples,
+        "steps": steps,
+        "depths": list(depths),
         "rtol": rtol,
-    }  # fmt: skip
+    }
 
     def one(seed: int) -> SeedOfClaims:
         return _measure(data, seed, samples, steps, depths, rtol)

@@ -122,7 +122,7 @@ _MEMORY = 0.8  # of the running means: five steps
 # Where the next gradient points back by this share of the slope, κ is near 1.4 without noise. At
 # tuned rates the zoo's models stay above −0.25, at five times the rate they go to −0.45.
 _BACKWARDS = -0.35
-_MAX_CHANGE = 0.1  # of its root mean square that a matrix may change in one step
+MAX_CHANGE = 0.1  # of its root mean square that a matrix may change in one step
 _MAX_FRACTION = 1.0  # κ that a measured product allows: the bottom of the parabola
 
 
@@ -406,7 +406,7 @@ class CurvatureAwareOptimizer(Optimizer):
                 continue
             control = Control.of(group)
             if group["steps"] == 0:
-                control.ceiling = _MAX_CHANGE * min(stack.size for stack in row)
+                control.ceiling = MAX_CHANGE * min(stack.size for stack in row)
             control.follow(overlap)
             rate = control.rate(float(group["lr"]))
             for stack, gradient in zip(row, given, strict=True):

@@ -18,7 +18,6 @@ from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
 
-
 Loss = str | Callable[..., Tensor]
 
 
