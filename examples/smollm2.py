@@ -37,7 +37,7 @@ from curvatlas.analysis.atlas.layerwise import (
 )
 from curvatlas.report import write_report
 from curvatlas.runs import Run, load, subject
-from curvatlas.runs.subject import subject_of
+from curvatlas.surveying import subject_of
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BASIS = "2.8GB"  # ten vectors of 134.5 M entries in bfloat16

@@ -81,6 +81,7 @@ _PUBLIC: dict[str, str] = {
     "visualize_curvature_flow": "curvatlas.figures",
     "plot_scaling_law_predictions": "curvatlas.figures",
     "load": "curvatlas.results",
+    "survey": "curvatlas.surveying",
 }
 _MODULES = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Memory budgets: parse what users write, know what the machine has."""
+"""What work may use: memory, threads and time; what users write, and what the machine has."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import ctypes
 import functools
 import os
 import re
+import time
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-# -------------------------------------------------------------------------------------------------
-# How many threads PyTorch uses for work made of many tiny products.
-# -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -36,6 +35,43 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+class TimeUp(KeyboardInterrupt):
+    """The time budget is used up: ends a run as Ctrl-C does, resumable."""
+
+
+class Clock:
+    """A span of time that starts now; ``check`` raises ``TimeUp`` when it is over.
+
+    span: seconds, or a text such as ``"90s"``, ``"1.5m"`` or ``"2h"``; None never ends.
+    """
+
+    def __init__(self, span: float | str | None) -> None:
+        self.seconds = parse_time(span) if isinstance(span, str) else span
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"a time budget must be positive, got {span!r}.")
+        self._started = time.monotonic()
+
+    def check(self) -> None:
+        """Raise ``TimeUp`` when the time is used up; of several processes by the first's clock."""
+        if self.seconds is None:
+            return
+        from curvatlas import parallel
+
+        if parallel.from_every_process(time.monotonic() - self._started > self.seconds)[0]:
+            raise TimeUp(f"the time budget of {self.seconds:g} s is used up")
+
+
+def parse_time(text: str) -> float:
+    """``"90"``, ``"90s"``, ``"1.5m"`` or ``"2h"`` in seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min|h|)\s*", text.lower())
+    if match is None or not float(match[1]) > 0:
+        raise ValueError(f"cannot read {text!r} as a time: write for example 90s, 5m or 1h.")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -96,6 +132,57 @@ def default_budget(device: torch.device | None = None) -> int:
     quarter = max(limit_bytes(device) // 4, 2**20)
     step = 1 << (quarter.bit_length() - 1)
     return step * 3 // 2 if quarter >= step * 3 // 2 else step
+
+
+_SURVEY_BYTES = 2 * 10**9  # of a survey, unless the user says otherwise
+_FIRST_USE_BYTES = 90 * 10**6  # measured: what libraries load and keep when they are first used
+_SURVEY_VECTORS = 60  # that a survey needs room for, however large the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """How a survey divides its memory: one operator and one estimate are at work at a time.
+
+    Made of what was asked for or of fixed numbers, never of what is free: bases and pieces of
+    batches, and with them the last digits of the results, are the same on a busy machine.
+    """
+
+    total: int
+
+    @property
+    def graphs(self) -> int:
+        """For what an operator keeps and what its products allocate."""
+        return self._divided * 40 // 100
+
+    @property
+    def vectors(self) -> int:
+        """For the vectors of an estimate; the rest is left to the allocator's gaps."""
+        return self._divided * 42 // 100
+
+    @property
+    def _divided(self) -> int:
+        return self.total - min(_FIRST_USE_BYTES, self.total // 3)
+
+
+def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:
+    """The plan for what was asked; by default 2 GB, more for models that need more.
+
+    The default stays below three quarters of what the process may use; less memory than that is
+    free is said at once, not when it runs out.
+    """
+    from curvatlas import parallel
+
+    total = asked
+    if total is None:
+        total = min(max(_SURVEY_BYTES, _SURVEY_VECTORS * parameter_bytes), limit_bytes() * 3 // 4)
+        total = parallel.smallest_over_processes(total)
+    if total > available_bytes():
+        warnings.warn(
+            f"{readable(total)} are planned and {readable(available_bytes())} are free: if memory "
+            "runs out, start again with a smaller --memory.",
+            stacklevel=2,
+        )
+    return MemoryPlan(total=total)
 
 
 def _machine(entry: str) -> int:

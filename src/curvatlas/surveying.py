@@ -1,241 +1,467 @@
-"""The standard survey of a problem: what is measured, step by step, into a run folder."""
+"""The main job: survey a problem step by step into a run folder, and write its page.
+
+The module is not called ``survey``: as a submodule it would hide the function ``curvatlas.survey``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import importlib.util
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
-import curvatlas as ca
+from curvatlas import parallel
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import blocks_of
 from curvatlas.analysis.conditioning import conditioning_of
 from curvatlas.analysis.diagnostics import Advice, recommend
 from curvatlas.analysis.propagation.analyzer import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
-from curvatlas.budget import give_back
-from curvatlas.cli.options import Budget, Console, memory_plan
+from curvatlas.anatomy import Anatomy, Slice
+from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes
+from curvatlas.linear_operator import LinearOperator
+from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
+from curvatlas.problem import Problem
+from curvatlas.report.html import write_report
 from curvatlas.results import Result
-from curvatlas.runs import Run
-from curvatlas.runs.subject import subject_of
+from curvatlas.runs import LoadedRun, Run, load
+from curvatlas.runs.folder import SharedRun, default_folder
+from curvatlas.runs.manifest import valid_name
+from curvatlas.runs.subject import RoleSize, Subject, of_data, of_model
+from curvatlas.spectra.density import spectral_density
+from curvatlas.spectra.density_result import SpectralDensity
+from curvatlas.spectra.eigen_result import Eigenpairs
+from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
+from curvatlas.spectra.trace import trace
 
 R = TypeVar("R", bound=Result)
+Skippable = Literal["trace", "map", "propagation", "density", "advice"]
+SKIPPABLE: tuple[Skippable, ...] = get_args(Skippable)
 
+_SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
+_PRODUCTS = 300  # of one estimate, unless the user says otherwise
+_EIGENPAIR_TOLERANCE = 1e-4
+_TRACE_ERROR = 0.05  # relative, to be reached
+_MAP_ERROR = 0.1
+_DENSE_MAP_PARAMETERS = 512  # beyond that the map is estimated, with intervals
 _FLOW_SAMPLES = 4
-_DENSE_UP_TO = 512  # parameters; beyond that the map is estimated, with intervals
-_PRODUCTS = ("products",)  # what a step spends whose result depends on how many there may be
-SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
+_SPENDS = ("products",)  # of the effort: steps whose result depends on how many there may be
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much of the spectrum is computed, and how well; part of the run's options."""
+def survey(
+    problem: Problem,
+    *,
+    output: str | os.PathLike[str] | Run | None = None,
+    stage: str = "model",
+    roles: Sequence[str] | None = None,
+    skip: Collection[Skippable] = (),
+    eigenvalues: int = 5,
+    density_products: int = 300,
+    products: int | None = None,
+    memory: int | str | None = None,
+    time: float | str | Clock | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    data: str | None = None,
+    say: Callable[[object], object] | None = None,
+    detail: Callable[[object], object] | None = None,
+) -> LoadedRun:
+    """Measure the curvature of a problem and write its page: what ``curvatlas analyze`` does.
 
-    eigenvalues: int = 5
-    tol: float = 1e-4
-    trace_rtol: float = 0.05
-    map_rtol: float = 0.1
-    density_products: int = 300
-    seed: int = 0
-    skip: tuple[str, ...] = ()  # "trace", "map", "propagation", "density", "advice"
+    Loss and roles, the ends of the spectra and the traces of H, H_o and H_f, the map over pairs of
+    roles, curvature by depth, spectral densities, advice. Every result is stored as soon as it is
+    there: the same call with the same ``output`` resumes a run that was stopped, and gives the
+    numbers of one that was not.
+
+        run = ca.survey(problem, output="runs/vit")
+        run["model.total.eigenpairs"].values
+        run.open()                                  # the page, run.report, in the browser
+
+    output: the folder (default: named after what is computed, below ``curvatlas-runs``), or an
+    open ``ca.runs.Run`` to which the results are added under ``stage``, as ``<stage>.subject`` …;
+    closing it and writing its page are then the caller's.
+    roles: only these parameters, by role, name or glob; without map, propagation and advice.
+    skip: of trace, map, propagation, density, advice. eigenvalues: at each end of each spectrum.
+    density_products, products: most matrix-vector products of a density, of any one estimate.
+    memory: bytes or a text such as "2GB". time: seconds or a text such as "5m"; when it is used
+    up, the run is returned with status "interrupted" and a page of what is there.
+    name, data: what the page calls the model and the data. say: called with each result as it is
+    ready, for example ``print``; detail: with the name of each step.
+    """
+    _check_options(problem, stage, skip, eigenvalues, density_products, products)
+    if roles is not None:
+        chosen_slices(problem.anatomy, roles)  # a wrong name is told at once
+    clock = time if isinstance(time, Clock) else Clock(time)
+    bytes_asked = None if memory is None else parse_bytes(memory)
+
+    def measure(run: Run) -> None:
+        _Survey(
+            run,
+            problem,
+            stage=stage,
+            roles=roles,
+            skip=skip,
+            eigenvalues=eigenvalues,
+            density_products=density_products,
+            products=products,
+            memory=bytes_asked,
+            clock=clock,
+            seed=seed,
+            say=say or _silent,
+            detail=detail or _silent,
+        ).carry_out(name=name, data=data)
+
+    if isinstance(output, Run):
+        measure(output)
+        return output.loaded()
+    options = {
+        "command": "survey",
+        "loss": problem.loss.name,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": str(problem.device),
+        "stage": stage,
+        "roles": None if roles is None else list(roles),
+        "skip": sorted(skip),
+        "eigenvalues": eigenvalues,
+        "density_products": density_products,
+        "seed": seed,
+        "effort": effort(memory=bytes_asked, products=products, time=clock.seconds),
+    }
+    fingerprints = fingerprints_of(problem)
+    folder = default_folder(options, **fingerprints) if output is None else output
+    run = SharedRun.create(folder, options=options, **fingerprints)
+    finish(run, lambda: measure(run))
+    return run.loaded()
 
 
-class Survey:
-    """Loss and roles, then the ends of the spectra and traces of H, H_o, H_f, then densities."""
+def effort(*, memory: int | None, products: int | None, time: float | str | None) -> dict[str, Any]:
+    """What a survey may spend, as its manifest keeps it."""
+    return {"memory": memory, "products": products or f"{_PRODUCTS} by default", "time": time}
+
+
+def fingerprints_of(problem: Problem) -> dict[str, str]:
+    """What tells two runs apart: the weights, and the data of all processes."""
+    batches = ((batch.inputs, batch.targets) for batch in problem.all_batches())
+    return {"model_fingerprint": of_model(problem.model), "data_fingerprint": of_data(batches)}
+
+
+def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
+    """Do the work and write the page; returns what ended it early, if the time was used up."""
+    stopped: TimeUp | None = None
+    try:
+        with run:
+            work()
+    except TimeUp as error:
+        stopped = error
+
+    def report() -> None:
+        if parallel.rank() > 0:
+            return
+        give_back()
+        loaded = load(run.path)
+        write_report(loaded)
+        if importlib.util.find_spec("matplotlib") is not None:
+            from curvatlas.report.paper import MAIN, write_figures
+
+            write_figures(loaded, run.path / "figures", kinds=MAIN)
+
+    parallel.together(report)
+    return stopped
+
+
+def _silent(text: object) -> None:
+    pass
+
+
+def _check_options(
+    problem: Problem,
+    stage: str,
+    skip: Collection[Skippable],
+    eigenvalues: int,
+    density_products: int,
+    products: int | None,
+) -> None:
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"survey takes a Problem, got a {type(problem).__name__}: write "
+            "curvatlas.Problem(model, loss, data)."
+        )
+    if not valid_name(stage) or "." in stage:
+        raise ValueError(f"stage is one word in lower case, such as 'trained', got {stage!r}.")
+    unknown = [skip] if isinstance(skip, str) else [part for part in skip if part not in SKIPPABLE]
+    if unknown:
+        raise ValueError(f"skip is a list of {', '.join(SKIPPABLE)}, got {unknown[0]!r}.")
+    counts = {
+        "eigenvalues": eigenvalues,
+        "density_products": density_products,
+        "products": 1 if products is None else products,
+    }
+    for option, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{option} must be at least 1, got {count}.")
+
+
+class _Survey:
+    """The steps on one problem. Each is read from the folder where it is stored already."""
 
     def __init__(
         self,
         run: Run,
-        problem: Any,
+        problem: Problem,
         *,
         stage: str,
-        effort: Effort,
-        budget: Budget,
-        console: Console,
-        roles: list[str] | None = None,
+        roles: Sequence[str] | None,
+        skip: Collection[str],
+        eigenvalues: int,
+        density_products: int,
+        products: int | None,
+        memory: int | None,
+        clock: Clock,
+        seed: int,
+        say: Callable[[object], object],
+        detail: Callable[[object], object],
     ) -> None:
-        self.run, self.problem, self.stage = run, problem, stage
-        self.effort, self.budget, self.console = effort, budget, console
-        itemsize = problem.dtype.itemsize
-        asked = budget.memory if budget.memory is not None else run.effort.get("memory")
-        self.memory = memory_plan(asked, problem.size * itemsize)
+        self.run, self.problem, self.stage, self.clock = run, problem, stage, clock
+        self.eigenvalues, self.density_products, self.seed = eigenvalues, density_products, seed
+        self.products_asked, self.products = products, products or _PRODUCTS
+        self.skip = {*skip, *(("map", "propagation", "advice") if roles else ())}
+        self.say, self.detail = say, detail
+        self.memory = memory_plan(
+            memory if memory is not None else run.effort.get("memory"),
+            problem.size * problem.dtype.itemsize,
+        )
         run.plan(memory=self.memory.total)
-        self.whole = {
-            "total": ca.Hessian(problem, budget=self.memory.graphs),
-            "outer": ca.GaussNewton(problem, budget=self.memory.graphs),
-            "functional": ca.FunctionalHessian(problem, budget=self.memory.graphs),
+        budget = self.memory.graphs
+        self.hessian = Hessian(problem, budget=budget)
+        self.full = {
+            "total": self.hessian,
+            "outer": GaussNewton(problem, budget=budget),
+            "functional": FunctionalHessian(problem, budget=budget),
         }
-        whole: dict[str, Any] = dict(self.whole)
-        # Half of the bytes where the vectors would not fit: their rounding is in the residuals.
-        rows = self.memory.vectors // (problem.size * itemsize)
-        ends = 2 * self.effort.eigenvalues
-        self.storage = torch.bfloat16 if rows < 2 * ends + max(6, ends // 4) + 3 else None
+        self.operators: dict[str, LinearOperator] = dict(self.full)
         if roles:
             chosen = chosen_slices(problem.anatomy, roles)
-            whole = {part: operator[chosen, chosen] for part, operator in whole.items()}
-        self.operators = {part: budget.watch(operator) for part, operator in whole.items()}
-        self.restricted = bool(roles)
+            self.operators = {part: op[chosen, chosen] for part, op in self.full.items()}
+        if clock.seconds is not None:
+            # An estimate is stopped between two products and goes on there from its checkpoint.
+            for operator in self.operators.values():
+                operator.before_product = clock.check
+        # Half of the bytes where the vectors would not fit: their rounding is in the residuals.
+        rows = self.memory.vectors // (problem.size * problem.dtype.itemsize)
+        wanted = 2 * eigenvalues
+        self.storage = torch.bfloat16 if rows < 2 * wanted + max(6, wanted // 4) + 3 else None
 
-    def carry_out(self, *, name: str, data: str) -> None:
+    def carry_out(self, *, name: str | None, data: str | None) -> None:
         """Every step, the most telling first."""
         state = "" if self.stage == "model" else self.stage
-        self.console.say(
-            self.step(
-                "subject", lambda: subject_of(self.problem, name=name, data=data, state=state)
+        self.say(
+            self._step(
+                "subject",
+                lambda: subject_of(
+                    self.problem,
+                    name=name or type(self.problem.model).__name__,
+                    data=data or f"{self.problem.total_count:g} targets",
+                    state=state,
+                ),
             )
         )
         for note in self.problem.anatomy.notes:
             self.run.warn(f"roles: {note}")
         for part in self.operators:
-            self.say(part, self.ends(part))
-        if "trace" not in self.effort.skip:
-            self.traces()
-        if "map" not in self.effort.skip and not self.restricted:
-            self.map()
-        if "propagation" not in self.effort.skip and not self.restricted:
-            self.propagation()
-        if "density" not in self.effort.skip:
+            self._say_of(part, self._ends(part))
+        if "trace" not in self.skip:
+            self._traces()
+        if "map" not in self.skip:
+            self._map()
+        if "propagation" not in self.skip:
+            self._propagation()
+        if "density" not in self.skip:
             densities = {}
             for part in self.operators:
-                densities[part] = self.density(part)
-                self.say(part, densities[part])
-            if "advice" not in self.effort.skip and not self.restricted:
-                self.advice(self.ends("total"), densities["total"])
+                densities[part] = self._density(part)
+                self._say_of(part, densities[part])
+            if "advice" not in self.skip:
+                self._advice(self._ends("total"), densities["total"])
 
-    def step(self, what: str, function: Callable[[], R], *, spends: tuple[str, ...] = ()) -> R:
+    def _step(self, what: str, function: Callable[[], R], *, spends: tuple[str, ...] = ()) -> R:
         """One step of this stage; stops before it when the time is used up."""
-        self.budget.check()
+        self.clock.check()
         name = f"{self.stage}.{what}"
-        known = name in self.run.manifest.steps
-        self.console.detail(f"{name}{': read from the folder' if known else ' …'}")
-        if not known:
-            for operator in self.whole.values():
+        stored = name in self.run.manifest.steps
+        self.detail(f"{name}{': read from the folder' if stored else ' …'}")
+        if not stored:
+            for operator in self.full.values():
                 operator.release()  # one operator at a time has the memory to itself
             give_back()
         return self.run.step(name, function, spends=spends)
 
-    def say(self, part: str, found: Result) -> None:
-        self.console.say(f"  {SYMBOLS[part]}: {found}")
+    def _say_of(self, part: str, result: Result) -> None:
+        self.say(f"  {_SYMBOLS[part]}: {result}")
 
-    def ends(self, part: str) -> Result:
+    def _ends(self, part: str) -> Eigenpairs:
         """The extreme eigenvalues; H_o has no negative ones."""
-        operator = self.operators[part]
-        count = min(self.effort.eigenvalues, max(1, operator.shape[0] // 2))
-        found: Result = self.step(
-            f"{part}.eigenpairs",
-            lambda: ca.eigenpairs(
+        operator, name = self.operators[part], f"{part}.eigenpairs"
+        return self._step(
+            name,
+            lambda: eigenpairs(
                 operator,
-                k=count,
+                k=min(self.eigenvalues, max(1, operator.shape[0] // 2)),
                 which="largest" if part == "outer" else "both",
-                tol=self.effort.tol,
-                seed=self.effort.seed,
-                max_products=self.budget.most_products,
+                tol=_EIGENPAIR_TOLERANCE,
+                seed=self.seed,
+                max_products=self.products,
                 memory=self.memory.vectors,
                 storage=self.storage,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.eigenpairs"),
+                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
             ),
-            spends=_PRODUCTS,
+            spends=_SPENDS,
         )
-        return found
 
-    def traces(self) -> None:
-        total, outer = self.trace("total"), self.trace("outer")
-        functional = self.step(
-            "functional.trace", lambda: _difference(total, outer), spends=_PRODUCTS
+    def _traces(self) -> None:
+        total, outer = self._trace("total"), self._trace("outer")
+        functional = self._step(
+            "functional.trace", lambda: _difference(total, outer), spends=_SPENDS
         )
-        for part, found in (("total", total), ("outer", outer), ("functional", functional)):
-            self.say(part, found)
+        for part, estimate in (("total", total), ("outer", outer), ("functional", functional)):
+            self._say_of(part, estimate)
 
-    def trace(self, part: str) -> Estimate:
-        # Two seeds: the traces of H and H_o are subtracted, so their errors must be independent.
-        seed = 2 * self.effort.seed + (part == "outer")
-        found: Estimate = self.step(
-            f"{part}.trace",
-            lambda: ca.trace(
+    def _trace(self, part: str) -> Estimate:
+        name = f"{part}.trace"
+        return self._step(
+            name,
+            lambda: trace(
                 self.operators[part],
-                rtol=self.effort.trace_rtol,
-                seed=seed,
-                max_products=self.budget.most_products,
+                rtol=_TRACE_ERROR,
+                # Two seeds: the traces of H and H_o are subtracted, their errors independent.
+                seed=2 * self.seed + (part == "outer"),
+                max_products=self.products,
                 memory=self.memory.vectors,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.trace"),
+                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
             ),
-            spends=_PRODUCTS,
+            spends=_SPENDS,
         )
-        return found
 
-    def density(self, part: str) -> Result:
-        found: Result = self.step(
-            f"{part}.density",
-            lambda: ca.spectral_density(
+    def _density(self, part: str) -> SpectralDensity:
+        name = f"{part}.density"
+        return self._step(
+            name,
+            lambda: spectral_density(
                 self.operators[part],
-                max_products=min(self.effort.density_products, self.budget.most_products),
+                max_products=min(self.density_products, self.products),
                 memory=self.memory.vectors,
-                seed=self.effort.seed,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{part}.density"),
+                seed=self.seed,
+                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
             ),
-            spends=_PRODUCTS,
+            spends=_SPENDS,
         )
-        return found
 
-    def advice(self, ends: Any, density: Any) -> None:
+    def _advice(self, ends: Eigenpairs, density: SpectralDensity) -> None:
         """Recommendations from the spectrum already measured and the sharpness of each layer."""
 
         def read() -> Advice:
-            found = conditioning_of(
-                self.problem, self.operators["total"], ends, density, learning_rate=None,
-                layers=True, seed=self.effort.seed, max_products=self.budget.most_products,
+            conditioning = conditioning_of(
+                self.problem,
+                self.hessian,
+                ends,
+                density,
+                learning_rate=None,
+                layers=True,
+                seed=self.seed,
+                max_products=self.products,
                 memory=self.memory.vectors,
-            )  # fmt: skip
-            model = self.problem.model
-            return Advice(conditioning=found, recommendations=recommend([found], model=model))
+            )
+            advice = recommend([conditioning], model=self.problem.model)
+            return Advice(conditioning=conditioning, recommendations=advice)
 
-        for recommendation in self.step("advice", read, spends=_PRODUCTS).recommendations:
-            self.console.say(f"  → {recommendation}")
+        for recommendation in self._step("advice", read, spends=_SPENDS).recommendations:
+            self.say(f"  → {recommendation}")
 
-    def map(self) -> None:
+    def _map(self) -> None:
         """The map over pairs of roles; biases count with their weights."""
-        products, blocks = self.budget.products, len(blocks_of(self.problem.anatomy, biases=False))
-        if products is not None and products < 2 * blocks:
+        blocks = len(blocks_of(self.problem.anatomy, biases=False))
+        if self.products_asked is not None and self.products_asked < 2 * blocks:
             self.run.warn(
                 f"no map of roles: {blocks} blocks need at least {2 * blocks} products, "
-                f"the budget allows {products}."
+                f"the budget allows {self.products_asked}."
             )
             return
-        found = self.step(
-            "atlas",
-            lambda: atlas(
-                self.problem,
-                biases=False,
-                rtol=self.effort.map_rtol,
-                method="sketch" if self.problem.size > _DENSE_UP_TO else "dense",
-                products=products or max(self.budget.most_products, 5 * blocks),
-                seed=self.effort.seed,
-                budget=self.memory.graphs,
-            ),
-            spends=_PRODUCTS,
+        self.say(
+            "  "
+            + str(
+                self._step(
+                    "atlas",
+                    lambda: atlas(
+                        self.problem,
+                        biases=False,
+                        rtol=_MAP_ERROR,
+                        method="sketch" if self.problem.size > _DENSE_MAP_PARAMETERS else "dense",
+                        products=self.products_asked or max(_PRODUCTS, 5 * blocks),
+                        seed=self.seed,
+                        budget=self.memory.graphs,
+                    ),
+                    spends=_SPENDS,
+                )
+            )
         )
-        self.console.say(f"  {found}")
 
-    def propagation(self) -> None:
+    def _propagation(self) -> None:
         """Curvature by depth on a few samples; a model without known sublayers has none."""
         if not any(p.sublayer in ("attention", "ffn", "norm") for p in self.problem.anatomy):
             return
 
-        def flow() -> Result:
+        def flow() -> CurvatureFlow:
             batch = next(self.problem.all_batches())
             small = batch.part(0, _FLOW_SAMPLES, self.problem.loss.count)
             analyzer = CurvaturePropagationAnalyzer(
-                self.problem.model, self.problem.loss, budget=self.memory.graphs,
-                seed=self.effort.seed,
-            )  # fmt: skip
+                self.problem.model,
+                self.problem.loss,
+                budget=self.memory.graphs,
+                seed=self.seed,
+            )
             return _without_matrices(analyzer.analyze_curvature_flow(small.inputs, small.targets))
 
-        found = self.step("propagation", flow)
-        self.console.say(f"  propagation: {str(found).splitlines()[0]}")
+        self.say(f"  propagation: {str(self._step('propagation', flow)).splitlines()[0]}")
+
+
+def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Subject:
+    """Describe a ``Problem``; costs one gradient."""
+    sizes: dict[tuple[int | None, str, str], int] = {}
+    for piece in problem.anatomy:
+        key = (piece.layer, piece.sublayer, piece.role)
+        sizes[key] = sizes.get(key, 0) + piece.size
+    return Subject(
+        name=name,
+        model=type(problem.model).__name__,
+        state=state,
+        parameters=problem.size,
+        dtype=str(problem.dtype).removeprefix("torch."),
+        device=str(problem.device),
+        data=data,
+        loss_name=problem.loss.name,
+        batches=sum(1 for _ in problem.all_batches()),
+        targets=problem.total_count,
+        loss=problem.value(),
+        gradient_norm=float(problem.gradient().norm()),
+        roles=tuple(
+            RoleSize(layer=layer, sublayer=sublayer, role=role, parameters=size)
+            for (layer, sublayer, role), size in sizes.items()
+        ),
+    )
+
+
+def chosen_slices(anatomy: Anatomy, selectors: Sequence[str]) -> list[Slice]:
+    """Slices by role ("query"), by name or by glob ("blocks.0.*"), in the anatomy's order."""
+    names: set[str] = set()
+    for selector in selectors:
+        by_role = any(fnmatchcase(role, selector) for role in anatomy.roles)
+        pieces = anatomy.select(role=selector) if by_role else anatomy.select(selector)
+        names |= {piece.name for piece in pieces}
+    return [piece for piece in anatomy if piece.name in names]
 
 
 def _without_matrices(flow: CurvatureFlow) -> CurvatureFlow:
@@ -249,16 +475,6 @@ def _without_matrices(flow: CurvatureFlow) -> CurvatureFlow:
         sublayers=tuple(bare(entry) for entry in flow.sublayers),
         activations=tuple(bare(entry) for entry in flow.activations),
     )
-
-
-def chosen_slices(anatomy: Any, wanted: list[str]) -> list[Any]:
-    """Slices by role ("query"), by name or by glob ("blocks.0.*"), in the anatomy's order."""
-    found: set[str] = set()
-    for word in wanted:
-        by_role = any(fnmatchcase(role, word) for role in anatomy.roles)
-        pieces = anatomy.select(role=word) if by_role else anatomy.select(word)
-        found |= {piece.name for piece in pieces}
-    return [piece for piece in anatomy if piece.name in found]
 
 
 def _difference(total: Estimate, outer: Estimate) -> Estimate:

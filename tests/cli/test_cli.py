@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 import curvatlas
 from cli_models import make_data, make_model
 from curvatlas import cli, runs
-from curvatlas.cli.models import find_model
+from curvatlas.cli.inputs import find_model
 from curvatlas.results import same
 from run_samples import write_run
 

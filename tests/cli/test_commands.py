@@ -227,7 +227,7 @@ def test_a_run_out_of_memory_names_the_option_and_goes_on_with_it(
 
     data = _digits(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("curvatlas.trace", full)
+        patched.setattr("curvatlas.surveying.trace", full)
         code, _, err = curvatlas(*_quick(data, "--output", "run"))
     assert code == 1
     assert "out of memory (asked for 4.47 TB at once)" in _one_line(err)
@@ -281,8 +281,8 @@ def test_a_finished_run_with_other_products_computes_anew_what_depends_on_them(
     def refused(*arguments: object, **options: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("curvatlas.trace", refused)
-    monkeypatch.setattr("curvatlas.eigenpairs", refused)
+    monkeypatch.setattr("curvatlas.surveying.trace", refused)
+    monkeypatch.setattr("curvatlas.surveying.eigenpairs", refused)
     assert curvatlas(*_quick(data, "--output", "run", *few, "--memory", "1GB"))[0] == 0
     code = curvatlas(*_quick(data, "--output", "run"))[0]
     assert code != 0, "the default is another effort than 9"
@@ -295,7 +295,7 @@ def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
     data = _digits(tmp_path)
     curvatlas(*_quick(data, "--output", "run", "--skip", "trace"))
     planned = runs.load("run").manifest.options["effort"]["memory"]
-    monkeypatch.setattr("curvatlas.cli.options.limit_bytes", lambda: 10**9)
+    monkeypatch.setattr("curvatlas.budget.limit_bytes", lambda device=None: 10**9)
     code, _, _ = curvatlas(*_quick(data, "--output", "run", "--skip", "trace"))
     assert code == 0
     assert runs.load("run").manifest.options["effort"]["memory"] == planned

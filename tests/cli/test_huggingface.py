@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvatlas.cli.models import find_model
+from curvatlas.cli.inputs import find_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.huggingface

@@ -19,22 +19,12 @@ import typer
 
 from curvatlas.budget import ran_out, readable
 from curvatlas.cli import execution
-from curvatlas.cli.analyze import analyze
-from curvatlas.cli.atlas import atlas
-from curvatlas.cli.demo import demo
-from curvatlas.cli.landscape import landscape
-from curvatlas.cli.machine import bench, doctor
-from curvatlas.cli.options import Interrupted
-from curvatlas.cli.report import check, report
-from curvatlas.cli.scaling import scaling
-from curvatlas.cli.train import train
-from curvatlas.cli.verify import verify
+from curvatlas.cli.checks import bench, check, doctor, report, verify
+from curvatlas.cli.execution import Interrupted
+from curvatlas.cli.experiments import scaling, train
+from curvatlas.cli.options import with_groups
+from curvatlas.cli.surveys import analyze, atlas, demo, landscape
 from curvatlas.errors import PeerError, is_wrong_input
-
-# -------------------------------------------------------------------------------------------------
-# The commands, one a file; each imports what it needs when it runs.
-# -------------------------------------------------------------------------------------------------
-
 
 # in the order a newcomer meets them
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -66,9 +56,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _function in COMMANDS.items():
-    # the whole first line in the list of commands, which would cut it short by itself
+    # the whole first line of the docstring: typer would cut it short in the list of commands
     _summary = (_function.__doc__ or "").strip().split("\n")[0]
-    app.command(name=_name, short_help=_summary)(_function)
+    app.command(name=_name, short_help=_summary)(with_groups(_function))
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,10 +80,9 @@ def _global(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
     if hasattr(signal, "SIGTERM"):
         signal.signal(signal.SIGTERM, _terminate)
-    code = _run(given)
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
     execution.leave()
     try:
         sys.stdout.flush()

@@ -1,8 +1,15 @@
-"""MODEL and DATA of a command turned into a problem and the fingerprints of its run."""
+"""MODEL and DATA on the command line: found, put together, ready to be differentiated.
+
+A model is a Python reference, a Hugging Face folder on disk or a name of the zoo; data are a Python
+reference, a name of the zoo, an array file or a text file.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -12,130 +19,386 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import curvatlas as ca
 from curvatlas import files, parallel
 from curvatlas.budget import available_bytes, readable
-from curvatlas.cli import models
 from curvatlas.cli.execution import join, open_run
-from curvatlas.cli.models import NamedModel, find_model, parse_dtype
-from curvatlas.runs import Run, subject
+from curvatlas.cli.options import Inputs
+from curvatlas.problem import Problem
+from curvatlas.runs import Run
+from curvatlas.runs.subject import Subject
+from curvatlas.surveying import fingerprints_of, subject_of
 
-# -------------------------------------------------------------------------------------------------
-# A text file as windows of tokens, with the model's own tokenizer, bytes or characters.
-# -------------------------------------------------------------------------------------------------
-
-
-_MOST_TEXT = 64 * 2**20  # bytes read: far more than any curvature estimate uses
-_MASKED_SHARE = 0.15  # of the tokens a masked language model has to guess, as in BERT
-
-
-def token_windows(
-    path: Path,
-    model: NamedModel,
-    *,
-    context: int,
-    tokenizer: str | None,
-    samples: int,
-    seed: int,
-) -> Any:
-    """(inputs, targets) one token apart, or the mapping a Hugging Face model takes."""
-    if getattr(getattr(model.model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{model.name} maps one text to another and {path} holds one: give an .npz or "
-            ".safetensors file with input_ids and labels."
-        )
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_TEXT)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is neither .npz, .safetensors nor UTF-8 text: {error}."
-        ) from error
-    kind = tokenizer or ("bytes" if model.folder is None else str(model.folder))
-    context = min(context, _longest(model))
-    mask: int | None = None
-    if kind == "bytes":
-        tokens = torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
-    elif kind == "characters":
-        symbols = {symbol: index for index, symbol in enumerate(sorted(set(text)))}
-        tokens = torch.tensor([symbols[symbol] for symbol in text], dtype=torch.long)
-    else:
-        tokens, mask = _with_tokenizer(Path(kind), text, (context + 1) * samples)
-    _check_vocabulary(model, tokens, kind)
-    if model.folder is None:
-        windows = _windows(path, tokens, context + 1)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-    windows = _windows(path, tokens, context)
-    if type(model.model).__name__.endswith("ForMaskedLM"):
-        return _masked(windows, mask, seed)
-    return {"input_ids": windows, "labels": windows.clone()}
+MOST_SAMPLES = 512
+_FEWEST_SAMPLES = 8
+_FORWARD_OPERATIONS = 2**31
 
 
-def _windows(path: Path, tokens: Tensor, length: int) -> Tensor:
-    if len(tokens) < length:
-        raise ValueError(
-            f"{path} has {len(tokens)} tokens, a window takes {length}: lower --context."
-        )
-    return tokens[: len(tokens) // length * length].reshape(-1, length)
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the user named, ready to be differentiated."""
+
+    problem: Problem
+    model_name: str
+    data_name: str
+    options: dict[str, Any]  # everything that decides the numbers
+    notes: tuple[str, ...] = ()  # kept with the run
+
+    def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
+        """The run folder of this command on these inputs."""
+        options = {"command": command, **self.options, **more}
+        run = open_run(output, options, **fingerprints_of(self.problem))
+        for note in self.notes:
+            run.warn(f"model: {note}")
+        return run
+
+    def subject(self) -> Subject:
+        """Model, data, loss and gradient norm; costs one gradient."""
+        return subject_of(self.problem, name=self.model_name, data=self.data_name)
 
 
-def _with_tokenizer(folder: Path, text: str, wanted: int) -> tuple[Tensor, int | None]:
-    if not folder.is_dir():
-        raise ValueError(f"--tokenizer {folder}: give bytes, characters or a folder on disk.")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        from transformers import AutoTokenizer
+def prepare(inputs: Inputs, samples: int | None) -> Prepared:
+    """Find the model and the data and put them together; processes of torchrun share them.
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except ImportError as error:
-        raise ValueError("a tokenizer needs: pip install 'curvatlas[huggingface]'.") from error
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder} has no readable tokenizer: {reason}") from error
-    # A token is hardly ever longer than 16 characters: more text would be tokenized for nothing.
-    numbers = tokenizer(text[: 16 * wanted], add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(numbers, dtype=torch.long), tokenizer.mask_token_id
-
-
-def _masked(windows: Tensor, mask: int | None, seed: int) -> dict[str, Tensor]:
-    if mask is None:
-        raise ValueError("a masked language model needs a tokenizer with a mask token.")
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.rand(windows.shape, generator=generator) < _MASKED_SHARE
-    hidden[:, 0] |= ~hidden.any(1)  # every window has something to guess
-    return {
-        "input_ids": windows.masked_fill(hidden, mask),
-        "labels": windows.masked_fill(~hidden, -100),
+    samples: None takes 512, or as many as keep two thousand products a matter of minutes.
+    """
+    device = join(inputs.device)
+    count, size = samples or MOST_SAMPLES, inputs.batch_size
+    how: Any = {
+        "context": inputs.context,
+        "tokenizer": inputs.tokenizer,
+        "loss": inputs.loss.value,
+        "seed": inputs.seed,
     }
 
-
-def _longest(model: NamedModel) -> int:
-    config = getattr(model.model, "config", None)
-    limits = [getattr(config, key, None) for key in ("context", "max_position_embeddings")]
-    return min([limit for limit in limits if isinstance(limit, int)], default=10**9)
-
-
-def _check_vocabulary(model: NamedModel, tokens: Tensor, kind: str) -> None:
-    config = getattr(model.model, "config", None)
-    for key in ("vocabulary", "vocab_size"):
-        size = getattr(config, key, None)
-        if isinstance(size, int) and len(tokens) and int(tokens.max()) >= size:
-            raise ValueError(
-                f"the text has token {int(tokens.max())} ({kind}), the model knows {size}: "
-                "choose another --tokenizer."
+    def find() -> tuple[NamedModel, NamedData]:
+        nonlocal count, size
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries that load models
+            model = find_model(
+                inputs.model,
+                dtype=parse_dtype(inputs.dtype),
+                device=device,
+                seed=inputs.seed,
+                weights=inputs.weights,
             )
+            if samples is None:
+                # On one sample: a large batch would take the memory that a small budget saves.
+                one = find_data(inputs.data, model, samples=1, batch_size=1, **how)
+                count = affordable_samples(model.model, one, most=MOST_SAMPLES)
+            if samples is None and count < MOST_SAMPLES:
+                size = min(size, max(count // 4, 1))  # batches show how much data scatter
+            return model, find_data(inputs.data, model, samples=count, batch_size=size, **how)
+
+    model, data = parallel.together(find)
+    problem = Problem(model.model, data.loss, data.batches, shard=True)
+    options = {
+        "model": inputs.model,
+        "data": inputs.data,
+        "weights": None if inputs.weights is None else str(inputs.weights),
+        "samples": count,
+        "batch_size": size,
+        **how,
+        "loss": data.loss,
+        "dtype": str(problem.dtype).removeprefix("torch."),
+        "device": device,
+    }
+    return Prepared(
+        problem=problem,
+        model_name=model.name,
+        data_name=data.name,
+        options=options,
+        notes=model.notes,
+    )
 
 
-# -------------------------------------------------------------------------------------------------
-# DATA on the command line: a Python reference, a zoo name, an array file or a text file.
-# -------------------------------------------------------------------------------------------------
+def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
+    """How many samples take 2³¹ operations in a forward pass, a fixed number on every machine.
+
+    A product with the Hessian is six of them: a survey of 2500 products then takes 3·10¹³
+    operations, minutes on two cores.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = Problem(model, data.loss, data.batches, distributed=False)
+    if not problem.loss.additive:
+        return most
+    sample = next(problem.batches()).part(0, 1, problem.loss.count)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        problem.with_batches([sample]).value()
+    operations = max(int(counter.get_total_flops()), 1)
+    return max(min(_FORWARD_OPERATIONS // operations, most), _FEWEST_SAMPLES)
 
 
-ZOO = ("digits", "fashion-mnist", "mnist", "text")
+# --- names, and the user's own Python ------------------------------------------------------------
+
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def is_reference(text: str) -> bool:
+    """Whether the text has the form ``pkg.module:name``."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def zoo_name(text: str, names: tuple[str, ...]) -> str | None:
+    """The name of something of ours, or None; ``zoo:name`` says so beyond doubt."""
+    prefixed = text.startswith("zoo:")
+    name = text.removeprefix("zoo:")
+    if name not in names:
+        if prefixed:
+            raise ValueError(f"the zoo has no {name!r}: it has {', '.join(names)}.")
+        return None
+    if not prefixed and Path(text).exists():
+        raise ValueError(f"{text!r} is ours and a path here: write zoo:{text} or ./{text}.")
+    return name
+
+
+def resolve(text: str) -> Any:
+    """The object that ``pkg.module:name`` names; modules of the current folder are found too."""
+    module_name, _, path = text.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        value = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module_name!r} of {text!r}: {error}.") from error
+    for name in path.split("."):
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            raise ValueError(f"{module_name!r} has no {path!r} (named by {text!r}).") from None
+    return value
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+_MOST_NAMES = 6  # of tensors in a message
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer in a name
+ZOO_MODELS = ("vit", "gpt", "benchmark-gpt", "mlp")
+_HEADS = {  # ending of a Hugging Face architecture → the class that loads it
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model in evaluation mode with what the user called it."""
+
+    model: nn.Module
+    name: str
+    folder: Path | None = None  # of a Hugging Face model: where its tokenizer is
+    notes: tuple[str, ...] = ()  # kept with the run
+
+
+def find_model(
+    text: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    weights: Path | None = None,
+) -> NamedModel:
+    """The model that ``text`` names, converted, moved, in evaluation mode."""
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
+    torch.manual_seed(seed)  # a factory that draws weights draws the same ones every time
+    ours = zoo_name(text, ZOO_MODELS)
+    if ours is not None:
+        model = _zoo_model(ours, seed)
+    elif is_reference(text):
+        model = _from_reference(text)
+    elif Path(text).is_dir():
+        folder = Path(text)
+        model, notes = _from_folder(folder)
+    else:
+        raise ValueError(
+            f"cannot find the model {text!r}: give pkg.module:make_model, a Hugging Face folder "
+            f"on disk, or one of {', '.join(ZOO_MODELS)}."
+        )
+    if weights is not None:
+        _load_weights(model, weights)
+    model = model.to(device=_device(device), dtype=dtype).eval()
+    name = text if folder is None else folder.name
+    return NamedModel(model=model, name=name, folder=folder, notes=notes)
+
+
+def _zoo_model(name: str, seed: int) -> nn.Module:
+    from curvatlas import zoo
+
+    makers = {
+        "vit": zoo.reference_vit,
+        "gpt": zoo.reference_gpt,
+        "benchmark-gpt": zoo.benchmark_gpt,
+    }
+    if name == "mlp":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return zoo.MLP(zoo.MLPConfig())
+    return makers[name](seed=seed)
+
+
+def _from_reference(text: str) -> nn.Module:
+    value = resolve(text)
+    if not isinstance(value, nn.Module) and callable(value):
+        value = value()
+    if not isinstance(value, nn.Module):
+        raise ValueError(f"{text!r} gives a {type(value).__name__}, expected an nn.Module.")
+    return value
+
+
+def _from_folder(folder: Path) -> tuple[nn.Module, tuple[str, ...]]:
+    """A Hugging Face model from disk: no network, no code of the folder, no pickled weights.
+
+    Returns also what the reader of its numbers should know.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a Hugging Face model: it has no config.json.")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} needs transformers: pip install 'curvatlas[huggingface]'."
+        ) from error
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    safe = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **safe)
+        architecture = (config.architectures or [""])[0]
+        loader = next((a for end, a in _HEADS.items() if architecture.endswith(end)), None)
+        if loader is None:
+            raise ValueError(
+                f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
+                "function that makes the model instead (pkg.module:make_model)"
+            )
+        # Sizes that do not fit are told below, by name: transformers' own error has no names.
+        model, loading = getattr(transformers, loader).from_pretrained(
+            folder,
+            config=config,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **safe,
+        )
+        unused = _refuse_other_tensors(model, loading)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot load {folder} as a Hugging Face model: {reason}") from error
+    notes = () if not unused else (f"not used by {type(model).__name__}: {_some(unused)}",)
+    for note in notes:
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    return model, notes
+
+
+def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> list[str]:
+    """ValueError when the folder's tensors are not those of the model: the rest would be random.
+
+    Returns what the folder holds beside them: the parts of other heads, which this one does not
+    need. transformers has already taken out tied weights, which are stored once, and what a family
+    declares it can do without.
+    """
+    kind = type(model).__name__
+    mismatched = [m if isinstance(m, str) else m[0] for m in loading["mismatched_keys"]]
+    if mismatched:
+        raise ValueError(
+            f"its tensors {_some(mismatched)} have other sizes than its config.json says: "
+            "bring back the config.json it was saved with"
+        )
+    if loading["missing_keys"]:
+        raise ValueError(
+            f"it lacks {_some(loading['missing_keys'])} of {kind}, which would be random: bring "
+            "back the file; if the folder is a base model without this head, train the head and "
+            "save the model with it, or name a function that makes the model "
+            "(pkg.module:make_model)"
+        )
+    unexpected = list(loading["unexpected_keys"])
+    left_out = [name for name in unexpected if _belongs_to(model, name)]
+    if left_out:
+        raise ValueError(
+            f"it holds {_some(left_out)}, which {kind} as its config.json describes it does not "
+            "use: bring back the config.json it was saved with"
+        )
+    return unexpected
+
+
+def _belongs_to(model: nn.Module, name: str) -> bool:
+    """Whether an unused tensor looks like a part of this very model: one more layer, or a weight
+    or bias of a module the model has. A pooler or another head is neither."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    layers = {_LAYER.sub("*", own) for own in model.state_dict()}
+    modules = dict(model.named_modules())
+    for candidate in (name, f"{prefix}.{name}"):
+        parent, _, leaf = candidate.rpartition(".")
+        if _LAYER.sub("*", candidate) in layers:
+            return True
+        if parent in modules and leaf in ("weight", "bias"):
+            return True
+    return False
+
+
+def _some(names: Iterable[str]) -> str:
+    """All of a few names, the first of many."""
+    ordered = sorted(names)
+    rest = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path}: weights are read from .safetensors files only.")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist.")
+    _, tensors = files.parse(files.read(path), str(path))
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not fit the model: {' '.join(str(error).split())}"
+        ) from error
+    # A tied weight has two names and is stored under one of them.
+    named = model.state_dict(keep_vars=True)
+    present = {id(value) for name, value in named.items() if name in tensors}
+    missing = [name for name in missing if id(named.get(name)) not in present]
+    if missing or unexpected:
+        raise ValueError(
+            f"{path} does not fit the model: missing {sorted(missing)}, "
+            f"unknown {sorted(unexpected)}."
+        )
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {text!r} cannot be used here: {reason}.") from error
+    return device
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """``float32`` or ``float64``; in half precision curvature would be lost in rounding."""
+    if text is None:
+        return None
+    if text not in ("float32", "float64"):
+        raise ValueError(f"dtype must be float32 or float64, got {text!r}.")
+    dtype: Any = getattr(torch, text)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+# --- the data ------------------------------------------------------------------------------------
+
+ZOO_DATA = ("digits", "fashion-mnist", "mnist", "text")
 _PAIRS = (("inputs", "targets"), ("x", "y"), ("images", "labels"))
 
 
@@ -161,19 +424,19 @@ def find_data(
 ) -> NamedData:
     """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype."""
     path = Path(text)
-    ours = models.zoo_name(text, ZOO)
+    ours = zoo_name(text, ZOO_DATA)
     if ours is not None:
-        raw: Any = _from_zoo(ours, model, context)
+        raw: Any = _zoo_data(ours, model, context)
         name = ours
-    elif models.is_reference(text):
-        raw, name = models.resolve(text), text
+    elif is_reference(text):
+        raw, name = resolve(text), text
         raw = raw() if callable(raw) else raw
     elif path.is_file():
         raw, name = _from_file(path, model, context, tokenizer, samples, seed), path.name
     else:
         raise ValueError(
             f"cannot find the data {text!r}: give pkg.module:make_data, an .npz, .safetensors or "
-            f"text file, or one of {', '.join(ZOO)}."
+            f"text file, or one of {', '.join(ZOO_DATA)}."
         )
     if isinstance(raw, dict) or _is_pair(raw):
         raw, count = _cut(raw, samples, batch_size)
@@ -184,7 +447,7 @@ def find_data(
     return NamedData(batches=raw, name=name, loss=_loss(raw) if loss == "auto" else loss)
 
 
-def _from_zoo(name: str, model: NamedModel, context: int) -> Any:
+def _zoo_data(name: str, model: NamedModel, context: int) -> Any:
     from curvatlas import zoo
 
     if name == "text":
@@ -287,104 +550,106 @@ def _loss(raw: Any) -> str:
     return "cross_entropy"
 
 
-MOST_SAMPLES = 512
-_FEWEST_SAMPLES = 8
-_FORWARD = 2**31
+# --- a text file as windows of tokens ------------------------------------------------------------
+
+_MOST_TEXT = 64 * 2**20  # bytes read: far more than any curvature estimate uses
+_MASKED_SHARE = 0.15  # of the tokens a masked language model has to guess, as in BERT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What the user named, ready to be differentiated."""
-
-    problem: Any
-    model_name: str
-    data_name: str
-    options: dict[str, Any]  # everything that decides the numbers
-    notes: tuple[str, ...] = ()  # kept with the run
-
-    def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
-        """The run folder of this command on these inputs."""
-        batches = ((batch.inputs, batch.targets) for batch in self.problem.all_batches())
-        run = open_run(
-            command,
-            output,
-            options={"command": command, **self.options, **more},
-            model_fingerprint=subject.of_model(self.problem.model),
-            data_fingerprint=subject.of_data(batches),
-        )
-        for note in self.notes:
-            run.warn(f"model: {note}")
-        return run
-
-
-def prepare(
-    model: str,
-    data: str,
+def token_windows(
+    path: Path,
+    model: NamedModel,
     *,
-    loss: str,
-    weights: Path | None,
-    samples: int | None,
-    batch_size: int,
     context: int,
     tokenizer: str | None,
+    samples: int,
     seed: int,
-    dtype: str | None,
-    device: str,
-) -> Inputs:
-    """Find the model and the data and put them together; processes of torchrun share them.
+) -> Any:
+    """(inputs, targets) one token apart, or the mapping a Hugging Face model takes."""
+    if getattr(getattr(model.model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{model.name} maps one text to another and {path} holds one: give an .npz or "
+            ".safetensors file with input_ids and labels."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_TEXT)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is neither .npz, .safetensors nor UTF-8 text: {error}."
+        ) from error
+    kind = tokenizer or ("bytes" if model.folder is None else str(model.folder))
+    context = min(context, _longest(model))
+    mask: int | None = None
+    if kind == "bytes":
+        tokens = torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
+    elif kind == "characters":
+        symbols = {symbol: index for index, symbol in enumerate(sorted(set(text)))}
+        tokens = torch.tensor([symbols[symbol] for symbol in text], dtype=torch.long)
+    else:
+        tokens, mask = _with_tokenizer(Path(kind), text, (context + 1) * samples)
+    _check_vocabulary(model, tokens, kind)
+    if model.folder is None:
+        windows = _windows(path, tokens, context + 1)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    windows = _windows(path, tokens, context)
+    if type(model.model).__name__.endswith("ForMaskedLM"):
+        return _masked(windows, mask, seed)
+    return {"input_ids": windows, "labels": windows.clone()}
 
-    samples: None takes 512, or as many as keep two thousand products a matter of minutes.
-    """
-    device = join(device)
-    count, size = samples or MOST_SAMPLES, batch_size
 
-    def find() -> tuple[NamedModel, NamedData]:
-        nonlocal count, size
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of libraries that load models
-            named = find_model(
-                model, dtype=parse_dtype(dtype), device=device, seed=seed, weights=weights
+def _windows(path: Path, tokens: Tensor, length: int) -> Tensor:
+    if len(tokens) < length:
+        raise ValueError(
+            f"{path} has {len(tokens)} tokens, a window takes {length}: lower --context."
+        )
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def _with_tokenizer(folder: Path, text: str, wanted: int) -> tuple[Tensor, int | None]:
+    if not folder.is_dir():
+        raise ValueError(f"--tokenizer {folder}: give bytes, characters or a folder on disk.")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except ImportError as error:
+        raise ValueError("a tokenizer needs: pip install 'curvatlas[huggingface]'.") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} has no readable tokenizer: {reason}") from error
+    # A token is hardly ever longer than 16 characters: more text would be tokenized for nothing.
+    numbers = tokenizer(text[: 16 * wanted], add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(numbers, dtype=torch.long), tokenizer.mask_token_id
+
+
+def _masked(windows: Tensor, mask: int | None, seed: int) -> dict[str, Tensor]:
+    if mask is None:
+        raise ValueError("a masked language model needs a tokenizer with a mask token.")
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.rand(windows.shape, generator=generator) < _MASKED_SHARE
+    hidden[:, 0] |= ~hidden.any(1)  # every window has something to guess
+    return {
+        "input_ids": windows.masked_fill(hidden, mask),
+        "labels": windows.masked_fill(~hidden, -100),
+    }
+
+
+def _longest(model: NamedModel) -> int:
+    config = getattr(model.model, "config", None)
+    limits = [getattr(config, key, None) for key in ("context", "max_position_embeddings")]
+    return min([limit for limit in limits if isinstance(limit, int)], default=10**9)
+
+
+def _check_vocabulary(model: NamedModel, tokens: Tensor, kind: str) -> None:
+    config = getattr(model.model, "config", None)
+    for key in ("vocabulary", "vocab_size"):
+        size = getattr(config, key, None)
+        if isinstance(size, int) and len(tokens) and int(tokens.max()) >= size:
+            raise ValueError(
+                f"the text has token {int(tokens.max())} ({kind}), the model knows {size}: "
+                "choose another --tokenizer."
             )
-            how: Any = {"context": context, "tokenizer": tokenizer, "loss": loss, "seed": seed}
-            if samples is None:
-                # On one sample: a large batch would take the memory that a small budget saves.
-                one = find_data(data, named, samples=1, batch_size=1, **how)
-                count = affordable_samples(named.model, one, most=MOST_SAMPLES)
-            if samples is None and count < MOST_SAMPLES:
-                size = min(batch_size, max(count // 4, 1))  # batches show how much data scatter
-            found = find_data(data, named, samples=count, batch_size=size, **how)
-        return named, found
-
-    named, found = parallel.together(find)
-    problem = ca.Problem(named.model, found.loss, found.batches, shard=True)
-    options = {
-        "model": model, "data": data, "loss": found.loss,
-        "weights": None if weights is None else str(weights), "samples": count,
-        "batch_size": size, "context": context, "tokenizer": tokenizer, "seed": seed,
-        "dtype": str(problem.dtype).removeprefix("torch."), "device": device,
-    }  # fmt: skip
-    return Inputs(
-        problem=problem,
-        model_name=named.name,
-        data_name=found.name,
-        options=options,
-        notes=named.notes,
-    )
-
-
-def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
-    """How many samples take 2³¹ operations in a forward pass, a fixed number on every machine.
-
-    A product with the Hessian is six of them: a survey of 2500 products then takes 3·10¹³
-    operations, minutes on two cores.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    problem = ca.Problem(model, data.loss, data.batches, distributed=False)
-    if not problem.loss.additive:
-        return most
-    sample = next(problem.batches()).part(0, 1, problem.loss.count)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        problem.with_batches([sample]).value()
-    operations = max(int(counter.get_total_flops()), 1)
-    return max(min(_FORWARD // operations, most), _FEWEST_SAMPLES)

@@ -1,4 +1,8 @@
-"""``curvatlas bench``: what a product costs on this machine, in gradients of the same model."""
+"""What this machine has, whether second derivatives come out right on it, and what they cost.
+
+PyTorch's ``torch.func.hessian`` is silently wrong through LayerNorm with weights; the self-test
+measures its error and ours against the Hessian of the same function written out by hand.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,21 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import Tensor, nn
 
-import curvatlas as ca
+from curvatlas import __version__
 from curvatlas.budget import available_bytes, readable
-from curvatlas.cli.options import AsJson, Debug, Quiet, Seed, Verbose
+from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.zoo.models import GPT, GPTConfig
 
-# -------------------------------------------------------------------------------------------------
-# The checks of ``curvatlas doctor``: versions, kernels, guards, and the LayerNorm self-test.
-#
-# PyTorch's ``torch.func.hessian`` is silently wrong through LayerNorm with weights; the self-test
-# measures its error and ours against the Hessian of the same function written out by hand.
-# -------------------------------------------------------------------------------------------------
-
-
-_PACKAGES = (
-    "torch", "numpy", "scipy", "safetensors", "typer", "matplotlib", "transformers",
-)  # fmt: skip
+_COLUMNS = 8
+_PACKAGES = ("torch", "numpy", "scipy", "safetensors", "typer", "matplotlib", "transformers")
 _WIDTH = 6
 
 
@@ -50,13 +47,13 @@ def checkup() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Installed versions; "absent" for an optional package that is not there."""
-    found = {"curvatlas": ca.__version__, "python": platform.python_version()}
+    installed = {"curvatlas": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            installed[name] = "absent"
+    return installed
 
 
 def machine() -> dict[str, str]:
@@ -72,13 +69,13 @@ def machine() -> dict[str, str]:
 
 def kernels() -> dict[str, str]:
     """Which attention kernels are on by default, and which of them can be differentiated twice."""
-    found = {}
+    states = {}
     for name in ("flash", "mem_efficient", "math"):
         on = getattr(torch.backends.cuda, f"{name}_sdp_enabled")()
-        found[f"{name} attention"] = "on" if on else "off"
-    found["default differentiates twice"] = "yes" if _default_attention_works() else "no"
-    found["curvatlas switches to math attention"] = "yes, while it computes"
-    return found
+        states[f"{name} attention"] = "on" if on else "off"
+    states["default differentiates twice"] = "yes" if _default_attention_works() else "no"
+    states["curvatlas switches to math attention"] = "yes, while it computes"
+    return states
 
 
 def _default_attention_works() -> bool:
@@ -118,7 +115,7 @@ def layer_norm_test() -> dict[str, float]:
     composed = torch.func.hessian(
         lambda flat: loss(flat, lambda x, g, b: F.layer_norm(x, (_WIDTH,), g, b))
     )(start)
-    ours = ca.Hessian(ca.Problem(model, "mse", (inputs, targets))).dense()
+    ours = Hessian(Problem(model, "mse", (inputs, targets))).dense()
     scale = float(truth.norm())
     return {
         "curvatlas_error": float((ours - truth).norm()) / scale,
@@ -144,7 +141,7 @@ def guard_tests() -> dict[str, bool]:
 
     def refuses(model: nn.Module) -> bool:
         try:
-            ca.Hessian(ca.Problem(model, "mse", (inputs, targets))) @ torch.ones(
+            Hessian(Problem(model, "mse", (inputs, targets))) @ torch.ones(
                 sum(p.numel() for p in model.parameters())
             )
         except (ValueError, RuntimeError):
@@ -161,29 +158,8 @@ def guard_tests() -> dict[str, bool]:
     }
 
 
-# -------------------------------------------------------------------------------------------------
-# ``curvatlas doctor``: what this machine has, and whether second derivatives come out right.
-# -------------------------------------------------------------------------------------------------
-
-
-def doctor(
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> None:
-    """Print versions, kernels and guards, and test second derivatives through LayerNorm."""
-
-    from curvatlas.cli.options import Console
-
-    console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    findings = checkup()
-    console.answer(findings, _table(findings))
-    if not findings["healthy"]:
-        raise typer.Exit(1)
-
-
-def _table(findings: dict[str, Any]) -> str:
+def describe_checkup(findings: dict[str, Any]) -> str:
+    """The table that doctor prints."""
     lines = []
     for title, content in findings.items():
         if not isinstance(content, dict):
@@ -195,45 +171,8 @@ def _table(findings: dict[str, Any]) -> str:
     return "\n".join([*lines, verdict])
 
 
-Layers = Annotated[int, typer.Option("--layers", min=1, help="Layers of the GPT.")]
-Width = Annotated[int, typer.Option("--width", min=4, help="Width of the GPT, in fours.")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Rounds; medians are printed.")]
-COLUMNS = 8
-
-
-def bench(
-    layers: Layers = 4,
-    width: Width = 128,
-    rounds: Rounds = 5,
-    seed: Seed = 0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-) -> None:
-    """Time products with H, H_o and H_f of a GPT, alone and by eight, in gradients.
-
-    Every product stands between two gradients, so that other work on the machine cancels. The
-    comparison with other libraries is in the repository's benchmarks folder (make bench).
-    """
-    from curvatlas.cli.options import Console
-
-    console = Console(as_json=as_json, quiet=quiet, verbose=verbose)
-    if width % 4:
-        raise ValueError(f"--width must be a multiple of its 4 heads, got {width}.")
-    findings = measure(layers=layers, width=width, rounds=rounds, seed=seed)
-    console.answer(findings, _table_bench(findings))
-
-
 def measure(*, layers: int, width: int, rounds: int, seed: int) -> dict[str, Any]:
     """Medians over rounds of (time of a product) / (columns · time of a gradient)."""
-    import torch
-    import torch.nn.functional as F
-
-    import curvatlas as ca
-    from curvatlas.progress import track
-    from curvatlas.zoo.models import GPT, GPTConfig
-
     torch.manual_seed(seed)
     config = GPTConfig(vocabulary=1000, context=64, d_model=width, n_heads=4, n_layers=layers)
     model = GPT(config).eval()
@@ -244,15 +183,15 @@ def measure(*, layers: int, width: int, rounds: int, seed: int) -> dict[str, Any
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         torch.autograd.grad(loss, weights)
 
-    problem = ca.Problem(model, "cross_entropy", (inputs, targets))
-    operators = (ca.Hessian(problem), ca.GaussNewton(problem), ca.FunctionalHessian(problem))
-    right = torch.randn(problem.size, COLUMNS)
+    problem = Problem(model, "cross_entropy", (inputs, targets))
+    operators = (Hessian(problem), GaussNewton(problem), FunctionalHessian(problem))
+    right = torch.randn(problem.size, _COLUMNS)
     ratios: dict[tuple[str, int], list[float]] = {}
     seconds: list[float] = []
     for turn in track(range(rounds + 1), "rounds"):
         for operator in operators:
             for columns in (right[:, 0].contiguous(), right):
-                count = 1 if columns.ndim == 1 else COLUMNS
+                count = 1 if columns.ndim == 1 else _COLUMNS
                 before = _seconds(gradient)
                 taken = _seconds(lambda op=operator, v=columns: op @ v)  # type: ignore[misc]
                 unit = (before + _seconds(gradient)) / 2
@@ -267,8 +206,8 @@ def measure(*, layers: int, width: int, rounds: int, seed: int) -> dict[str, Any
         "rounds": rounds,
         "gradient_seconds": statistics.median(seconds),
         "products": [
-            {"operator": kind, "columns": count, "gradients": statistics.median(found)}
-            for (kind, count), found in ratios.items()
+            {"operator": kind, "columns": count, "gradients": statistics.median(costs)}
+            for (kind, count), costs in ratios.items()
         ],
     }
 
@@ -279,7 +218,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _table_bench(findings: dict[str, Any]) -> str:
+def describe_timing(findings: dict[str, Any]) -> str:
+    """The table that bench prints."""
     threads = findings["threads"]
     lines = [
         f"GPT of {findings['parameters']} parameters, 8 × 64 tokens, {threads} thread"

@@ -1,239 +1,74 @@
-"""Options that several commands share, declared once."""
+"""Options that several commands share, declared once, and what commands print.
+
+A command takes a group of options (``Console``, ``Inputs``) as one keyword argument;
+``with_groups`` shows typer the fields of the group as options of the command.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-import time
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from curvatlas.budget import available_bytes, limit_bytes, parse_bytes, readable
 from curvatlas.progress import set_progress
 
-# -------------------------------------------------------------------------------------------------
-# Budgets of a command: time, memory, products.
-# -------------------------------------------------------------------------------------------------
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with each keyword that is a dataclass replaced by the dataclass's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {n: hint for n, hint in hints.items() if is_dataclass(hint)}
+    options: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        if parameter.name in groups:
+            options += _fields_as_options(groups[parameter.name])
+        else:
+            options.append(parameter.replace(annotation=hints[parameter.name]))
+
+    @wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    del expanded.__wrapped__  # typer would read the signature of the command itself
+    expanded.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {option.name: option.annotation for option in options}
+    return expanded
 
 
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-class TimeUp(KeyboardInterrupt):
-    """The time budget is used up: ends a run as Ctrl-C does, resumable."""
-
-
-class Interrupted(Exception):
-    """Ctrl-C, with the words that say how to resume. (typer swallows KeyboardInterrupt.)"""
-
-
-def parse_time(text: str) -> float:
-    """``"90"``, ``"90s"``, ``"1.5m"`` or ``"2h"`` in seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|m|min|h|)\s*", text.lower())
-    if match is None or not float(match[1]) > 0:
-        raise ValueError(f"cannot read {text!r} as a time: write for example 90s, 5m or 1h.")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-MOST_PRODUCTS = 300  # of one estimate, unless --products says otherwise
-_MEMORY = 2 * 10**9  # of a survey, unless --memory says otherwise
-_FIRST_USE = 90 * 10**6  # measured: what libraries load and keep when they are first used
-_VECTORS = 60  # that a survey needs room for, however large the model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """What one run may use; ``memory`` in bytes; None for the default."""
-
-    seconds: float | None = None
-    memory: int | None = None
-    products: int | None = None
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def most_products(self) -> int:
-        """For one estimate."""
-        return self.products or MOST_PRODUCTS
-
-    @property
-    def told_products(self) -> int | str:
-        """For the manifest. The map takes more than other estimates unless a number is asked."""
-        return self.products or f"{MOST_PRODUCTS} by default"
-
-    def check(self) -> None:
-        """Raise ``TimeUp`` when the time is used up; of several processes by the first's clock."""
-        if self.seconds is None:
-            return
-        from curvatlas import parallel
-
-        if parallel.from_every_process(time.monotonic() - self.started > self.seconds)[0]:
-            raise TimeUp(f"the time budget of {self.seconds:g} s is used up")
-
-    def watch(self, operator: Any) -> Any:
-        """Let every product of ``operator`` look at the clock first; returns the operator.
-
-        An estimate that keeps a checkpoint is then stopped between two products and goes on there
-        when the run is resumed, with the same numbers as if it had never stopped.
-        """
-        if self.seconds is not None:
-            operator.before_product = self.check
-        return operator
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """How a survey divides its memory: one operator and one estimate are at work at a time.
-
-    Made of what was asked for or of fixed numbers, never of what is free: bases and pieces of
-    batches, and with them the last digits of the results, are the same on a busy machine.
-    """
-
-    total: int
-
-    @property
-    def graphs(self) -> int:
-        """For what an operator keeps and what its products allocate."""
-        return self._divided * 40 // 100
-
-    @property
-    def vectors(self) -> int:
-        """For the vectors of an estimate; the rest is left to the allocator's gaps."""
-        return self._divided * 42 // 100
-
-    @property
-    def _divided(self) -> int:
-        return self.total - min(_FIRST_USE, self.total // 3)
-
-
-def memory_plan(asked: int | None, parameter_bytes: int) -> MemoryPlan:
-    """The plan for what was asked; by default 2 GB, more for models that need more.
-
-    The default stays below three quarters of what the process may use; less memory than that is
-    free is said at once, not when it runs out.
-    """
-    from curvatlas import parallel
-
-    total = asked
-    if total is None:
-        total = min(max(_MEMORY, _VECTORS * parameter_bytes), limit_bytes() * 3 // 4)
-        total = parallel.smallest_over_processes(total)
-    if total > available_bytes():
-        warnings.warn(
-            f"{readable(total)} are planned and {readable(available_bytes())} are free: if memory "
-            "runs out, start again with a smaller --memory.",
-            stacklevel=2,
+def _fields_as_options(group: Any) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
         )
-    return MemoryPlan(total=total)
-
-
-def budget_of(
-    *, time: str | None = None, memory: str | None = None, products: int | None = None
-) -> Budget:
-    """The budget that the options describe; ValueError when one cannot be read."""
-    seconds = None if time is None else parse_time(time)
-    return Budget(
-        seconds=seconds,
-        memory=None if memory is None else parse_bytes(memory),
-        products=products,
-    )
-
-
-class LossName(str, Enum):
-    """How the loss is chosen."""
-
-    auto = "auto"
-    cross_entropy = "cross_entropy"
-    mse = "mse"
-    bce_with_logits = "bce_with_logits"
-    model = "model"
-
-
-# --- what is analysed ---------------------------------------------------------------------------
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="pkg.module:make_model, a Hugging Face folder on disk, or vit, gpt, benchmark-gpt, "
-        "mlp.",
-    ),
-]
-Data = Annotated[
-    str,
-    typer.Argument(
-        metavar="DATA",
-        help="pkg.module:make_data, an .npz or .safetensors file (inputs and targets), a text "
-        "file, or digits, text, fashion-mnist, mnist.",
-    ),
-]
-Loss = Annotated[
-    LossName,
-    typer.Option("--loss", help="auto decides by the targets; model takes the model's own."),
-]
-Weights = Annotated[
-    Path | None, typer.Option(help="Load these weights (.safetensors) into the model.")
-]
-Samples = Annotated[int, typer.Option(min=1, help="Most samples to use.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Samples a batch.")]
-Context = Annotated[int, typer.Option(min=1, help="Tokens a window, for text.")]
-Tokenizer = Annotated[
-    str | None,
-    typer.Option(help="bytes, characters or a folder (default: the model's own, or bytes)."),
-]
-Dtype = Annotated[str | None, typer.Option(help="float32 or float64 (default: the model's).")]
-Device = Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda:0.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of every random draw.")]
-
-# --- how much may be used -----------------------------------------------------------------------
-Products = Annotated[
-    int | None,
-    typer.Option("--products", min=1, help="Most matrix-vector products for one estimate."),
-]
-Memory = Annotated[
-    str | None, typer.Option("--memory", metavar="SIZE", help="Memory budget, such as 2GB.")
-]
-Time = Annotated[
-    str | None,
-    typer.Option(
-        "--time",
-        metavar="SPAN",
-        help="Stop after this long, such as 90s, 5m or 1h; the same command then goes on.",
-    ),
-]
-
-# --- what is written and said -------------------------------------------------------------------
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="DIR",
-        help="Folder of the run (default: under curvatlas-runs). The same command resumes it.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print each step to stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-# -------------------------------------------------------------------------------------------------
-# What commands print: results on stdout, everything else on stderr, JSON when asked.
-# -------------------------------------------------------------------------------------------------
+        for field in fields(group)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console:
     """How talkative a command is. With ``as_json`` only one JSON document goes to stdout."""
 
-    as_json: bool = False
-    quiet: bool = False
-    verbose: bool = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = (
+        False
+    )
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step to stderr.")] = (
+        False
+    )
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
 
     def __post_init__(self) -> None:
         if self.quiet and self.verbose:
@@ -256,3 +91,80 @@ class Console:
             print(json.dumps(value, indent=1, default=str), flush=True)
         else:
             print(text, flush=True)
+
+
+class LossName(str, Enum):
+    """How the loss is chosen."""
+
+    auto = "auto"
+    cross_entropy = "cross_entropy"
+    mse = "mse"
+    bce_with_logits = "bce_with_logits"
+    model = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is analysed, as the user named it; ``cli.inputs.prepare`` makes a problem of it."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="pkg.module:make_model, a Hugging Face folder on disk, or vit, gpt, "
+            "benchmark-gpt, mlp.",
+        ),
+    ]
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="pkg.module:make_data, an .npz or .safetensors file (inputs and targets), a text "
+            "file, or digits, text, fashion-mnist, mnist.",
+        ),
+    ]
+    loss: Annotated[
+        LossName, typer.Option(help="auto decides by the targets; model takes the model's own.")
+    ] = LossName.auto
+    weights: Annotated[
+        Path | None, typer.Option(help="Load these weights (.safetensors) into the model.")
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = 128
+    context: Annotated[int, typer.Option(min=1, help="Tokens a window, for text.")] = 64
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="bytes, characters or a folder (default: the model's own, or bytes)."),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of every random draw.")] = 0
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or float64 (default: the model's).")
+    ] = None
+    device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda:0.")] = "cpu"
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Folder of the run (default: under curvatlas-runs). The same command resumes it.",
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Most samples to use.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of every random draw.")]
+Products = Annotated[
+    int | None,
+    typer.Option("--products", min=1, help="Most matrix-vector products for one estimate."),
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Memory budget, such as 2GB.")
+]
+Time = Annotated[
+    str | None,
+    typer.Option(
+        "--time",
+        metavar="SPAN",
+        help="Stop after this long, such as 90s, 5m or 1h; the same command then goes on.",
+    ),
+]

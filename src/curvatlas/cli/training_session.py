@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from curvatlas.files import previous
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.runs import subject
+from curvatlas.runs.subject import of_data, of_model
 from curvatlas.training.monitor import Monitor
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 from curvatlas.training.snapshot import Event, Snapshot
@@ -101,8 +101,8 @@ class Session:
             for group in self.optimizer.param_groups
         ]
         return {
-            "model": subject.of_model(self.model),
-            "data": subject.of_data([tuple(self.data.train), tuple(self.data.validation)]),
+            "model": of_model(self.model),
+            "data": of_data([tuple(self.data.train), tuple(self.data.validation)]),
             "optimizer": f"{type(self.optimizer).__name__} {self._rates} {groups}",
             "steps": str(self.steps),
             "batch size": str(self.batch_size),

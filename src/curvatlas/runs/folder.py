@@ -18,12 +18,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-import curvatlas
-from curvatlas import files
+from curvatlas import __version__, files, parallel
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
-from curvatlas.results import Result, brief
+from curvatlas.results import Result, brief, parse
 from curvatlas.runs import checking, loading
 from curvatlas.runs import manifest as manifests
+from curvatlas.runs.loading import LoadedRun
 from curvatlas.runs.manifest import LOCK_NAME, FolderLock, Manifest, StepEntry
 
 R = TypeVar("R", bound=Result)
@@ -150,6 +150,10 @@ class Run:
         if changed != self.effort:
             self._write_manifest(options={**self.manifest.options, EFFORT: changed})
 
+    def loaded(self) -> LoadedRun:
+        """The run as it stands in the folder, checked as ``load`` does."""
+        return loading.load(self.path)
+
     def checkpoint_path(self, name: str) -> Path:
         """Where a long step may keep its own intermediate state; removed when the step is done."""
         if not manifests.valid_name(name):
@@ -220,6 +224,89 @@ class Run:
         self.manifest = manifest  # only after it is on disk: memory never runs ahead of the folder
 
 
+class SharedRun(Run):
+    """``Run`` in every process of a group; only the first one reads and writes the folder.
+
+    All call the same steps in the same order. An error of the first one, a full disk for example,
+    stops all of them.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, lock: FolderLock | None) -> None:
+        self.path, self.manifest = path, manifest
+        self._first = lock is not None
+        if lock is not None:
+            super().__init__(path, manifest, lock)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], **options: Any) -> Run:
+        """``Run.create``, by the first process of several."""
+        if parallel.world_size() == 1:
+            return Run.create(path, **options)
+        opened = parallel.together(
+            lambda: Run.create(path, **options) if parallel.rank() == 0 else None
+        )
+        if opened is not None:
+            told = {"path": str(opened.path), "manifest": opened.manifest.to_json()}
+            parallel.from_first(json.dumps(told).encode())
+            return cls(opened.path, opened.manifest, opened._lock)
+        heard = json.loads(parallel.from_first(b""))
+        manifest = manifests.parse(heard["manifest"], "the first process's manifest")
+        return cls(Path(heard["path"]), manifest, None)
+
+    def step(self, name: str, function: Callable[[], R], *, spends: Sequence[str] = ()) -> R:
+        """The result called ``name``, computed by all together, or told by the first process."""
+        if name in self.manifest.steps:
+            return cast("R", self._told(name))
+        compute = super().step
+        return parallel.together(lambda: compute(name, function, spends=spends))
+
+    def loaded(self) -> LoadedRun:
+        """The run in every process, read by the first one."""
+        results = {name: self._told(name) for name in self.manifest.steps}
+        return LoadedRun(path=self.path, manifest=self.manifest, results=results)
+
+    def _told(self, name: str) -> Result:
+        def read() -> tuple[Result, bytes] | None:
+            if not self._first:
+                return None
+            result = loading.read_result(self.path, name, self.manifest)
+            file = self.path / loading.RESULTS / f"{name}.safetensors"
+            return result, bytes(files.read(file))
+
+        stored = parallel.together(read)
+        content = parallel.from_first(b"" if stored is None else stored[1])
+        return parse(bytearray(content), name) if stored is None else stored[0]
+
+    def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:
+        if self._first:
+            super().close(status, error)
+        else:
+            self.manifest = self.manifest.changed(status=status, error=error)
+
+    def _store(self, name: str, result: Result, seconds: float, effort: dict[str, Any]) -> None:
+        if self._first:
+            super()._store(name, result, seconds, effort)
+            return
+        entry = StepEntry(kind=result.kind, sha256="", json_sha256="", seconds=seconds)
+        self._write_manifest(steps={**self.manifest.steps, name: entry})
+
+    def _write_manifest(self, **changes: Any) -> None:
+        if self._first:
+            super()._write_manifest(**changes)
+        else:
+            self.manifest = self.manifest.changed(**changes)
+
+
+def default_folder(
+    options: Mapping[str, Any], *, model_fingerprint: str = "", data_fingerprint: str = ""
+) -> Path:
+    """``curvatlas-runs/<command>-<digest>``, named after what is computed: the same is resumed."""
+    decisive = {key: value for key, value in options.items() if key != EFFORT}
+    told = json.dumps([decisive, model_fingerprint, data_fingerprint], sort_keys=True)
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    return Path("curvatlas-runs") / f"{options['command']}-{digest[:8]}"
+
+
 def environment() -> dict[str, str]:
     """What a reader needs to repeat the run: versions and machine, no names of people or paths."""
     return {
@@ -249,7 +336,7 @@ def _new_manifest(
     options: dict[str, Any], fingerprints: dict[str, str], command: Sequence[str]
 ) -> Manifest:
     return Manifest(
-        version=curvatlas.__version__,
+        version=__version__,
         status="running",
         created=manifests.now(),
         updated=manifests.now(),
@@ -280,8 +367,8 @@ def _resumable(
                 "name another folder, or repeat the run with what its manifest says."
             )
     manifest = _with_effort(folder, manifest, stored_effort, effort)
-    if manifest.version != curvatlas.__version__:
-        note = f"begun with curvatlas {manifest.version}, resumed with {curvatlas.__version__}"
+    if manifest.version != __version__:
+        note = f"begun with curvatlas {manifest.version}, resumed with {__version__}"
         manifest = manifest.changed(warnings=(*manifest.warnings, note))
     return manifest
 

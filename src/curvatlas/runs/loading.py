@@ -7,6 +7,7 @@ import math
 import os
 import re
 import stat
+import webbrowser
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,19 @@ class LoadedRun:
 
     def __getitem__(self, name: str) -> Result:
         return self.results[name]
+
+    @property
+    def report(self) -> Path:
+        """Where the page of the run stands, once it has been written."""
+        return self.path / "report.html"
+
+    def open(self) -> None:
+        """Show the page in the user's browser."""
+        if not self.report.is_file():
+            raise FileNotFoundError(
+                f"{self.report} has not been written: 'curvatlas report {self.path}' writes it."
+            )
+        webbrowser.open(self.report.as_uri())
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.status}, {len(self.results)} results"]

@@ -63,32 +63,6 @@ class Subject(Result):
         )
 
 
-def subject_of(problem: Any, *, name: str, data: str, state: str = "") -> Subject:
-    """Describe a ``Problem``; costs one gradient."""
-    sizes: dict[tuple[int | None, str, str], int] = {}
-    for piece in problem.anatomy:
-        key = (piece.layer, piece.sublayer, piece.role)
-        sizes[key] = sizes.get(key, 0) + piece.size
-    return Subject(
-        name=name,
-        model=type(problem.model).__name__,
-        state=state,
-        parameters=problem.size,
-        dtype=str(problem.dtype).removeprefix("torch."),
-        device=str(problem.device),
-        data=data,
-        loss_name=problem.loss.name,
-        batches=sum(1 for _ in problem.all_batches()),
-        targets=problem.total_count,
-        loss=problem.value(),
-        gradient_norm=float(problem.gradient().norm()),
-        roles=tuple(
-            RoleSize(layer=layer, sublayer=sublayer, role=role, parameters=size)
-            for (layer, sublayer, role), size in sizes.items()
-        ),
-    )
-
-
 # -------------------------------------------------------------------------------------------------
 # Trained weights as a result, so that a resumed run need not train again.
 # -------------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""``ca.survey``: the main job in Python, with the numbers of ``curvatlas analyze``."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import curvatlas as ca
+from cli_models import make_block_model, make_tokens
+from curvatlas import cli, runs
+from curvatlas.runs import Run
+
+_FEW: dict[str, Any] = {"eigenvalues": 2, "skip": ["map"]}
+
+
+def _problem() -> ca.Problem:
+    return ca.Problem(make_block_model().double().eval(), "cross_entropy", make_tokens())
+
+
+def _numbers(run: runs.LoadedRun) -> dict[str, str]:
+    """Everything stored but what is read from a clock, and the names the user gave."""
+    told = ("seconds", "name", "data")
+
+    def timeless(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: timeless(v) for k, v in value.items() if k not in told}
+        return [timeless(v) for v in value] if isinstance(value, list) else value
+
+    return {name: repr(timeless(r.to_dict())) for name, r in run.results.items()}
+
+
+@pytest.fixture(scope="module")
+def surveyed(tmp_path_factory: pytest.TempPathFactory) -> runs.LoadedRun:
+    return ca.survey(_problem(), output=tmp_path_factory.mktemp("run") / "here", **_FEW)
+
+
+def test_a_survey_stores_every_result_and_writes_a_page_that_opens(
+    surveyed: runs.LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {f"{part}.{what}" for part in ("total", "outer", "functional")
+             for what in ("eigenpairs", "trace", "density")}  # fmt: skip
+    expected = {"subject", "propagation", "advice", *steps}
+    assert set(surveyed.results) == {f"model.{name}" for name in expected}
+    assert surveyed.status == "complete"
+    assert "<h1>Curvature of" in surveyed.report.read_text(encoding="utf-8")
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    surveyed.open()
+    assert opened == [surveyed.report.as_uri()]
+
+
+def test_a_survey_measures_the_hessian(surveyed: runs.LoadedRun) -> None:
+    dense = ca.Hessian(_problem()).dense()
+    values = torch.linalg.eigvalsh(dense)
+    pairs = surveyed["model.total.eigenpairs"]
+    scale = float(values.abs().max())
+    assert float(pairs["values"].max()) == pytest.approx(float(values[-1]), abs=1e-6 * scale)
+    assert float(pairs["values"].min()) == pytest.approx(float(values[0]), abs=1e-6 * scale)
+    low, high = surveyed["model.total.trace"]["interval"]
+    assert low <= float(dense.trace()) <= high
+
+
+def test_a_survey_gives_the_numbers_of_the_command(
+    surveyed: runs.LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["analyze", "cli_models:make_block_model", "cli_models:make_tokens", "--dtype",
+                 "float64", "--eigenvalues", "2", "--skip", "map", "--output",
+                 str(tmp_path / "command"), "--quiet"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert _numbers(surveyed) == _numbers(runs.load(tmp_path / "command"))
+
+
+def test_the_same_call_resumes_a_survey_that_was_stopped(
+    surveyed: runs.LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Run._store
+
+    def store_and_stop(self: Run, *values: Any) -> None:
+        store(self, *values)
+        if len(self.manifest.steps) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_store", store_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            ca.survey(_problem(), output=tmp_path, **_FEW)
+    assert runs.load(tmp_path).status == "interrupted"
+    steps: list[object] = []
+    resumed = ca.survey(_problem(), output=tmp_path, detail=steps.append, **_FEW)
+    assert sum("read from the folder" in str(step) for step in steps) >= 4
+    assert _numbers(resumed) == _numbers(surveyed)
+
+
+def test_a_survey_out_of_time_returns_what_there_is(tmp_path: Path) -> None:
+    run = ca.survey(_problem(), output=tmp_path, time=1e-9, **_FEW)
+    assert run.status == "interrupted"
+    assert run.report.is_file()
+
+
+def test_stages_of_one_open_run_stand_side_by_side(tmp_path: Path) -> None:
+    few: dict[str, Any] = {"eigenvalues": 1, "skip": ["map", "trace", "propagation", "density"]}
+    said: list[object] = []
+    with Run.create(tmp_path, options={}) as run:
+        ca.survey(_problem(), output=run, stage="initial", say=said.append, **few)
+        both = ca.survey(_problem(), output=run, stage="trained", **few)
+    assert {name.split(".")[0] for name in both.results} == {"initial", "trained"}
+    assert len(said) == 4  # the subject and the ends of three spectra
+    with pytest.raises(FileNotFoundError, match="curvatlas report"):
+        both.open()
+
+
+def test_only_the_chosen_roles_are_surveyed(tmp_path: Path) -> None:
+    few: dict[str, Any] = {"eigenvalues": 1, "skip": ["density", "trace"]}
+    problem = _problem()
+    run = ca.survey(problem, output=tmp_path, roles=["query"], **few)
+    assert set(run.results) == {"model.subject", *(f"model.{part}.eigenpairs" for part in
+                                                   ("total", "outer", "functional"))}  # fmt: skip
+    block = problem.anatomy.select(role="query")
+    truth = torch.linalg.eigvalsh(ca.Hessian(problem)[block, block].dense())
+    top = float(run["model.total.eigenpairs"]["values"].max())
+    assert top == pytest.approx(float(truth[-1]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"skip": ["eigenpairs"]}, "skip is a list of trace, map, .* got 'eigenpairs'"),
+        ({"skip": "map"}, "skip is a list"),
+        ({"stage": "my run"}, "stage is one word"),
+        ({"eigenvalues": 0}, "eigenvalues must be at least 1"),
+        ({"products": 0}, "products must be at least 1"),
+        ({"memory": "much"}, "cannot read 'much' as a size"),
+        ({"time": "soon"}, "cannot read 'soon' as a time"),
+        ({"time": -1.0}, "a time budget must be positive"),
+        ({"roles": ["no such role"]}, "no such role"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_input_is_told_before_a_folder_is_made(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, KeyError), match=words):
+        ca.survey(_problem(), output=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_no_problem(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="survey takes a Problem, got a Linear"):
+        ca.survey(model, output=tmp_path / "run")
+
+
+def test_a_folder_of_other_options_is_refused(surveyed: runs.LoadedRun) -> None:
+    with pytest.raises(ValueError, match="seed differ"):
+        ca.survey(_problem(), output=surveyed.path, seed=1, **_FEW)
