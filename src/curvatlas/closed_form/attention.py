@@ -98,10 +98,10 @@ class SelfAttentionHessian(ClosedFormBlock):
 
         and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``.
         """
-        found = self.derivatives(
+        derivatives = self.derivatives(
             x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
         )
-        return block_hessian(found, part=part, out=out, workspace=workspace)
+        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
 
     def moments(
         self,

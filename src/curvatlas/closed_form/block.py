@@ -23,6 +23,7 @@ from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
 from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
+from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
 from curvatlas.engines.tangent.reading import map_module
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
@@ -90,7 +91,7 @@ class ColumnDerivatives(BlockDerivatives):
         return torch.cat([rates[name].flatten(1) for name in self.names], 1).mT
 
     def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
-        return self.operator(part)[a, b]
+        return DecomposedHessian.block_product(self, a, b, part)  # by full products
 
     def exact_diagonal(self, part: Part = "total") -> Tensor | None:
         return None  # as dear as reading every column
@@ -116,7 +117,7 @@ class StructuralZeros:
         post = spec.residual and not spec.norm_first
         curved = spec.norm != "none"
         bent = spec.activation in _BENT
-        whole = spec.d_ff is not None
+        fed = spec.d_ff is not None
         # Functional curvature at S, hidden, v, U (derivations §7 with Λ_Z = 0).
         self.at_S = post and curved
         self.at_hidden = {
@@ -126,7 +127,7 @@ class StructuralZeros:
         }
         self.hidden_v = self.at_S or bent or spec.gated
         self.at_v = self.hidden_v
-        self.at_U = self.at_S or (whole and (self.at_v or curved))
+        self.at_U = self.at_S or (fed and (self.at_v or curved))
 
     def is_zero(self, a: str, b: str, part: str = "total") -> bool:
         """Whether block (a, b) of ``part`` is zero whatever the weights are."""
@@ -392,10 +393,10 @@ class TransformerBlockHessian(ClosedFormBlock):
         is assembled at once (into ``out`` (P, P) when given, with the scratch memory of
         ``workspace``: reuse both and nothing is allocated), the others when first read.
         """
-        found = self.derivatives(
+        derivatives = self.derivatives(
             x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
         )
-        return block_hessian(found, part=part, out=out, workspace=workspace)
+        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
 
 
 def block_hessian(

@@ -51,7 +51,7 @@ def dense_matrix(of: BlockDerivatives, part: Part, out: Tensor, workspace: Works
     source: Part = "functional" if of.seeds.couples_tokens else part
     # lazy: nothing is computed before a pair is asked for
     chunks = list(of.chunks(source, workspace=workspace))
-    whole = len(chunks) == 1 and not tied
+    single = len(chunks) == 1 and not tied
     for number, terms in enumerate(chunks):
         chunks[number] = None  # type: ignore[call-overload]
         active = {f.key: token_last(terms.activation(f)) for f in of.families}
@@ -69,7 +69,7 @@ def dense_matrix(of: BlockDerivatives, part: Part, out: Tensor, workspace: Works
                     operands,
                     accumulate=tied or number > 0,
                     workspace=workspace,
-                    both=whole,
+                    both=single,
                     tiles=of.size <= _NARROW,
                 )
                 if not (done or tied) and number == len(chunks) - 1:
@@ -130,7 +130,7 @@ def core_diagonal(terms: Terms, f: Family) -> Tensor:
     if not terms.functional or f.kind in ("value", "output"):
         return outer
     if f.kind == "front":
-        return outer + terms.front.own().diagonal(dim1=1, dim2=2)
+        return outer + terms.front.curvature().diagonal(dim1=1, dim2=2)
     adjoint, s = terms.adjoint(f.head), terms.head(f.head).s
     extra = adjoint.T_KK_diagonal() if f.kind == "query" else adjoint.T_diagonal()
     if extra is None:
@@ -535,8 +535,8 @@ class BlockDerivatives(DecomposedHessian):
 
     def _everything(self) -> Terms:
         """Terms of the whole batch; of them a factor reads only first derivatives."""
-        whole = slice(0, self.evaluation.samples), slice(0, self.evaluation.length)
-        return self._terms(*whole, "outer")
+        batch = slice(0, self.evaluation.samples), slice(0, self.evaluation.length)
+        return self._terms(*batch, "outer")
 
     def outer_factor(self) -> Tensor:
         """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (derivations §10)."""

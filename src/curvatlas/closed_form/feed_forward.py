@@ -164,8 +164,8 @@ class FFNHessian(nn.Module):
         W2W2 = Σ ĝĝᵀ ⊗ Λ,  W1W1 = Σ v̂v̂ᵀ ⊗ (D1 W2ᵀ Λ W2 D1 + ρ),  ρ = D2 ⊙ W2ᵀδ,
         W1W2 = Σ v̂ ĝ (D1 W2ᵀ Λ) + v̂ D1 δ                                          (derivations §9)
         """
-        found = self.derivatives(x, target, loss=loss)
-        return block_hessian(found, part=part, out=out, workspace=workspace)
+        derivatives = self.derivatives(x, target, loss=loss)
+        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
 
     def compute_hessian_wrt_w2(
         self, x: Tensor, target: Tensor | None = None, loss: str | OutputLoss = "mse"

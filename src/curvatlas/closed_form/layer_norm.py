@@ -54,11 +54,11 @@ class LayerNormHessian(nn.Module):
     def from_module(cls: type[N], module: nn.Module) -> N:
         """Wrap ``nn.LayerNorm``, ``nn.RMSNorm`` or a Llama-style RMSNorm, sharing its memory."""
         mapped = map_norm(module)
-        made = cls.__new__(cls)
-        LayerNormHessian.__init__(made, mapped.size, mapped.eps, norm=mapped.norm)
-        made.weight = None if mapped.weight is None else nn.Parameter(mapped.weight)
-        made.bias = None if mapped.bias is None else nn.Parameter(mapped.bias)
-        return made
+        norm_layer = cls.__new__(cls)
+        LayerNormHessian.__init__(norm_layer, mapped.size, mapped.eps, norm=mapped.norm)
+        norm_layer.weight = None if mapped.weight is None else nn.Parameter(mapped.weight)
+        norm_layer.bias = None if mapped.bias is None else nn.Parameter(mapped.bias)
+        return norm_layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
@@ -122,8 +122,8 @@ class LayerNormHessian(nn.Module):
         y = n * gamma if self.bias is None else n * gamma + self.bias.detach()
         lead = (1,) * (3 - x.ndim)
         outputs = y.view(*lead, *y.shape)
-        given = target.view(*lead, *target.shape)
-        seeds = resolve_loss(loss).seeds(outputs, given)
+        targets = target.view(*lead, *target.shape)
+        seeds = resolve_loss(loss).seeds(outputs, targets)
         tokens = n.reshape(-1, n.shape[-1])
         d = tokens.shape[-1]
         rows = [torch.diag_embed(tokens)]  # ∂y/∂γ = diag(n), ∂y/∂β = I
@@ -200,7 +200,7 @@ def verify_layernorm_hessian(
     point = x.clone().requires_grad_(True)
     rows = [_gradient(y, [point]) for y in layer(point).reshape(-1)]
     jacobian = torch.stack(rows).view(length, d_model, length, d_model)
-    own = torch.stack([jacobian[i, :, i] for i in range(length)])
+    blocks = torch.stack([jacobian[i, :, i] for i in range(length)])
     tensor = torch.stack(
         [
             torch.stack([_second(layer, x[i], _unit(d_model, a, x)) for a in range(d_model)])
@@ -212,13 +212,13 @@ def verify_layernorm_hessian(
     loss = (layer(x) - target).square().mean()
     first = _gradient(loss, parameters, create_graph=True)
     weight = torch.stack([_gradient(entry, parameters) for entry in first])
-    found = (
-        (layer.compute_jacobian(x), own),
+    compared = (
+        (layer.compute_jacobian(x), blocks),
         (layer.compute_hessian(x), tensor),
         (layer.compute_hessian(x, cotangent=cotangent), contraction),
         (layer.compute_hessian_wrt_weight(x, target).H, weight),
     )
-    errors = [float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in found]
+    errors = [float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in compared]
     tolerance = 200 * torch.finfo(dtype).eps
     return NormVerification(
         jacobian=errors[0],
@@ -243,5 +243,5 @@ def _second(layer: LayerNormHessian, token: Tensor, cotangent: Tensor) -> Tensor
 
 
 def _gradient(value: Tensor, points: list[Tensor], *, create_graph: bool = False) -> Tensor:
-    found = torch.autograd.grad(value, points, retain_graph=True, create_graph=create_graph)
-    return torch.cat([g.reshape(-1) for g in found])
+    gradients = torch.autograd.grad(value, points, retain_graph=True, create_graph=create_graph)
+    return torch.cat([g.reshape(-1) for g in gradients])

@@ -191,12 +191,12 @@ class Tail:
         if not self.lam_hS.requires_grad:
             room = self._workspace.take("lam_hh", n * f1 * f1, self.lam_hS).view(n, f1, f1)
         result = torch.bmm(self.lam_hS, self.jac_hS.mT, out=room)
-        own, cross = self.bends
+        bend, cross = self.bends
         if cross is None:
-            result.diagonal(dim1=1, dim2=2).add_(own)
+            result.diagonal(dim1=1, dim2=2).add_(bend)
             return result
-        f = own.shape[-1]
-        result[:, :f, :f].diagonal(dim1=1, dim2=2).add_(own)
+        f = bend.shape[-1]
+        result[:, :f, :f].diagonal(dim1=1, dim2=2).add_(bend)
         result[:, :f, f:].diagonal(dim1=1, dim2=2).add_(cross)
         result[:, f:, :f].diagonal(dim1=1, dim2=2).add_(cross)
         return result
@@ -206,10 +206,10 @@ class Tail:
     @cached_property
     def rho_W1(self) -> Tensor:
         """ρ W1 (n, F1, d)."""
-        own, cross = self.bends
+        bend, cross = self.bends
         if cross is None:
-            return own.unsqueeze(-1) * self.W1
-        gate = own.unsqueeze(-1) * self.W1_gate + cross.unsqueeze(-1) * self.W1_up
+            return bend.unsqueeze(-1) * self.W1
+        gate = bend.unsqueeze(-1) * self.W1_gate + cross.unsqueeze(-1) * self.W1_up
         return torch.cat([gate, cross.unsqueeze(-1) * self.W1_gate], 1)
 
     @cached_property
@@ -247,20 +247,20 @@ class Tail:
 
     def _bent_W1(self) -> Tensor:
         """W1ᵀ ρ W1 (n, d, d), as large products like ``jac_Sv``."""
-        own, cross = self.bends
+        bend, cross = self.bends
         if cross is None:
-            return (self.W1.mT * own.unsqueeze(1)) @ self.W1
+            return (self.W1.mT * bend.unsqueeze(1)) @ self.W1
         gate = self.W1_gate.mT.contiguous()
         mixed = (gate * cross.unsqueeze(1)) @ self.W1_up
-        return (gate * own.unsqueeze(1)) @ self.W1_gate + mixed + mixed.mT
+        return (gate * bend.unsqueeze(1)) @ self.W1_gate + mixed + mixed.mT
 
     def hidden_diagonal(self, gate: bool) -> Tensor:
         """The diagonal of Λ_hh alone, w_kᵀ Λ_S w_k D1² + ρ_kk, for the gate's or the up units."""
         quadratic = ((self.lam_S @ self.W2) * self.W2).sum(1)  # (n, F)
         slope = self.slope_gate if gate else self.slope_up
-        own, cross = self.bends
+        bend, cross = self.bends
         diagonal = quadratic * slope.square()
-        return diagonal if cross is not None and not gate else diagonal + own
+        return diagonal if cross is not None and not gate else diagonal + bend
 
     @cached_property
     def lam_final_v(self) -> Tensor:

@@ -137,7 +137,7 @@ class Front:
             parts.append(moved + carried)
         return torch.cat(parts, -1)
 
-    def own(self) -> Tensor:
+    def curvature(self) -> Tensor:
         """Second derivative along (γ, β) twice with τ fixed (n, C, C)."""
         assert self.adjoints is not None
         total = None
@@ -386,7 +386,7 @@ class Terms:
     def _front_pair(self, core: Tensor, g: Family) -> Pair:
         front, d = self.front, self.evaluation.spec.d_model
         if g.kind == "front":
-            return Pair(core=core + front.own())
+            return Pair(core=core + front.curvature())
         if g.kind == "query":
             return Pair(
                 core=core + front.query_rate(g.head),

@@ -92,17 +92,19 @@ class Calculus:
     def linear(self, x: Majorant, weight: Tensor, bias: Tensor | None, group: str) -> Majorant:
         """Y = X̂Ŵᵀ: dY = dX Wᵀ + X̂ dŴᵀ."""
         norm = float(torch.linalg.matrix_norm(weight, 2))
-        whole, token, size = norm, x.token, x.size
+        augmented, token, size = norm, x.token, x.size
         if bias is not None:
-            whole = float(torch.linalg.matrix_norm(torch.cat([weight, bias.unsqueeze(1)], 1), 2))
+            augmented = float(
+                torch.linalg.matrix_norm(torch.cat([weight, bias.unsqueeze(1)], 1), 2)
+            )
             token, size = math.hypot(token, 1.0), math.hypot(size, math.sqrt(self.tokens))
         unit = self._unit(group)
         mixed = torch.outer(x.jac, unit)
-        self.chain[f"norm of {group} ({tuple(weight.shape)})"] = whole
+        self.chain[f"norm of {group} ({tuple(weight.shape)})"] = augmented
         return Majorant(
-            size * whole,
+            size * augmented,
             x.spread * norm,
-            token * whole,
+            token * augmented,
             norm * x.jac + size * unit,
             norm * x.hess + mixed + mixed.T,
         )
@@ -160,7 +162,7 @@ class Calculus:
             hess = x.hess / sigma + bend * torch.outer(x.jac, x.jac)
             token, column = math.sqrt(d), math.sqrt(n * d)
             self.chain[f"smallest std at {group}"] = sigma
-        own = math.hypot(
+        rate = math.hypot(
             column if gamma is not None else 0.0, math.sqrt(n) if beta is not None else 0.0
         )
         new_token = largest * token + shift
@@ -170,7 +172,7 @@ class Calculus:
         if group in self.groups:
             unit = self._unit(group)
             mixed = torch.outer(jac, unit) if gamma is not None else torch.zeros_like(hess)
-            y_jac, y_hess = y_jac + own * unit, y_hess + mixed + mixed.T
+            y_jac, y_hess = y_jac + rate * unit, y_hess + mixed + mixed.T
         return Majorant(size, spread, new_token, y_jac, y_hess)
 
     def hidden(self, up: Majorant, gate: Majorant | None, activation: str) -> Majorant:
@@ -200,12 +202,12 @@ class Calculus:
 
 def groups_of(weights: Weights, prefix: str = "") -> list[str]:
     """Groups of a block's parameters: query, key, value, output, up (with gate), down, norms."""
-    found: list[str] = []
+    groups: list[str] = []
     for name in weights:
         group = prefix + name.rsplit("_", 1)[0].replace("gate", "up")
-        if group not in found:
-            found.append(group)
-    return found
+        if group not in groups:
+            groups.append(group)
+    return groups
 
 
 def through_block(
@@ -392,7 +394,7 @@ def bounds(
     else:
         spec, weights = layers[0]
         seeds = resolved.seeds(linearise(spec, weights, x, mask).output, target)
-        found = entry_bounds(
+        entries = entry_bounds(
             spec,
             weights,
             x,
@@ -404,7 +406,7 @@ def bounds(
                 else None
             ),
         )
-        names, matrix, token = found.names, found.matrix, float(found.norm())
+        names, matrix, token = entries.names, entries.matrix, float(entries.norm())
         exact = exact_norm(layers, x, target, resolved, mask)
     data_names, data_matrix, chain = data_free_matrix(layers, x, seeds, mask)
     data_free = float(torch.linalg.eigvalsh(data_matrix)[-1])
@@ -557,7 +559,7 @@ def smallest_deviations(
         return {"norm1": smallest(x), "norm2": smallest(u)}
     u = linearise(replace(half, norm="none"), attention, x, mask).output
     y = reference.affine_norm(u, weights, "norm1", spec)
-    found = {"norm1": smallest(u)}
+    smallest_of = {"norm1": smallest(u)}
     if spec.d_ff is not None:
-        found["norm2"] = smallest(y + reference.feed_forward(spec, weights, y))
-    return found
+        smallest_of["norm2"] = smallest(y + reference.feed_forward(spec, weights, y))
+    return smallest_of

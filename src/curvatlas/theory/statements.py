@@ -155,10 +155,10 @@ def all_statements() -> tuple[Statement, ...]:
 
 def find(name: str) -> Statement:
     """The statement called ``name``; raises ValueError with the close names otherwise."""
-    known = {s.name: s for s in all_statements()}
-    if name in known:
-        return known[name]
-    close = [n for n in known if name in n or n in name] or list(known)
+    statements = {s.name: s for s in all_statements()}
+    if name in statements:
+        return statements[name]
+    close = [n for n in statements if name in n or n in name] or list(statements)
     raise ValueError(f"no statement is called {name!r}: try one of {', '.join(sorted(close))}.")
 
 

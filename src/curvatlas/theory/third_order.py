@@ -213,15 +213,15 @@ def _directions(
             f"the direction must have shape ({total},), one number a parameter, "
             f"got {tuple(direction.shape)}."
         )
-    found, start = [], 0
+    moves, start = [], 0
     for _, weights in layers:
         move = {}
         for name in (n for n in WEIGHT_NAMES if n in weights):
             size = weights[name].numel()
             move[name] = direction[start : start + size].view_as(weights[name])
             start += size
-        found.append(move)
-    return found
+        moves.append(move)
+    return moves
 
 
 class _Lines:

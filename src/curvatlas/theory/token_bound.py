@@ -254,8 +254,8 @@ def append_norms(
 ) -> EntryBounds:
     """Adds the entry of all γ and β with exact norms of its rows against every other entry."""
     columns = entry_columns(spec, weights)
-    own = rows[:, columns["norms"]]
-    values = torch.linalg.eigvalsh(0.5 * (own + own.T))
+    corner_block = rows[:, columns["norms"]]
+    values = torch.linalg.eigvalsh(0.5 * (corner_block + corner_block.T))
     cross = torch.stack(
         [torch.linalg.matrix_norm(rows[:, columns[name]], 2) for name in bounds.names]
     )
@@ -470,8 +470,8 @@ def stack_token_bound(
         gram = through @ through.T
         functional = _entry(spec, weights, inputs[a], _no_curvature(z, deltas[a + 1]), mask)
         if a == count - 1:
-            whole = _entry(spec, weights, inputs[a], seeds, mask)
-            ends[:, a] = torch.stack(whole.ends())
+            bounds = _entry(spec, weights, inputs[a], seeds, mask)
+            ends[:, a] = torch.stack(bounds.ends())
         else:
             ends[:, a] = _sandwich(curvatures[a], gram) + torch.stack(functional.ends())
         for b in range(a + 1, count):
@@ -490,8 +490,8 @@ def _sandwich(middle: Tensor, gram: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)
     root = vectors * values.clamp_min(0.0).sqrt()
     inner = root.T @ middle @ root
-    found = torch.linalg.eigvalsh(0.5 * (inner + inner.T))
-    return torch.stack([found[-1], -found[0]]).clamp_min(0.0)
+    values = torch.linalg.eigvalsh(0.5 * (inner + inner.T))
+    return torch.stack([values[-1], -values[0]]).clamp_min(0.0)
 
 
 def _input_curvature(
@@ -517,8 +517,8 @@ def _input_curvature(
         rows = above @ units  # (P above + Nd, Nd)
         lam = rows[total - size :]
         curvatures[b - 1] = 0.5 * (lam + lam.T)
-        own = sum(w.numel() for w in layers[b][1].values())
-        part = rows[:own].T  # (Nd, P_b)
+        size_b = sum(w.numel() for w in layers[b][1].values())
+        part = rows[:size_b].T  # (Nd, P_b)
         mixed[b] = part @ part.T
     return curvatures, mixed
 
@@ -527,13 +527,13 @@ def _jacobian_rows(block: LinearisedBlock, size: int) -> Tensor:
     """∂h/∂θ (Nd, P) by Nd vector-Jacobian products."""
     output = block.output
     units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
-    found, _ = block.vjp(units)
-    return torch.cat([t.reshape(size, -1) for t in found.values()], 1)
+    rates, _ = block.vjp(units)
+    return torch.cat([t.reshape(size, -1) for t in rates.values()], 1)
 
 
 def _input_jacobian(block: LinearisedBlock, size: int) -> Tensor:
     """∂h/∂x (Nd, Nd)."""
     output = block.output
     units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
-    found: Tensor = block.vjp(units, wanted=())[1].reshape(size, -1)
-    return found
+    rows: Tensor = block.vjp(units, wanted=())[1].reshape(size, -1)
+    return rows

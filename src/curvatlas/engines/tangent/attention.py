@@ -168,10 +168,10 @@ class AttentionStage:
         )
         if not (query or key or value):
             return None
-        given = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
-        if given is None:
+        direction = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
+        if direction is None:
             return None
-        directions = given.shape[0]
+        directions = direction.shape[0]
         if self.output is not None:
             shape = (directions, *self._mixed.shape)
             buffer = backward.space.take("wide", *shape, like=self._mixed)
@@ -229,12 +229,12 @@ class AttentionStage:
     ) -> Iterator[tuple[Linear, Tensor | None]]:
         """The projections with their outputs' Rδ as tokens, all three as one where they can be."""
         layer = self.together
-        given = [rate for rate in rates if rate is not None]
-        if layer is not None and len(given) == 3 and _alike(layer, dots, backward.wanted):
-            shape = (given[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
+        present = [rate for rate in rates if rate is not None]
+        if layer is not None and len(present) == 3 and _alike(layer, dots, backward.wanted):
+            shape = (present[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
             tokens: Tensor = backward.space.take("wide", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
-            for name, rate, part in zip(PROJECTIONS, given, parts, strict=True):
+            for name, rate, part in zip(PROJECTIONS, present, parts, strict=True):
                 self._merge(rate, name, part)
             self._correct_query(parts[0], centre)
             yield layer, tokens
@@ -340,7 +340,7 @@ def _columns_of(layer: Linear) -> dict[str, Tensor]:
     return views
 
 
-def _alike(layer: Linear, *given: Container[str]) -> bool:
+def _alike(layer: Linear, *groups: Container[str]) -> bool:
     """Whether layers taken together have all or none of their weights, and biases, in each."""
     names = (layer.weight_names, layer.bias_names)
-    return all(complete(group, some) for some in given for group in names)
+    return all(complete(group, some) for some in groups for group in names)

@@ -161,10 +161,10 @@ class AttentionCore:
         space: Buffers,
     ) -> tuple[Tensor | None, CoreTangent]:
         """Ȯ + c O (S, K, dv, M) and what ``pull`` needs."""
-        given = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
-        if given is None:
+        direction = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
+        if direction is None:
             return None, _STILL
-        (s, m, length), directions = self.A.shape, given.shape[1]
+        (s, m, length), directions = self.A.shape, direction.shape[1]
         out = space.take("core.query", s, directions, self.v.shape[1], m, like=self.q)
         state = CoreTangent(q_dot, k_dot, v_dot, None, None)
         if q_dot is not None or k_dot is not None:
@@ -186,8 +186,8 @@ class AttentionCore:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Rδ_q + c δ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, dv, M), those ``needs`` asks for."""
         state = tangent if tangent is not None and self.delta is not None else _STILL
-        given = (rate, state.q_dot, state.k_dot, state.v_dot)
-        first = next((t for t in given if t is not None), None)
+        terms = (rate, state.q_dot, state.k_dot, state.v_dot)
+        first = next((t for t in terms if t is not None), None)
         if first is None:
             return None, None, None
         space, directions = backward.space, first.shape[1]
@@ -302,12 +302,12 @@ class AttentionCore:
     ) -> Tensor | None:
         """E with its row sums removed, of some slots (S', K, M, L)."""
         terms = (rate, state.v_dot, state.logits_dot if self.softmax else None)
-        given = next((t for t in terms if t is not None), None)
-        if given is None:
+        term = next((t for t in terms if t is not None), None)
+        if term is None:
             return None
         weights = self.A[part].unsqueeze(1)
         s, _, m, length = weights.shape
-        e = space.take("core.rate", s, given.shape[1], m, length, like=self.q)
+        e = space.take("core.rate", s, term.shape[1], m, length, like=self.q)
         delta = _cut(self.delta, part)
         done = _bilinear(rate, self.v[part], delta, _cut(state.v_dot, part), e, 1.0)
         if not self.softmax:
@@ -336,10 +336,6 @@ class AttentionCore:
         if self.row_sums is not None:
             return out.sub_(self.row_sums[part]).mul_(self.A[part])
         return out if self.allowed is None else out.mul_(self._allowed(part).squeeze(1))
-
-    def adjoint(self) -> Tensor:
-        """w (S, M, L) of all slots, fresh."""
-        return self._adjoint(slice(None), Buffers(keep=False))
 
     def _allowed(self, part: slice) -> Tensor:
         """The 0/1 pattern of some slots (S' or 1, 1, M or 1, L)."""

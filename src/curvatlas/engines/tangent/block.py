@@ -423,8 +423,8 @@ class LinearisedBlock:
     ) -> BlockTangent:
         """``push`` of tangents that are known to fit."""
         moved = None if x_dot is None else self._tokens(x_dot)
-        given = moved
-        again = x_dot_again if x_dot_again is not None else lambda _: given
+        tokens = moved
+        again = x_dot_again if x_dot_again is not None else lambda _: tokens
         states = []
         for sublayer in self.sublayers:
             state = sublayer.push(moved, again, tangents, self.space)
@@ -457,14 +457,14 @@ class LinearisedBlock:
             )
         if tangent is not None and not self.recorded:
             raise ValueError("no adjoint is recorded: call gradient(delta) before this product.")
-        given = rate if rate is not None else tangent
+        moving = rate if rate is not None else tangent
         directions = 1
         backward = BackwardPass(
             self.space, names, into or {}, accumulate=accumulate, turn=self.turn
         )
         moved: Tensor | None = None
-        if given is not None:
-            directions = given.shape[0] if isinstance(given, Tensor) else given.directions
+        if moving is not None:
+            directions = moving.shape[0] if isinstance(moving, Tensor) else moving.directions
             flat = None if rate is None else self._tokens(rate)
             moved = self._pull(flat, tangent, backward, needs_input=needs_input)
         shaped = None if moved is None else moved.view(-1, *self.shape)

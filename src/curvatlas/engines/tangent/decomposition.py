@@ -56,6 +56,16 @@ class DecomposedHessian(LinearOperator):
             raise KeyError(f"no parameter {name!r}: there are {', '.join(self.offsets)}.")
         return self.offsets[name]
 
+    def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
+        """The operator of block (a, b) of one part."""
+        rows, columns = self._places(a, axis=0), self._places(b, axis=1)
+        return self.operator(part)._submatrix(rows, columns)
+
+    def __getitem__(self, key: Any) -> LinearOperator:
+        if (names := _two_names(key)) is not None:
+            return self.block_product(*names)
+        return super().__getitem__(key)
+
     def _places(self, selector: Any, *, axis: int) -> Tensor:
         if isinstance(selector, str):
             start, size = self.offset(selector)
@@ -89,6 +99,11 @@ class HessianPart(LinearOperator):
         self.hessian.products += columns.shape[1]
         return self.hessian._part_columns(columns, self.part)
 
+    def __getitem__(self, key: Any) -> LinearOperator:
+        if (names := _two_names(key)) is not None:
+            return self.hessian.block_product(*names, self.part)
+        return super().__getitem__(key)
+
     def _places(self, selector: Any, *, axis: int) -> Tensor:
         return self.hessian._places(selector, axis=axis)
 
@@ -97,3 +112,11 @@ class HessianPart(LinearOperator):
 
     def exact_trace(self) -> float | None:
         return self.hessian.exact_trace(self.part)
+
+
+def _two_names(key: Any) -> tuple[str, str] | None:
+    """The two pieces that ``op["a", "b"]`` or ``op["a"]`` names, if it names them."""
+    if isinstance(key, str):
+        return key, key
+    both = isinstance(key, tuple) and len(key) == 2 and all(isinstance(k, str) for k in key)
+    return key if both else None

@@ -248,10 +248,10 @@ class FeedForwardStage:
         self, up_dot: Tensor | None, gate_dot: Tensor | None, space: Buffers
     ) -> Tensor | None:
         """ġ (K, N, d_ff), formed on both ways: a pass is cheaper than the memory."""
-        given = up_dot if up_dot is not None else gate_dot
-        if given is None:
+        moved = up_dot if up_dot is not None else gate_dot
+        if moved is None:
             return None
-        out = space.take("wide", *given.shape, like=given)
+        out = space.take("wide", *moved.shape, like=moved)
         return _sum_of_products(out, (self.slope_up, up_dot), (self.slope_gate, gate_dot))
 
     def _through_units(

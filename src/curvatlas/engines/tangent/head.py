@@ -111,10 +111,10 @@ class LinearisedReadout:
         pooled = None if moved is None else self._pool(moved)
         output = pooled
         if self.linear is not None:
-            given = next((t for t in (pooled, *dots.values()) if t is not None), None)
-            if given is not None:
+            direction = next((t for t in (pooled, *dots.values()) if t is not None), None)
+            if direction is not None:
                 rows, classes = self._pooled.shape[0], self.linear.weight.shape[0]
-                shape = (given.shape[0], rows, classes)
+                shape = (direction.shape[0], rows, classes)
                 out = space.take(self._key + "out", *shape, like=self._pooled)
                 output = self.linear.push(self._pooled, pooled, dots, out)
         return ReadoutTangent(output, state, pooled, dots)
@@ -127,10 +127,10 @@ class LinearisedReadout:
             dots: Mapping[str, Tensor] = {} if tangent is None else tangent.weights
             pooled_dot = None if tangent is None else tangent.pooled_dot
             self.linear.rates(rate, self._pooled, pooled_dot, backward)
-            given = next((t for t in (rate, *dots.values()) if t is not None), None)
-            if given is None:
+            direction = next((t for t in (rate, *dots.values()) if t is not None), None)
+            if direction is None:
                 return None
-            shape = (given.shape[0], *self._pooled.shape)
+            shape = (direction.shape[0], *self._pooled.shape)
             out = backward.space.take("readout.x", *shape, like=self._pooled)
             rate = out if self.linear.pull(rate, dots, out) else None
         if rate is not None:

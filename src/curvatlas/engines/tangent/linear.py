@@ -131,10 +131,10 @@ class BackwardPass:
     def room(self, names: Sequence[str]) -> Tensor | None:
         """Where the rates of these weights may be written at once; None: ``give`` them after."""
         parts = [self.into[name] for name in names if name in self.into]
-        whole = adjoining(parts, 1) if parts and len(parts) == len(names) else None
-        if whole is not None:
+        joined = adjoining(parts, 1) if parts and len(parts) == len(names) else None
+        if joined is not None:
             self.rates.update(zip(names, parts, strict=True))
-        return whole
+        return joined
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -222,9 +222,9 @@ class Linear:
     def _weight_rate(
         self, rate: Tensor | None, x: Tensor, moved: Tensor | None, backward: BackwardPass
     ) -> None:
-        given = rate if rate is not None else moved
-        assert given is not None
-        shape = (given.shape[0], *self.weight.shape)
+        direction = rate if rate is not None else moved
+        assert direction is not None
+        shape = (direction.shape[0], *self.weight.shape)
         # A wide result is formed transposed and copied: in float64 the BLAS reaches 39 instead of
         # 24 GFlop/s there (512 × 128, inner 512).
         wide = x.dtype == torch.float64 and shape[0] == 1 and shape[1] > shape[2]
@@ -243,13 +243,13 @@ class Linear:
             assert self.delta is not None
             _shared_times(self.delta.T, moved, target, None, accumulate=accumulate)
         if room is None:
-            own = wide and not backward.into and backward.space.keep
-            backward.give(self.weight_names, self.sizes, target.clone() if own else target)
+            copied = wide and not backward.into and backward.space.keep
+            backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
 
 
-def complete(names: Iterable[str], given: Container[str]) -> bool:
+def complete(names: Iterable[str], some: Container[str]) -> bool:
     """Whether all or none of ``names`` are given: what layers taken together need."""
-    return len({name in given for name in names}) <= 1
+    return len({name in some for name in names}) <= 1
 
 
 def _tangent(names: Sequence[str], dots: Mapping[str, Tensor]) -> Tensor | None:
@@ -261,8 +261,8 @@ def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
     """The parts along ``axis``; neighbours in memory, as in a flat vector, are not copied."""
     if len(parts) == 1:
         return parts[0]
-    whole = adjoining(parts, axis)
-    return torch.cat(list(parts), axis) if whole is None else whole
+    joined = adjoining(parts, axis)
+    return torch.cat(list(parts), axis) if joined is None else joined
 
 
 def _times_shared(

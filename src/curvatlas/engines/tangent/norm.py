@@ -156,10 +156,10 @@ class Normalization:
         n_dot, weight_dot, bias_dot = state.n_dot, state.weight_dot, state.bias_dot
         if n_dot is not None and self.weight is None and weight_dot is None and bias_dot is None:
             return n_dot
-        given = next((t for t in (n_dot, weight_dot, bias_dot) if t is not None), None)
-        if given is None:
+        direction = next((t for t in (n_dot, weight_dot, bias_dot) if t is not None), None)
+        if direction is None:
             return None
-        y = space.take(self.name + ".y", given.shape[0], *self.n.shape, like=self.n)
+        y = space.take(self.name + ".y", direction.shape[0], *self.n.shape, like=self.n)
         done = n_dot is not None
         if n_dot is not None and self.weight is not None:
             torch.mul(n_dot, self.weight, out=y)

@@ -252,8 +252,8 @@ class _Layer:
     known_by: str = ""  # an attribute that tells this layout from another of the same class
 
     def matches(self, module: nn.Module) -> bool:
-        known = _named(module, self.home, *self.classes)
-        return known and (not self.known_by or _find(module, self.known_by) is not None)
+        named = _named(module, self.home, *self.classes)
+        return named and (not self.known_by or _find(module, self.known_by) is not None)
 
     def read(self, module: Any) -> tuple[BlockSpec, Pick]:
         query, *others = self.paths.split()

@@ -270,16 +270,16 @@ class LinearisedStack(DecomposedHessian):
         stack: BlockStack, x: Tensor, targets: Tensor, parts: int | None
     ) -> tuple[list[slice], list[Tensor | None]]:
         """Runs of samples that go through together, and each one's share of the loss."""
-        whole: tuple[list[slice], list[Tensor | None]] = [slice(0, len(x))], [None]
+        together: tuple[list[slice], list[Tensor | None]] = [slice(0, len(x))], [None]
         count = default_parts(stack.specs, x) if parts is None else parts
         if count < 1 or (parts is not None and count > len(x)):
             raise ValueError(f"parts must be between 1 and the {len(x)} samples, got {count}.")
         if count == 1 or targets.shape[:1] != x.shape[:1]:
-            return whole
+            return together
         step = -(-len(x) // count)
         samples = [slice(i, min(i + step, len(x))) for i in range(0, len(x), step)]
         weights = shares(stack.loss, targets, samples)
-        return whole if weights is None else (samples, [w.to(x) for w in weights])
+        return together if weights is None else (samples, [w.to(x) for w in weights])
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -200,12 +200,12 @@ def data_size(effort: CheckEffort) -> Outcome:
 )
 def value_dominates(effort: CheckEffort) -> Outcome:
     ratios: dict[float, list[float]] = {0.1: [], 2.0: []}
-    for scale, found in ratios.items():
+    for scale, values in ratios.items():
         for trial in range(effort.trials(6, 40)):
             norms = _norms(
                 block_hessian(*draw_relu_block(effort, trial, norm_first=False, scale=scale))
             )
-            found.append(float(torch.maximum(norms[0, 0], norms[1, 1]) / norms[2, 2]))
+            values.append(float(torch.maximum(norms[0, 0], norms[1, 1]) / norms[2, 2]))
     return Outcome(
         verdict=judge(printed=max(ratios[2.0]) < 1.0, corrected=max(ratios[0.1]) < 1.0),
         figure=f"max(QQ, KK)/VV {spread(ratios[0.1])} at scale 0.1, {spread(ratios[2.0])} at "

@@ -227,7 +227,7 @@ def block_symmetry(effort: CheckEffort) -> Outcome:
 )
 def linear_parameters(effort: CheckEffort) -> Outcome:
     ratios: dict[bool, list[float]] = {False: [], True: []}
-    for norm_first, found in ratios.items():
+    for norm_first, values in ratios.items():
         for trial in range(effort.trials(2, 10)):
             spec = BlockSpec(
                 d_model=4, d_k=2, d_v=4, d_ff=5, activation="relu", norm_first=norm_first
@@ -240,7 +240,7 @@ def linear_parameters(effort: CheckEffort) -> Outcome:
                 ratio = (
                     result.block(name, name, "functional").norm() / result.block(name, name).norm()
                 )
-                found.append(float(ratio))
+                values.append(float(ratio))
     return Outcome(
         verdict=judge(printed=worst(ratios[False]) < 1e-12, corrected=worst(ratios[True]) < 1e-12),
         figure=f"post-norm ratio {min(ratios[False]):.2f} to {max(ratios[False]):.2f}; "
@@ -502,11 +502,11 @@ def _bounds_against_scale(effort: CheckEffort) -> tuple[list[float], dict[str, l
     }
     for t in scales:
         scaled = SingleHead(t * head.x, *head.parameters, head.target)
-        found = bounds(head_as_block(scaled), scaled.x, scaled.target)
-        curves["printed, Theorem 1"].append(found.printed)
+        bound = bounds(head_as_block(scaled), scaled.x, scaled.target)
+        curves["printed, Theorem 1"].append(bound.printed)
         curves["corrected"].append(float(corrected_bound(scaled)))
-        curves["token-structured"].append(found.token_structured)
-        curves["exact"].append(found.exact)
+        curves["token-structured"].append(bound.token_structured)
+        curves["exact"].append(bound.exact)
     return scales, curves
 
 

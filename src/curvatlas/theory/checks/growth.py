@@ -44,14 +44,14 @@ def sweep(
     make: Callable[[float], SingleHead], scales: list[float]
 ) -> dict[str, dict[str, list[float]]]:
     """Block norms along a family of heads; {part: {block: values}}."""
-    found: dict[str, dict[str, list[float]]] = {
+    curves: dict[str, dict[str, list[float]]] = {
         p: {b: [] for b in _BLOCKS} for p in ("outer", "functional")
     }
     for t in scales:
         for part, norms in block_norms(make(t)).items():
             for name, value in norms.items():
-                found[part][name].append(value)
-    return found
+                curves[part][name].append(value)
+    return curves
 
 
 def slope(scales: list[float], values: list[float]) -> float:
@@ -69,9 +69,9 @@ def logspace(low: float, high: float, count: int) -> list[float]:
 
 
 def _slopes(
-    found: dict[str, dict[str, list[float]]], scales: list[float]
+    curves: dict[str, dict[str, list[float]]], scales: list[float]
 ) -> dict[str, dict[str, float]]:
-    return {p: {b: slope(scales, v) for b, v in blocks.items()} for p, blocks in found.items()}
+    return {p: {b: slope(scales, v) for b, v in blocks.items()} for p, blocks in curves.items()}
 
 
 def _scaled(head: SingleHead, t: float, *, target: bool = False) -> SingleHead:
@@ -96,11 +96,11 @@ def growth_outer(effort: CheckEffort) -> Outcome:
     scales = logspace(5e-3, 5e-2, 5)
     want = {"QQ": 6.0, "QK": 6.0, "KK": 6.0, "VQ": 4.0, "VK": 4.0, "VV": 2.0}
     errors, slopes = [], {}
-    found: dict[str, dict[str, list[float]]] = {}
+    curves: dict[str, dict[str, list[float]]] = {}
     for trial in range(effort.trials(2, 10)):
         head = draw_head(effort.generator(trial), length=5, d=4, d_k=3)
-        found = sweep(lambda t, h=head: _scaled(h, t), scales)  # type: ignore[misc]
-        slopes = _slopes(found, scales)
+        curves = sweep(lambda t, h=head: _scaled(h, t), scales)  # type: ignore[misc]
+        slopes = _slopes(curves, scales)
         errors += list(_errors(slopes["outer"], want).values())
     shown = ", ".join(f"{k} {v:.2f}" for k, v in slopes["outer"].items())
     return Outcome(
@@ -108,7 +108,7 @@ def growth_outer(effort: CheckEffort) -> Outcome:
         figure=f"slopes {shown} (off by at most {worst(errors):.3f})",
         numbers={"slopes": slopes["outer"], "largest_deviation": worst(errors)},
         series={
-            "panels": {"H_o, small logits": found["outer"]},
+            "panels": {"H_o, small logits": curves["outer"]},
             "slopes": {"H_o, small logits": slopes["outer"]},
             "scales": scales,
             "xlabel": "input scale t",
@@ -136,11 +136,11 @@ def growth_functional(effort: CheckEffort) -> Outcome:
     for trial in range(effort.trials(2, 10)):
         head = draw_head(effort.generator(trial), length=5, d=4, d_k=3)
         for along in (False, True):
-            found = sweep(lambda t, h=head, a=along: _scaled(h, t, target=a), scales)["functional"]  # type: ignore[misc]
-            found.pop("VV")
-            got = {b: slope(scales, v) for b, v in found.items()}
+            curves = sweep(lambda t, h=head, a=along: _scaled(h, t, target=a), scales)["functional"]  # type: ignore[misc]
+            curves.pop("VV")
+            got = {b: slope(scales, v) for b, v in curves.items()}
             title = "H_f, target " + ("∝ X" if along else "fixed")
-            panels[title], slopes[title] = found, got
+            panels[title], slopes[title] = curves, got
             if along:
                 scaled_errors += list(_errors(got, {b: r + 1 for b, r in right.items()}).values())
             else:
@@ -171,16 +171,16 @@ def growth_saturation(effort: CheckEffort) -> Outcome:
     panels: dict[str, dict[str, list[float]]] = {}
     for trial in range(effort.trials(2, 8)):
         head = draw_head(effort.generator(trial), length=5, d=4, d_k=3)
-        found = sweep(lambda t, h=head: _scaled(h, t), scales)  # type: ignore[misc]
-        qq, vv = found["outer"]["QQ"], found["outer"]["VV"]
+        curves = sweep(lambda t, h=head: _scaled(h, t), scales)  # type: ignore[misc]
+        qq, vv = curves["outer"]["QQ"], curves["outer"]["VV"]
         ratios.append(qq[-1] / max(qq))
         ends.append(slope(scales[-4:], vv[-4:]))
         floor = 1e-12
         panels = {
-            "H_o": {b: [max(v, floor) for v in values] for b, values in found["outer"].items()},
+            "H_o": {b: [max(v, floor) for v in values] for b, values in curves["outer"].items()},
             "H_f": {
                 b: [max(v, floor) for v in values]
-                for b, values in found["functional"].items()
+                for b, values in curves["functional"].items()
                 if b != "VV"
             },
         }
@@ -205,11 +205,11 @@ def growth_saturation(effort: CheckEffort) -> Outcome:
 def growth_fixed_logits(effort: CheckEffort) -> Outcome:
     scales = logspace(0.1, 10.0, 5)
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
-    found = sweep(
+    curves = sweep(
         lambda t: SingleHead(t * head.x, head.query / t, head.key / t, head.value, head.target),
         scales,
     )
-    got = {b: slope(scales, v) for b, v in found["outer"].items()}
+    got = {b: slope(scales, v) for b, v in curves["outer"].items()}
     want = {"QQ": 4.0, "QK": 4.0, "KK": 4.0, "VQ": 3.0, "VK": 3.0, "VV": 2.0}
     errors = _errors(got, want)
     return Outcome(
@@ -247,10 +247,10 @@ def growth_weights(effort: CheckEffort) -> Outcome:
             weights[place] = t * weights[place]
             return SingleHead(base.x, weights[0], weights[1], weights[2], base.target)
 
-        found = sweep(make, scales)
+        curves = sweep(make, scales)
         for part, table in (("outer", outer), ("functional", functional)):
             for name, exponents in table.items():
-                got = slope(scales, found[part][name])
+                got = slope(scales, curves[part][name])
                 errors[f"{part} {name} W{'QKV'[which]}"] = abs(got - exponents[which])
     return Outcome(
         verdict=judge(printed=worst(errors) < 0.1),
@@ -297,7 +297,7 @@ def linear_attention(effort: CheckEffort) -> Outcome:
         panels[title] = curves
         slopes[title] = {b: slope(scales, v) for b, v in curves.items()}
     want = {"H_o": 6.0, "H_f, F ≪ Y": 3.0, "H_f, F ≫ Y": 6.0}
-    errors = [abs(s - want[t]) for t, found in slopes.items() for s in found.values()]
+    errors = [abs(s - want[t]) for t, rates in slopes.items() for s in rates.values()]
     return Outcome(
         verdict=judge(printed=worst(errors) < 0.02 and diagonal == 0.0),
         figure=f"{len(errors)} slopes off by at most {worst(errors):.4f}; diagonal H_f "
@@ -326,9 +326,9 @@ def stack_outer_norms(
     layers: Sequence[tuple[BlockSpec, Weights]], x: Tensor, target: Tensor, part: Part = "outer"
 ) -> dict[str, float]:
     """Frobenius norms of every weight's diagonal block of a stack, from closed-form products."""
-    here = BlockStack(list(layers)).linearise(x, target)
-    dense = here.operator(part).dense()
-    blocks = {name: slice(start, start + size) for name, (start, size) in here.offsets.items()}
+    hessian = BlockStack(list(layers)).linearise(x, target)
+    dense = hessian.operator(part).dense()
+    blocks = {name: slice(start, start + size) for name, (start, size) in hessian.offsets.items()}
     return {name: float(dense[block, block].norm()) for name, block in blocks.items()}
 
 
@@ -376,7 +376,7 @@ def depth_dependence(effort: CheckEffort) -> Outcome:
     for depth in (1, 2, 3):
         norms = [stack_outer_norms(layers[:depth], t * x, y) for t in scales]
         slopes[depth] = [slope(scales, [n[name] for n in norms]) for name in norms[0]]
-    errors = [abs(s - 2.0 * 3.0**depth) for depth, found in slopes.items() for s in found]
+    errors = [abs(s - 2.0 * 3.0**depth) for depth, rates in slopes.items() for s in rates]
     return Outcome(
         verdict=judge(printed=worst(errors) < 1e-6),
         figure="slopes " + ", ".join(f"{m} layer(s): {s[0]:.2f}" for m, s in slopes.items()),

@@ -225,9 +225,9 @@ def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
         truth = automatic(x, 0.0)[0]
         centred = (x - x.mean(1, keepdim=True))[0]
         sigma = centred.pow(2).mean().sqrt()
-        for power, found in errors.items():
+        for power, values in errors.items():
             entry = (eye(4) - 0.25) / sigma - torch.outer(centred, centred) / (4 * sigma**power)
-            found.append(relative_error(entry, truth))
+            values.append(relative_error(entry, truth))
     return Outcome(
         verdict=judge(printed=worst(errors[2]) < _EXACT, corrected=worst(errors[3]) < _EXACT),
         figure=f"σ²: off by up to {worst(errors[2]):.2f}; σ³: {worst(errors[3]):.0e}",
@@ -283,14 +283,14 @@ def normalisation_constant(effort: CheckEffort) -> Outcome:
         unit = d**0.5 * (centred.pow(2).mean() + eps)
         h = compact_hessian(x, eps, kind=kind)
         delta = normal(effort.generator(10_000 + trial), d)
-        for direction, found in ((delta, random), (None, attained)):
+        for direction, norms in ((delta, random), (None, attained)):
             if direction is None:  # a unit vector at the best angle to n, within the centred space
                 along = centred / centred.norm()
                 across = delta - delta.mean() if kind == "layer" else delta
                 across = across - (across @ along) * along
                 direction = along / 3**0.5 + (2 / 3) ** 0.5 * across / across.norm()
             contracted = torch.einsum("a,abc->bc", direction / direction.norm(), h)
-            found.append(float(torch.linalg.matrix_norm(contracted, 2) * unit))
+            norms.append(float(torch.linalg.matrix_norm(contracted, 2) * unit))
     largest = max(*random, *attained)
     return Outcome(
         verdict=judge(printed=largest <= SHARP * (1 + 1e-9) and max(attained) > SHARP * 0.999),

@@ -53,8 +53,8 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
         rows = None
         if has_norms(c.weights):
             rows = lambda: rows_by_backward(c.spec, c.weights, c.x, loss, c.target)  # noqa: E731
-        found = entry_bounds(c.spec, c.weights, c.x, loss.seeds(z, c.target), norm_rows=rows)
-        return true / found.norm()
+        result = entry_bounds(c.spec, c.weights, c.x, loss.seeds(z, c.target), norm_rows=rows)
+        return true / result.norm()
 
     start = [case.x, *(case.weights[n] for n in names)]
     best, where = climb(ratio, [*start, case.target] if free_target else start, steps=steps)
@@ -79,15 +79,15 @@ def token_structured(effort: CheckEffort) -> Outcome:
     for trial in range(effort.trials(45, 2000)):
         kind = KINDS[trial % 3]
         case = draw_case(effort.generator(trial), kind)
-        found = bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
-        if found.exact > 0:
-            ratios[kind].append(found.looseness["token_structured"])
+        result = bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
+        if result.exact > 0:
+            ratios[kind].append(result.looseness["token_structured"])
     climbed = []
     for start in range(effort.trials(3, 50)):
         case = draw_case(effort.generator(50_000 + start), KINDS[start % 3], small=True)
         best, where = climb_token_bound(case, effort.trials(12, 60))
-        found = bounds((where.spec, where.weights), where.x, where.target, loss=where.loss)
-        climbed.append(max(best, 1.0 / found.looseness["token_structured"]))
+        result = bounds((where.spec, where.weights), where.x, where.target, loss=where.loss)
+        climbed.append(max(best, 1.0 / result.looseness["token_structured"]))
     every = sorted(r for found_ratios in ratios.values() for r in found_ratios)
     medians = {k: sorted(v)[len(v) // 2] for k, v in ratios.items()}
     valid = every[0] >= 1 / _SLACK and max(climbed) <= _SLACK
@@ -121,9 +121,9 @@ def data_free(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(12, 400)):
         case = draw_case(effort.generator(70_000 + trial), KINDS[trial % 3])
-        found = bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
-        if found.exact > 0:
-            ratios.append(found.looseness["data_free"])
+        result = bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
+        if result.exact > 0:
+            ratios.append(result.looseness["data_free"])
     return Outcome(
         verdict=judge(printed=min(ratios) >= 1 / _SLACK),
         figure=f"bound/true {spread(ratios)} over {len(ratios)} blocks",
@@ -149,9 +149,9 @@ def stack_bounds(effort: CheckEffort) -> Outcome:
             (case.spec, reference.draw_weights(case.spec, generator)) for _ in range(1 + trial % 2)
         ]
         layers = [(case.spec, case.weights), *more]
-        found = bounds(layers, case.x, case.target, loss=case.loss)
-        token.append(found.looseness["token_structured"])
-        data.append(found.looseness["data_free"])
+        result = bounds(layers, case.x, case.target, loss=case.loss)
+        token.append(result.looseness["token_structured"])
+        data.append(result.looseness["data_free"])
     return Outcome(
         verdict=judge(printed=min(*token, *data) >= 1 / _SLACK),
         figure=f"bound/true token-structured {spread(token)}, data-free {spread(data)}",
@@ -214,10 +214,10 @@ def _compare(effort: CheckEffort, kinds: tuple[str, ...], trials: int) -> list[f
         move = _direction(case, generator)
         t = torch.zeros((), dtype=torch.float64, requires_grad=True)
         truth = [float(v.detach()) for v in _nested(_loss_along(case, move, t), t)]
-        found = directional_derivatives(
+        result = directional_derivatives(
             (case.spec, case.weights), case.x, case.target, move, loss=case.loss
         )
-        got = (found.value, found.first, found.second, found.third)
+        got = (result.value, result.first, result.second, result.third)
         errors += [
             abs(a - b) / (abs(b) + 1e-300) for a, b in zip(got, truth, strict=True) if b != 0.0
         ]
@@ -276,16 +276,16 @@ def taylor_remainder(effort: CheckEffort) -> Outcome:
         move = _direction(case, generator)
         size = sum(float(v.pow(2).sum()) for v in move.values()) ** 0.5
         move = {n: v / size for n, v in move.items()}
-        found = directional_derivatives(
+        result = directional_derivatives(
             (case.spec, case.weights), case.x, case.target, move, loss=case.loss
         )
         truth = [
             float(_loss_along(case, move, torch.tensor(t, dtype=torch.float64))) for t in steps
         ]
-        quadratic = [abs(v - found.predict(t, order=2)) for v, t in zip(truth, steps, strict=True)]
-        cubic = [abs(v - found.predict(t)) for v, t in zip(truth, steps, strict=True)]
+        quadratic = [abs(v - result.predict(t, order=2)) for v, t in zip(truth, steps, strict=True)]
+        cubic = [abs(v - result.predict(t)) for v, t in zip(truth, steps, strict=True)]
         slopes.append(slope(steps, quadratic))
-        ratios.append(quadratic[0] / abs(steps[0] ** 3 * found.third / 6))
+        ratios.append(quadratic[0] / abs(steps[0] ** 3 * result.third / 6))
         curves = {"quadratic model": quadratic, "with cubic term": [max(c, 1e-18) for c in cubic]}
     deviation = worst([abs(r - 1.0) for r in ratios])
     return Outcome(

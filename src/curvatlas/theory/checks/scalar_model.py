@@ -391,9 +391,9 @@ def sinks_stretch(effort: CheckEffort) -> Outcome:
     counterexample="an outlier token of size 9 multiplies the median bulk by more than ten",
 )
 def sink_shrinks(effort: CheckEffort) -> Outcome:
-    found = {kind: _medians(effort, kind) for kind in ("bias", "outlier")}
-    absolute = {kind: bulk[-1] / bulk[0] for kind, (bulk, _) in found.items()}
-    relative = {kind: ratio[-1] / ratio[0] for kind, (_, ratio) in found.items()}
+    medians = {kind: _medians(effort, kind) for kind in ("bias", "outlier")}
+    absolute = {kind: bulk[-1] / bulk[0] for kind, (bulk, _) in medians.items()}
+    relative = {kind: ratio[-1] / ratio[0] for kind, (_, ratio) in medians.items()}
     return Outcome(
         verdict=judge(
             printed=all(a < 1.0 for a in absolute.values()),

@@ -70,7 +70,7 @@ def shift_directions(effort: CheckEffort) -> Outcome:
     residuals: list[float] = []
     control: list[float] = []
     for trial in range(effort.trials(4, 24)):
-        for norm, found in (("layer", residuals), ("rms", control)):
+        for norm, values in (("layer", residuals), ("rms", control)):
             case = _Case(effort, trial, _spec(trial, norm=norm), bias=True)
             ones = torch.ones(4, dtype=torch.float64)
             mixed = "output" if "output_weight" in case.weights else "value"
@@ -80,7 +80,7 @@ def shift_directions(effort: CheckEffort) -> Outcome:
                     f"{which}_weight": torch.outer(ones, case.draw(width)),
                     f"{which}_bias": ones * float(case.draw(1)),
                 }
-                found.append(case.residual(moved, {}))
+                values.append(case.residual(moved, {}))
     return Outcome(
         verdict=judge(printed=worst(residuals) < 1e-12 and min(control) > 1e-6),
         figure=f"‖Hξ‖/(‖H‖‖ξ‖) at most {worst(residuals):.0e}; RMSNorm control at least"
@@ -98,15 +98,15 @@ def shift_directions(effort: CheckEffort) -> Outcome:
     verdict=HOLDS,
 )
 def key_bias(effort: CheckEffort) -> Outcome:
-    found = []
+    residuals = []
     for trial in range(effort.trials(4, 24)):
         case = _Case(effort, trial, _spec(trial, norm_first=trial % 4 > 1), bias=True)
         rows = case.h["key_bias", :].dense()
-        found.append(float(rows.norm() / case.h.H.norm()))
+        residuals.append(float(rows.norm() / case.h.H.norm()))
     return Outcome(
-        verdict=judge(printed=worst(found) < 1e-14),
-        figure=f"‖rows‖/‖H‖ at most {worst(found):.0e}",
-        numbers={"residual": worst(found)},
+        verdict=judge(printed=worst(residuals) < 1e-14),
+        figure=f"‖rows‖/‖H‖ at most {worst(residuals):.0e}",
+        numbers={"residual": worst(residuals)},
     )
 
 
@@ -120,7 +120,7 @@ def key_bias(effort: CheckEffort) -> Outcome:
     verdict=HOLDS,
 )
 def rescaling(effort: CheckEffort) -> Outcome:
-    found: dict[str, list[float]] = {"query-key": [], "value-output": [], "feed-forward": []}
+    residuals: dict[str, list[float]] = {"query-key": [], "value-output": [], "feed-forward": []}
     for trial in range(effort.trials(4, 24)):
         spec = _spec(trial, activation="relu", norm_first=trial % 4 > 1)
         case = _Case(effort, trial, spec, bias=False)
@@ -136,7 +136,7 @@ def rescaling(effort: CheckEffort) -> Outcome:
         moved["key_weight"][rows] = -s @ w["key_weight"][rows]
         expected["query_weight"][rows] = -s @ g["query_weight"][rows]
         expected["key_weight"][rows] = s.T @ g["key_weight"][rows]
-        found["query-key"].append(case.residual(moved, expected))
+        residuals["query-key"].append(case.residual(moved, expected))
         if "output_weight" in w:
             rows = slice(head * d_v, (head + 1) * d_v)
             s = case.draw(d_v, d_v)
@@ -146,7 +146,7 @@ def rescaling(effort: CheckEffort) -> Outcome:
             moved["output_weight"][:, rows] = -w["output_weight"][:, rows] @ s
             expected["value_weight"][rows] = -s.T @ g["value_weight"][rows]
             expected["output_weight"][:, rows] = g["output_weight"][:, rows] @ s.T
-            found["value-output"].append(case.residual(moved, expected))
+            residuals["value-output"].append(case.residual(moved, expected))
         scale = case.draw(5)
         moved = {
             "up_weight": scale.unsqueeze(1) * w["up_weight"],
@@ -156,8 +156,8 @@ def rescaling(effort: CheckEffort) -> Outcome:
             "up_weight": -scale.unsqueeze(1) * g["up_weight"],
             "down_weight": g["down_weight"] * scale,
         }
-        found["feed-forward"].append(case.residual(moved, expected))
-    largest = {name: worst(values) for name, values in found.items()}
+        residuals["feed-forward"].append(case.residual(moved, expected))
+    largest = {name: worst(values) for name, values in residuals.items()}
     return Outcome(
         verdict=judge(printed=worst(largest) < 1e-12),
         figure=", ".join(f"{name} {value:.0e}" for name, value in largest.items()),
@@ -178,12 +178,12 @@ def _errors(
     target = torch.randint(spec.d_model, (2, 4), generator=generator)
     if loss == "mse":
         target = y
-    found = block_hessian(spec, weights, x, target, loss=loss)
+    closed = block_hessian(spec, weights, x, target, loss=loss)
     tracked = reference.tracked(weights)
     z = reference.block_output(spec, tracked, x)
     truth = reference.split_hessian(z, reference.loss_of(loss, target), list(tracked.values()))
     scale = float(truth[0].norm())
-    parts = (found.H, found.H_outer, found.H_functional)
+    parts = (closed.H, closed.H_outer, closed.H_functional)
     return max(float((a - b).norm()) / scale for a, b in zip(parts, truth, strict=True))
 
 
