@@ -20,8 +20,8 @@ from scipy.stats import t as student
 from torch import Tensor, nn
 
 import curvatlas as ca
-from curvatlas.spectra.deflated import DeflatedSampler
 from curvatlas.spectra.quadrature import wasserstein
+from curvatlas.spectra.trace import TraceSampler
 
 PEERS = ("plain_quadrature", "curvlinops", "hessian_eigenthings", "pyhessian")
 SPLITS = {100: (1, 2, 4), 300: (3, 6, 10), 1000: (10, 20, 33)}  # probes tried for each budget
@@ -206,9 +206,12 @@ def compare_trace(values: Tensor, *, trials: int, peer: int) -> dict[str, Any]:
     operator = Rotated(values)
     at_equal = []
     for seed in range(trials):
-        sampler = DeflatedSampler(operator, peer, torch.Generator().manual_seed(seed))
+        random = torch.Generator().manual_seed(seed)
+        sampler = TraceSampler(operator, peer, random, room=5 * peer + 64)
         sampler.probe(peer * 2 // 5)
-        sampler.deflate(peer - sampler.products)
+        sampler.goal = peer - sampler.products
+        while sampler.deflating:
+            sampler.grow()
         at_equal.append(float(np.trace(sampler.captured) + sampler.rest().values.mean()) - truth)
     theirs = [xtrace(operator, peer, seed)[0] - truth for seed in range(trials)]
     found = [ca.trace(operator, rtol=0.01, seed=seed) for seed in range(trials)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator, Tags
+from curvatlas.spectra.deflated import DeflatedSampler
 
 
 class SpectrumOperator(LinearOperator):
@@ -40,6 +41,13 @@ class DenseOperator(LinearOperator):
 
     def _adjoint_columns(self, columns: Tensor) -> Tensor:
         return self.matrix.T @ columns
+
+
+def deflate(sampler: DeflatedSampler, vectors: int) -> None:
+    """Let a sampler take so many vectors into its basis."""
+    sampler.goal = vectors
+    while sampler.deflating:
+        sampler.grow()
 
 
 def spectra() -> dict[str, Tensor]:

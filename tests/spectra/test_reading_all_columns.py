@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.spectra.requirements import Completion
+from curvatlas.spectra.exact import Completion
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated
 
 DAMPING = 1e-3

@@ -1,4 +1,4 @@
-"""One file that lets a killed estimate go on where it stopped, with the same bits.
+"""The loop of every estimate that can be stopped, and the file it goes on from with the same bits.
 
 A checkpoint is a safetensors file: the algorithm's tensors, and in the header its numbers and a
 fingerprint (operator shape and dtype, options, seed). It is replaced atomically, so that a kill
@@ -6,8 +6,13 @@ leaves either the old or the new state, never half of one. It carries a checksum
 basis would resume to wrong numbers without a word. The state before the last one stays as
 ``<name>.previous``, the way back when the last one is damaged. Reading executes nothing.
 
-Only states between two steps are ever written. An estimator calls ``mark`` there; an interruption
-anywhere else, in a product or in the middle of an update, saves what was marked last.
+Only states between two steps are ever written: an interruption in a product or in the middle of an
+update saves the state before that step.
+
+A basis that is sharded over processes lies in parts beside that file, readable by any number of
+processes: each writes its columns of the rows to ``<name>.step<n>.<start>-<stop>``, and when all
+have done so the first process replaces ``<name>`` itself, which holds everything else and names the
+step. A kill at any moment leaves the last complete step; the one before it stays too.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,13 +39,67 @@ from curvatlas import files, parallel
 from curvatlas.files import parse_json, previous, remove_partial
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.problem.fingerprint import content
+from curvatlas.progress import bar
 
-_SCHEMA = 2
+_SCHEMA = 3
 _TOGETHER = "together"  # every process multiplies the same vectors: they resume from one state
 _CONTENT = "weights, data or loss"
-_MOST_OF_THE_TIME = 0.1  # writing may take at most this share of the time since the last write
+MAX_WRITE_SHARE = 0.1  # of the time since the last write that writing may take
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Resumable:
+    """An estimate that is made step by step and may be stopped between any two of them.
+
+    What the next step depends on is in ``state``, in values that later steps do not change; tensors
+    that they do change move the number ``rewrites`` before that.
+    """
+
+    title: str  # of the progress bar
+    budget: int  # products, the end of the progress bar
+    done = False
+    products_between_looks = 1  # at the checkpoint's clock
+
+    @property
+    def products(self) -> int:
+        """Products with the operator so far."""
+        raise NotImplementedError
+
+    @property
+    def rewrites(self) -> int:
+        return 0
+
+    def begin(self) -> None:
+        """Called once where there is no state to go on from."""
+
+    def step(self) -> None:
+        """Go on by a product or a few; ``done`` when there is nothing left to do."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        raise NotImplementedError
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        raise NotImplementedError
+
+    def run(self, file: Checkpoint) -> None:
+        """Go on from the file, to the end."""
+        stored = file.load()
+        if stored is None:
+            self.begin()
+        else:
+            self.restore(*stored)
+        with bar(self.title, total=self.budget) as progress, file.kept(self):
+            while not self.done:
+                progress.update(self.products - progress.n)
+                file.mark()
+                self.step()
+                if self.products % self.products_between_looks == 0 and file.due():
+                    file.save(*self.state())
+        if file.path is not None:
+            file.save(*self.state())
 
 
 def fingerprint(op: LinearOperator, **options: Any) -> dict[str, Any]:
@@ -73,26 +132,26 @@ class Checkpoint:
 
     def load(self) -> State | None:
         """The stored (tensors, numbers), None without a file; ValueError on any other file."""
-        found: State | None = None
+        stored: State | None = None
         failure: Exception | None = None
         if self.path is not None and parallel.rank() == 0:
             remove_partial(self.path)
         try:
-            found = self._read()
+            stored = self._read()
         except Exception as error:
             failure = error
         if self._together:
-            self._agree(found, failure)
+            self._agree(stored, failure)
         if failure is not None:
             raise failure
-        return found
+        return stored
 
-    def _agree(self, found: State | None, failure: Exception | None) -> None:
+    def _agree(self, stored: State | None, failure: Exception | None) -> None:
         """Stop where processes would go on from different states: their sums would be of nothing.
 
         The file is read by all but written by the first one, so it has to lie where all see it.
         """
-        mark = 0 if found is None else 1 + zlib.crc32(json.dumps(found[1]).encode())
+        mark = 0 if stored is None else 1 + zlib.crc32(json.dumps(stored[1]).encode())
         seen = parallel.from_every_process(-1 if failure is not None else mark)
         if failure is None and -1 in seen:
             place = seen.index(-1)
@@ -159,37 +218,28 @@ class Checkpoint:
 
     def _report(self, error: OSError) -> None:
         """A state that cannot be written costs the run nothing: it goes on without."""
-        kept = (
-            "the last one written stays valid"
-            if self.path and self.path.exists()
-            else ("none was written yet")
-        )
+        written = self.path is not None and self.path.exists()
+        last = "the last one written stays valid" if written else "none was written yet"
         warnings.warn(
             f"cannot write the checkpoint {self.path} ({error.strerror or error}): free some space "
-            f"or make the folder writable; the run goes on, and {kept}.",
+            f"or make the folder writable; the run goes on, and {last}.",
             stacklevel=3,
         )
 
     def due(self) -> bool:
         """Whether enough time has passed for a write to cost little."""
         elapsed = time.monotonic() - self._written
-        return self.path is not None and elapsed * _MOST_OF_THE_TIME >= self._cost
+        return self.path is not None and elapsed * MAX_WRITE_SHARE >= self._cost
 
     def mark(self) -> None:
         """Between two steps: this is the state that an interruption saves from now on."""
         if self.path is not None:
-            self._marked = (self._rewrites(), self._state())
+            self._marked = (self._estimate.rewrites, self._estimate.state())
 
     @contextmanager
-    def kept(
-        self, state: Callable[[], State], rewrites: Callable[[], int] = lambda: 0
-    ) -> Iterator[None]:
-        """Write the state marked last when the body is interrupted (Ctrl-C, an error, a kill).
-
-        state: what the next step depends on, in values that later steps do not change; tensors
-        that they do change move the number ``rewrites`` before that.
-        """
-        self._state, self._rewrites = state, rewrites
+    def kept(self, estimate: Resumable) -> Iterator[None]:
+        """Write the state marked last when the body is interrupted (Ctrl-C, an error, a kill)."""
+        self._estimate = estimate
         self.mark()
         try:
             yield
@@ -197,12 +247,12 @@ class Checkpoint:
             # A NaN in a product is an error of the operator: what was reached before stays valid.
             if self.path is not None:
                 generation, marked = self._marked
-                if generation == rewrites():
+                if generation == estimate.rewrites:
                     self.save(*marked, everywhere=True)  # any process may be the only one left
             raise
         finally:
             # The owner of the state holds this file: in a ring, a basis would outlive its use.
-            for name in ("_state", "_rewrites", "_marked"):
+            for name in ("_estimate", "_marked"):
                 vars(self).pop(name, None)
 
 
@@ -225,37 +275,11 @@ def checksum(tensor: Tensor, start: int = 0) -> int:
     return zlib.crc32(files.raw_bytes(tensor), start)
 
 
-@contextmanager
-def undone(random: torch.Generator) -> Iterator[None]:
-    """Take back the random numbers drawn in the body when it is interrupted.
-
-    A state in which probes were drawn but not multiplied would resume with other probes.
-    """
-    before = random.get_state()
-    try:
-        yield
-    except BaseException:
-        random.set_state(before)
-        raise
-
-
 def generator(seed: int) -> torch.Generator:
     """Random numbers are drawn on the CPU, so that every device sees the same probes."""
     if not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be a whole number of 64 bits, got {seed!r}.")
     return torch.Generator().manual_seed(int(seed))
-
-
-# -------------------------------------------------------------------------------------------------
-# A checkpoint whose basis is sharded over processes, readable by any number of them.
-#
-# Every process writes its own columns of the rows to ``<name>.step<n>.<start>-<stop>``; when all
-# have
-# done so, the first process replaces ``<name>`` itself, which holds everything else and names the
-# step. A kill at any moment leaves the last complete step; the one before it stays too, the way
-# back
-# when a part is damaged; parts of other steps are removed.
-# -------------------------------------------------------------------------------------------------
 
 
 _SHARDED = "rows"
@@ -299,10 +323,10 @@ class ShardedCheckpoint(Checkpoint):
         self._step = 0  # of the last complete state
 
     def _read(self) -> State | None:
-        found = super()._read()
-        if found is None:
+        stored = super()._read()
+        if stored is None:
             return None
-        tensors, numbers = found
+        tensors, numbers = stored
         self._step = int(numbers.pop("step"))
         try:
             tensors[_SHARDED] = self._read_rows(int(numbers.pop("rows")))
@@ -360,7 +384,7 @@ class ShardedCheckpoint(Checkpoint):
         # After a failure processes may be at different steps, or gone: the last step stands.
         if self.path is None or everywhere:
             return True
-        step = max([self._step, *(found for _, found, _, _ in self._all_parts())]) + 1
+        step = max([self._step, *(written for _, written, _, _ in self._all_parts())]) + 1
         step = int(parallel.largest_over_processes(step))
         rows = tensors[_SHARDED]
         part = self.path.parent / (

@@ -23,133 +23,27 @@ from torch import Tensor
 
 from curvatlas.budget import parse_bytes, readable
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
-from curvatlas.progress import bar
-from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
+from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint, generator
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
+from curvatlas.spectra.exact import DENSE_UP_TO, MOST_PRODUCTS, symmetric_matrix
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.quadrature import DROP, FEWEST_STEPS, invariant_after, recurrences
 from curvatlas.spectra.requirements import (
-    MOST_PRODUCTS,
     alike_on_every_rank,
     check_budget,
     largest_asymmetry,
+    not_finite,
     not_symmetric,
     refuse_asymmetric,
     require_symmetric,
-    symmetric_matrix,
     vectors_within,
 )
-
-# -------------------------------------------------------------------------------------------------
-# Lanczos quadrature with three vectors in memory, for models that fill it.
-#
-# Without a stored basis there is no reorthogonalisation: copies of converged eigenvalues appear
-# and
-# share their weight, so the nodes are no list of eigenvalues, but the quadrature stays that of a
-# nearby spectrum (Greenbaum 1989; Chen, Trogdon and Ubaru 2021). Every step can be the last one
-# before a kill: two vectors and the coefficients are the whole state.
-# -------------------------------------------------------------------------------------------------
-
-
-class LeanDensity:
-    """``probes`` runs of ``steps`` steps, one after the other."""
-
-    def __init__(
-        self, op: LinearOperator, probes: int, steps: int, seed: int, file: Checkpoint
-    ) -> None:
-        self.op, self.probes, self.steps, self.seed, self.file = op, probes, steps, seed, file
-        self.done: list[list[list[float]]] = []  # α and β of the finished probes
-        self.alphas: list[float] = []
-        self.betas: list[float] = []
-        self.here = self.before = torch.zeros(0, device="cpu")
-
-    def result(self) -> SpectralDensity:
-        stored = self.file.load()
-        if stored is None:
-            self._begin()
-        else:
-            self._restore(*stored)
-        total = self.probes * self.steps
-        with bar("spectral density", total=total) as progress, self.file.kept(self._state):
-            while len(self.done) < self.probes:
-                progress.update(self._products - progress.n)
-                self.file.mark()
-                self._advance()
-                if self.file.due():
-                    self.file.save(*self._state())
-        self.file.save(*self._state())
-        coefficients: Array = np.array(self.done)  # (probes, 2, steps)
-        return summarise(
-            size=self.op.shape[0], outliers=np.zeros(0), coupling=0.0,
-            alphas=coefficients[:, 0], betas=coefficients[:, 1],
-            eps=torch.finfo(self.op.dtype).eps, products=self._products, psd=self.op.tags.psd,
-        )  # fmt: skip
-
-    @property
-    def _products(self) -> int:
-        return len(self.done) * self.steps + len(self.alphas)
-
-    def _begin(self) -> None:
-        """A random direction that depends on the seed and the probe's number alone."""
-        random = generator(1009 * self.seed + len(self.done))
-        start = torch.randn(self.op.shape[0], generator=random, dtype=torch.float32, device="cpu")
-        start = start.to(device=self.op.device, dtype=self.op.dtype)
-        self.here = start.div_(torch.linalg.vector_norm(start))
-        self.before = torch.zeros(0, dtype=self.op.dtype, device=self.op.device)
-        self.alphas, self.betas = [], []
-
-    def _advance(self) -> None:
-        image: Tensor = self.op @ self.here
-        alpha = float(torch.dot(self.here, image))
-        if len(self.alphas) == 1:
-            self._refuse_asymmetric(float(torch.dot(self.before, image)), self.betas[-1])
-        image.sub_(self.here, alpha=alpha)
-        if self.alphas and self.betas[-1] > 0:
-            image.sub_(self.before, alpha=self.betas[-1])
-        beta = float(torch.linalg.vector_norm(image))
-        if not np.isfinite(alpha + beta):
-            raise FloatingPointError(
-                "a product with the operator gave NaN or infinity: check the loss and the "
-                "parameters for NaN, or compute in float64."
-            )
-        self.alphas.append(alpha)
-        self.betas.append(beta)
-        self.before, self.here = self.here, image.div_(max(beta, 1e-300))
-        if len(self.alphas) == self.steps or beta == 0.0:
-            missing = self.steps - len(self.alphas)
-            self.done.append([self.alphas + [0.0] * missing, self.betas + [0.0] * missing])
-            self._begin()
-
-    def _refuse_asymmetric(self, back: float, forth: float) -> None:
-        """b_1ᵀ A b_2 against b_2ᵀ A b_1 = β_1: no product, and no third vector."""
-        n, eps = self.op.shape[0], torch.finfo(self.op.dtype).eps
-        size = float(np.hypot(self.alphas[0], forth))  # ‖A b_1‖, the norm ‖A‖_F over n^½
-        apart = n**0.5 * abs(back - forth) / size if size else 0.0
-        if np.isfinite(apart) and apart > max(largest_asymmetry(self.op.dtype, n), 2 * n * eps):
-            raise ValueError(not_symmetric(apart, "spectral_density"))
-
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        finished = len(self.done) >= self.probes
-        vectors = {} if finished else {"here": self.here, "before": self.before}
-        return vectors, {
-            "done": list(self.done),
-            "alphas": list(self.alphas),
-            "betas": list(self.betas),
-        }
-
-    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        self.done, self.alphas, self.betas = (numbers[k] for k in ("done", "alphas", "betas"))
-        if "here" in tensors:
-            self.here = tensors["here"].to(self.op.device)
-            self.before = tensors["before"].to(self.op.device)
-
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
 _FEWEST_PROBES = 3  # so that their scatter can be seen
 _BESIDE = 10  # vectors of one run's working beside those it keeps
 _FEWEST_VECTORS = 32  # in memory; with less, three vectors at a time have to do
 _LEAN_VECTORS = 6
-_EXACT_UP_TO = 512  # a matrix at hand of this size is decomposed
 
 
 @alike_on_every_rank
@@ -171,7 +65,7 @@ def spectral_density(
     outliers and ``probes`` runs of ``steps`` for the bulk unless these are given. Given without it
     they are the effort themselves.
     reorthogonalise: False keeps three vectors instead of a basis and deflates nothing; for models
-    that leave no room for more (``spectra/lean_density.py`` says what changes).
+    that leave no room for more (``LeanDensity`` says what changes).
     memory: bytes (or "2GB") for the vectors beside the operator's own, a quarter of the machine's
     by default; with less, fewer outliers are taken out and runs are shorter.
     """
@@ -179,7 +73,7 @@ def spectral_density(
     if max_products is None:
         max_products = max(MOST_PRODUCTS, asked(deflate, probes, steps))
     check_budget(max_products)
-    if n <= max_products or (isinstance(op, MatrixOperator) and n <= _EXACT_UP_TO):
+    if n <= max_products or (isinstance(op, MatrixOperator) and n <= DENSE_UP_TO["density"]):
         matrix, products = symmetric_matrix(op, "spectral_density")
         values = torch.linalg.eigvalsh(matrix).cpu()
         return exact_density(values, products, psd=op.tags.psd)
@@ -189,7 +83,9 @@ def spectral_density(
             raise ValueError("deflation needs a basis: leave deflate out, or reorthogonalise.")
         _, m, s = split(max_products, 0, probes, steps)
         mark = fingerprint(op, estimate="lean density", probes=m, steps=s, seed=seed)
-        return LeanDensity(op, m, s, seed, Checkpoint(checkpoint, mark)).result()
+        lean = LeanDensity(op, m, s, seed)
+        lean.run(Checkpoint(checkpoint, mark))
+        return lean.result()
     j, m, s = split(max_products, deflate, probes, steps)
     if deflate is None and j > room // 3:
         j, m, s = split(max_products, room // 3, probes, steps)
@@ -202,7 +98,9 @@ def spectral_density(
         )
     group = max(1, min((room - j) // (s + _BESIDE), 16))
     mark = fingerprint(op, estimate="density", deflate=j, probes=m, steps=s, group=group, seed=seed)
-    return _Run(op, j, m, s, seed, Checkpoint(checkpoint, mark), group=group).result()
+    estimate = DeflatedDensity(op, j, m, s, seed, group=group)
+    estimate.run(Checkpoint(checkpoint, mark))
+    return estimate.result()
 
 
 def asked(deflate: int | None, probes: int | None, steps: int | None) -> int:
@@ -240,16 +138,17 @@ def split(
     return j, probes, steps
 
 
-class _Run:
-    """Deflation, then groups of probes; the checkpoint holds everything between two products."""
+class DeflatedDensity(Resumable):
+    """Deflation, then groups of probes."""
+
+    title = "spectral density"
 
     def __init__(
-        self, op: LinearOperator, deflate: int, probes: int, steps: int, seed: int,
-        file: Checkpoint, *, group: int,
-    ) -> None:  # fmt: skip
+        self, op: LinearOperator, deflate: int, probes: int, steps: int, seed: int, *, group: int
+    ) -> None:
         self.group = group  # probes that go through the operator together
         self.op, self.deflate, self.probes, self.steps = op, deflate, probes, steps
-        self.file = file
+        self.budget = deflate + probes * steps
         self.random = generator(seed)
         self.basis = KrylovBasis(op, deflate + 2)
         self.alphas: Array = np.zeros((0, steps))
@@ -257,32 +156,29 @@ class _Run:
         self.spent = 0  # products of the probes
 
     def result(self) -> SpectralDensity:
-        stored = self.file.load()
-        if stored is not None:
-            self._restore(*stored)
-        total = self.deflate + self.probes * self.steps
-        kept = self.file.kept(self._state, lambda: self.basis.rewrites)
-        with bar("spectral density", total=total) as progress, kept:
-            while self._advance():
-                self.file.mark()
-                progress.update(self._products - progress.n)
-                if self.file.due():
-                    self.file.save(*self._state())
-        self.file.save(*self._state())
         ritz = self.basis.ritz()
         refuse_asymmetric(self.basis, "spectral_density")
         coupling = float(np.linalg.norm(self.basis.coefficients[self.basis.multiplied :]))
         return summarise(
-            size=self.op.shape[0], outliers=ritz.values, coupling=coupling,
-            alphas=self.alphas, betas=self.betas, eps=self.basis.eps,
-            products=self._products, psd=self.op.tags.psd,
-        )  # fmt: skip
+            size=self.op.shape[0],
+            outliers=ritz.values,
+            coupling=coupling,
+            alphas=self.alphas,
+            betas=self.betas,
+            eps=self.basis.eps,
+            products=self.products,
+            psd=self.op.tags.psd,
+        )
 
     @property
-    def _products(self) -> int:
+    def products(self) -> int:
         return self.basis.products + self.spent
 
-    def _advance(self) -> bool:
+    @property
+    def rewrites(self) -> int:
+        return self.basis.rewrites
+
+    def step(self) -> None:
         basis = self.basis
         if basis.products < self.deflate:
             if basis.count == 0:
@@ -290,26 +186,22 @@ class _Run:
             if basis.pending:
                 basis.expand()
                 self._stop_at_invariance()
-                return True
+                return
             # Few distinct eigenvalues: what deflation does not need goes to further probes.
             self.probes += (self.deflate - basis.products) // self.steps
             self.deflate = basis.products
-        missing = self.probes - len(self.alphas)
-        if missing <= 0:
-            return False
-        n = self.op.shape[0]
-        group = min(missing, self.group)
+        group = min(self.probes - len(self.alphas), self.group)
         outside = basis.rows[: basis.multiplied].to(self.op.device)
-        with undone(self.random):
-            starts = torch.randn(n, group, generator=self.random, dtype=torch.float64, device="cpu")
-            starts = starts.to(device=self.op.device, dtype=self.op.dtype)
-            alphas, betas, products = recurrences(
-                self.op, starts, self.steps, outside, scale=basis.scale, what="spectral_density"
-            )
+        shape = self.op.shape[0], group
+        starts = torch.randn(shape, generator=self.random, dtype=torch.float64, device="cpu")
+        starts = starts.to(device=self.op.device, dtype=self.op.dtype)
+        alphas, betas, products = recurrences(
+            self.op, starts, self.steps, outside, scale=basis.scale, what="spectral_density"
+        )
         self.spent += products
         self.alphas = np.concatenate([self.alphas, alphas])
         self.betas = np.concatenate([self.betas, betas])
-        return True
+        self.done = len(self.alphas) >= self.probes
 
     def _stop_at_invariance(self) -> None:
         """Cut the basis where its space became invariant, once rounding has shown that it was."""
@@ -321,7 +213,7 @@ class _Run:
         if steps < len(alphas):
             basis.cut(steps)
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         tensors, numbers = self.basis.state()
         tensors.update(
             random=self.random.get_state(),
@@ -335,9 +227,101 @@ class _Run:
             "spent": self.spent,
         }
 
-    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.basis.restore(tensors, numbers)
         self.random.set_state(tensors["random"])
         self.deflate, self.probes = int(numbers["deflate"]), int(numbers["probes"])
         self.alphas, self.betas = tensors["alphas"].numpy(), tensors["betas"].numpy()
-        self.spent = int(numbers.get("spent", self.alphas.size))
+        self.spent = int(numbers["spent"])
+        self.done = self.basis.products >= self.deflate and len(self.alphas) >= self.probes
+
+
+class LeanDensity(Resumable):
+    """``probes`` runs of ``steps`` steps, one after the other, with three vectors in memory.
+
+    Without a stored basis there is no reorthogonalisation: copies of converged eigenvalues appear
+    and share their weight, so the nodes are no list of eigenvalues, but the quadrature stays that
+    of a nearby spectrum (Greenbaum 1989; Chen, Trogdon and Ubaru 2021). Two vectors and the
+    coefficients are the whole state.
+    """
+
+    title = "spectral density"
+
+    def __init__(self, op: LinearOperator, probes: int, steps: int, seed: int) -> None:
+        self.op, self.probes, self.steps, self.seed = op, probes, steps, seed
+        self.budget = probes * steps
+        self.finished: list[list[list[float]]] = []  # α and β of the finished probes
+        self.alphas: list[float] = []
+        self.betas: list[float] = []
+        self.here = self.before = torch.zeros(0, device="cpu")
+
+    def result(self) -> SpectralDensity:
+        coefficients: Array = np.array(self.finished)  # (probes, 2, steps)
+        return summarise(
+            size=self.op.shape[0],
+            outliers=np.zeros(0),
+            coupling=0.0,
+            alphas=coefficients[:, 0],
+            betas=coefficients[:, 1],
+            eps=torch.finfo(self.op.dtype).eps,
+            products=self.products,
+            psd=self.op.tags.psd,
+        )
+
+    @property
+    def products(self) -> int:
+        return len(self.finished) * self.steps + len(self.alphas)
+
+    def begin(self) -> None:
+        """A random direction that depends on the seed and the probe's number alone."""
+        random = generator(1009 * self.seed + len(self.finished))
+        start = torch.randn(self.op.shape[0], generator=random, dtype=torch.float32, device="cpu")
+        start = start.to(device=self.op.device, dtype=self.op.dtype)
+        self.here = start.div_(torch.linalg.vector_norm(start))
+        self.before = torch.zeros(0, dtype=self.op.dtype, device=self.op.device)
+        self.alphas, self.betas = [], []
+
+    def step(self) -> None:
+        image: Tensor = self.op @ self.here
+        alpha = float(torch.dot(self.here, image))
+        if len(self.alphas) == 1:
+            self._refuse_asymmetric(float(torch.dot(self.before, image)), self.betas[-1])
+        image.sub_(self.here, alpha=alpha)
+        if self.alphas and self.betas[-1] > 0:
+            image.sub_(self.before, alpha=self.betas[-1])
+        beta = float(torch.linalg.vector_norm(image))
+        if not np.isfinite(alpha + beta):
+            raise not_finite(image)
+        self.alphas.append(alpha)
+        self.betas.append(beta)
+        self.before, self.here = self.here, image.div_(max(beta, 1e-300))
+        if len(self.alphas) == self.steps or beta == 0.0:
+            missing = self.steps - len(self.alphas)
+            self.finished.append([self.alphas + [0.0] * missing, self.betas + [0.0] * missing])
+            self.begin()
+            self.done = len(self.finished) >= self.probes
+
+    def _refuse_asymmetric(self, back: float, forth: float) -> None:
+        """b_1ᵀ A b_2 against b_2ᵀ A b_1 = β_1: no product, and no third vector."""
+        n, eps = self.op.shape[0], torch.finfo(self.op.dtype).eps
+        size = float(np.hypot(self.alphas[0], forth))  # ‖A b_1‖, the norm ‖A‖_F over n^½
+        apart = n**0.5 * abs(back - forth) / size if size else 0.0
+        if np.isfinite(apart) and apart > max(largest_asymmetry(self.op.dtype, n), 2 * n * eps):
+            raise ValueError(not_symmetric(apart, "spectral_density"))
+
+    def state(self) -> State:
+        vectors = {} if self.done else {"here": self.here, "before": self.before}
+        return vectors, {
+            "finished": list(self.finished),
+            "alphas": list(self.alphas),
+            "betas": list(self.betas),
+        }
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        self.finished, self.alphas, self.betas = (
+            numbers[name] for name in ("finished", "alphas", "betas")
+        )
+        self.done = len(self.finished) >= self.probes
+        if "here" in tensors:
+            self.here = tensors["here"].to(self.op.device)
+            self.before = tensors["before"].to(self.op.device)

@@ -23,92 +23,29 @@ from curvatlas.operators.curvature import CurvatureOperator, FunctionalHessian
 from curvatlas.operators.per_sample import SampleFactors
 from curvatlas.operators.views import BlockView
 from curvatlas.precision import float64_device, in_float64
-from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.checkpoint import Checkpoint, fingerprint, generator, undone
+from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint, generator
+from curvatlas.spectra.exact import (
+    Completion,
+    products_allowed,
+    reads_at_once,
+    reads_the_rest,
+    unit_columns,
+)
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.spectra.requirements import (
-    Completion,
     alike_on_every_rank,
     check_rtol,
-    products_allowed,
-    reads_the_rest,
     refuse_asymmetric_images,
+    require_finite,
     require_square,
 )
 
-# -------------------------------------------------------------------------------------------------
-# The part of an operator that is known exactly and cheaply: H_o through its samples' factors.
-#
-# With few outputs to a sample the diagonal of H_o costs a handful of products
-# (``operators/sample_factors.py``). H_o itself is then settled, and of H = H_o + H_f only the
-# functional part is left to estimate, which has no large outliers to be found first.
-# -------------------------------------------------------------------------------------------------
-
-
-FACTORS = "factors of the samples"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterPart:
-    """diag H_o of an operator's rows, its cost, and the operator of what is left."""
-
-    diagonal: Tensor  # (n,) float64
-    products: int  # the cost, in products with the operator
-    rest: LinearOperator | None  # None: H_o is all there is
-
-
-def count_products(op: LinearOperator, products: int) -> None:
-    """Add to an operator's count what was spent on its behalf elsewhere."""
-    op.products += products
-    if isinstance(op, BlockView):
-        op.parent.products += products
-
-
-def all_outer(op: LinearOperator) -> bool:
-    """Whether nothing is left beside H_o."""
-    parent = op.parent if isinstance(op, BlockView) else op
-    return isinstance(parent, CurvatureOperator) and parent.outer == "whole"
-
-
-def outer_part(op: LinearOperator, most: int) -> OuterPart | None:
-    """H_o's diagonal where it costs at most ``most`` products; None where it is dearer or unknown.
-
-    The cost is added to the operator's own count.
-    """
-    view = op if isinstance(op, BlockView) else None
-    parent = view.parent if view is not None else op
-    if not isinstance(parent, CurvatureOperator) or parent.outer == "none":
-        return None
-    if view is not None and view.row_slices != view.column_slices:
-        return None
-    names = parent.problem.layout.names if view is None else view.row_parameters
-    factors = SampleFactors(parent, names)
-    columns = factors.columns()
-    if columns is None or (spent := factors.products(columns)) > most:
-        return None
-    values = factors.diagonal()
-    if values is None:
-        return None
-    count_products(op, spent)
-    if view is not None:
-        values = view.rows_of(values)
-    return OuterPart(diagonal=values, products=spent, rest=_rest(parent, view))
-
-
-def _rest(parent: CurvatureOperator, view: BlockView | None) -> LinearOperator | None:
-    if parent.outer == "whole":
-        return None
-    parent.release()  # the rest has the same budget: both would be twice as much
-    rest = FunctionalHessian(parent.problem, budget=parent.budget, checks=parent.checks)
-    return rest if view is None else BlockView(rest, view.row_slices, view.column_slices)
-
-
 _BATCH = 8  # probes multiplied at once
 _FEWEST = 8
-_DEAREST = (
-    60  # products that an exact diag H_o may cost: what its estimate takes for outliers alone
-)
+# Products that an exact diag H_o may cost: what its estimate takes for the outliers alone.
+_DEAREST = 60
+FACTORS = "factors of the samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,24 +104,30 @@ def diagonal(
     """
     n = require_square(op, "diagonal")
     check_rtol(rtol)
-    known = _closed_form(op)
-    if known is not None:
-        return exact_diagonal(known, 0, torch.finfo(op.dtype).eps, "closed form")
+    eps = torch.finfo(op.dtype).eps
+    entries = _closed_form(op)
+    if entries is not None:
+        return exact_diagonal(entries, 0, eps, "closed form")
     budget = products_allowed(max_products, n)
     outer = outer_part(op, min(budget, n, _DEAREST)) if all_outer(op) else None
     if outer is not None:
-        return exact_diagonal(outer.diagonal, outer.products, torch.finfo(op.dtype).eps, FACTORS)
-    if n <= min(budget, 64):
-        return _read(op)
+        return exact_diagonal(outer.diagonal, outer.products, eps, FACTORS)
+    if reads_at_once("diagonal", n, budget):
+        return exact_diagonal(read_diagonal(op), n, eps, "column by column")
     mark = fingerprint(op, estimate="diagonal", rtol=rtol, seed=seed, max_products=max_products)
-    return _Run(op, rtol, budget, seed, Checkpoint(checkpoint, mark)).result()
+    sampler = DiagonalSampler(op, rtol, budget, seed)
+    sampler.run(Checkpoint(checkpoint, mark))
+    return sampler.outcome
 
 
-class _Run:
-    def __init__(
-        self, op: LinearOperator, rtol: float, budget: int, seed: int, file: Checkpoint
-    ) -> None:
-        self.op, self.rtol, self.budget, self.file = op, rtol, budget, file
+class DiagonalSampler(Resumable):
+    """A Lanczos basis first, then probes in its complement, eight at a time."""
+
+    title = "diagonal"
+    outcome: DiagonalEstimate
+
+    def __init__(self, op: LinearOperator, rtol: float, budget: int, seed: int) -> None:
+        self.op, self.rtol, self.budget = op, rtol, budget
         self.random = generator(seed)
         n = op.shape[0]
         # A third for the outliers: their columns make most of the scatter.
@@ -198,42 +141,36 @@ class _Run:
         self.directions = torch.empty(n, 0, dtype=op.dtype, device=op.device)
         self.images = self.directions.clone()
 
-    def result(self) -> DiagonalEstimate:
-        stored = self.file.load()
-        if stored is not None:
-            self._restore(*stored)
-        kept = self.file.kept(self._state, lambda: self.basis.rewrites)
-        with bar("diagonal", total=self.budget) as progress, kept:
-            while True:
-                self.file.mark()
-                progress.update(self._products - progress.n)
-                if self.file.due():
-                    self.file.save(*self._state())
-                if self._deflating():
-                    continue
-                left = self.budget - self._products
-                if self.probes >= _FEWEST:
-                    reached = self._reached()
-                    if reached.converged:
-                        break
-                    ahead = self.probes * ((reached.relative_error / self.rtol) ** 2 - 1)
-                    ahead = max(int(min(ahead, 1e9)), _BATCH)
-                    if reads_the_rest(self.op.shape[0] - self._products, ahead, left):
-                        return self._complete()
-                    if left <= 0:
-                        break
-                elif left <= 0:
-                    reached = self._reached()
-                    break
-                self._probe(min(_BATCH, left))
-        self.file.save(*self._state())
-        return reached
-
     @property
-    def _products(self) -> int:
+    def products(self) -> int:
         return self.basis.products + self.probes
 
-    def _deflating(self) -> bool:
+    @property
+    def rewrites(self) -> int:
+        return self.basis.rewrites
+
+    def step(self) -> None:
+        if self._deflated():
+            return
+        left = self.budget - self.products
+        if self.probes >= _FEWEST or left <= 0:
+            reached = self._reached()
+            ahead = self.probes * ((reached.relative_error / self.rtol) ** 2 - 1)
+            ahead = max(int(min(ahead, 1e9)), _BATCH)
+            if reached.converged:
+                self._finish(reached)
+            elif reads_the_rest(self.op.shape[0] - self.products, ahead, left):
+                self._finish(self._complete())
+            elif left <= 0:
+                self._finish(reached)
+        if not self.done:
+            self._probe(min(_BATCH, left))
+
+    def _finish(self, outcome: DiagonalEstimate) -> None:
+        self.outcome, self.done = outcome, True
+
+    def _deflated(self) -> bool:
+        """One Lanczos step, where one is due."""
         basis = self.basis
         if basis.products >= self.steps:
             return False
@@ -246,17 +183,12 @@ class _Run:
         return True
 
     def _probe(self, count: int) -> None:
-        n, basis = self.op.shape[0], self.basis
+        basis = self.basis
         v = basis.rows[: basis.multiplied]
-        with undone(self.random):
-            signs = torch.randint(
-                0, 2, (n, count), generator=self.random, dtype=torch.int8, device="cpu"
-            )
-            probes = (2 * signs - 1).to(device=self.op.device, dtype=self.op.dtype)
-            directions = probes - v.T @ (v @ probes)
-            images = self.op @ directions
-        if not bool(torch.isfinite(images).all()):
-            raise FloatingPointError("a product with the operator gave NaN or infinity.")
+        probes = rademacher(self.op, count, self.random)
+        directions = probes - v.T @ (v @ probes)
+        images = self.op @ directions
+        require_finite(images)
         if self.probes == 0:
             refuse_asymmetric_images(self.op, directions, images, "diagonal", scale=basis.scale)
         if self.reads:
@@ -288,10 +220,14 @@ class _Run:
         half = float(student.ppf(0.975, max(m - 1, 1))) * error
         half = half + 16 * basis.eps * (exact.abs() + mean.abs())
         return DiagonalEstimate(
-            values=values, interval=(values - half, values + half), relative_error=relative,
-            products=self._products, converged=self.probes >= _FEWEST and relative <= self.rtol,
-            exact=False, method="Lanczos deflation and Rademacher probes",
-        )  # fmt: skip
+            values=values,
+            interval=(values - half, values + half),
+            relative_error=relative,
+            products=self.products,
+            converged=self.probes >= _FEWEST and relative <= self.rtol,
+            exact=False,
+            method="Lanczos deflation and Rademacher probes",
+        )
 
     def _complete(self) -> DiagonalEstimate:
         """Σ (A b) ⊙ b over an orthonormal basis that begins with what was multiplied."""
@@ -305,20 +241,18 @@ class _Run:
         for basis, image in known.blocks():
             values += (basis * image).sum(1)
             sizes += (basis * image).abs().sum(1)
-        products = self._products + self.op.products - before
-        return exact_diagonal(
-            values, products, self.basis.eps, "every column",
-            radius=64 * self.basis.eps * known.magnification * sizes,
-        )  # fmt: skip
+        products = self.products + self.op.products - before
+        radius = 64 * self.basis.eps * known.magnification * sizes
+        return exact_diagonal(values, products, self.basis.eps, "every column", radius=radius)
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         tensors, numbers = self.basis.state()
         tensors.update(total=self.total, squares=self.squares, random=self.random.get_state())
         if self.reads:
             tensors.update(directions=self.directions, images=self.images)
         return tensors, {**numbers, "probes": self.probes, "steps": self.steps}
 
-    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.basis.restore(tensors, numbers)
         self.total = tensors["total"].to(self.total.device)
         self.squares = tensors["squares"].to(self.squares.device)
@@ -329,36 +263,32 @@ class _Run:
         self.probes, self.steps = int(numbers["probes"]), int(numbers["steps"])
 
 
+def rademacher(op: LinearOperator, count: int, random: torch.Generator) -> Tensor:
+    """Signs (n, count) with equal chance."""
+    shape = op.shape[1], count
+    signs = torch.randint(0, 2, shape, generator=random, dtype=torch.int8, device="cpu")
+    return (2 * signs - 1).to(device=op.device, dtype=op.dtype)
+
+
 def read_diagonal(op: LinearOperator, what: str = "diagonal") -> Tensor:
     """(n,) float64, by products with the unit vectors."""
-    n = op.shape[0]
     entries = []
     largest = 0.0  # ‖A e_j‖: the last columns may be nothing but rounding beside it
-    for start in range(0, n, 64):
-        stop = min(start + 64, n)
-        block = torch.zeros(n, stop - start, dtype=op.dtype, device=op.device)
-        block[start:stop].fill_diagonal_(1)
-        images = op @ block
+    for places, block, images in unit_columns(op):
+        diagonal = images[places].diagonal()
+        require_finite(diagonal)
         largest = max(largest, float(torch.linalg.vector_norm(images, dim=0).max()))
-        if stop == n and np.isfinite(largest):
+        if places.stop == op.shape[0] and np.isfinite(largest):
             refuse_asymmetric_images(op, block, images, what, scale=largest)
-        entries.append(in_float64(images[start:stop].diagonal()))
+        entries.append(in_float64(diagonal))
     return torch.cat(entries)
 
 
 def _closed_form(op: LinearOperator) -> Tensor | None:
     if isinstance(op, MatrixOperator):
         return in_float64(op.matrix.diagonal())
-    known = getattr(op, "exact_diagonal", None)
-    return known() if callable(known) else None
-
-
-def _read(op: LinearOperator) -> DiagonalEstimate:
-    values = read_diagonal(op)
-    if not bool(torch.isfinite(values).all()):
-        raise FloatingPointError("a product with the operator gave NaN or infinity.")
-    eps = torch.finfo(op.dtype).eps
-    return exact_diagonal(values, op.shape[0], eps, "column by column")
+    exact = getattr(op, "exact_diagonal", None)
+    return exact() if callable(exact) else None
 
 
 def exact_diagonal(
@@ -376,6 +306,73 @@ def exact_diagonal(
         radius = 64 * eps * condition * values.abs()
     radius = radius + np.finfo(np.float64).tiny
     return DiagonalEstimate(
-        values=values, interval=(values - radius, values + radius), relative_error=eps * condition,
-        products=products, converged=True, exact=True, method=method,
-    )  # fmt: skip
+        values=values,
+        interval=(values - radius, values + radius),
+        relative_error=eps * condition,
+        products=products,
+        converged=True,
+        exact=True,
+        method=method,
+    )
+
+
+# --- diag H_o, exactly and cheaply ----------------------------------------------------------------
+#
+# With few outputs to a sample the diagonal of H_o costs a handful of products
+# (``operators/per_sample.py``). H_o itself is then settled, and of H = H_o + H_f only the
+# functional part is left to estimate, which has no large outliers to be found first.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterPart:
+    """diag H_o of an operator's rows, its cost, and the operator of what is left."""
+
+    diagonal: Tensor  # (n,) float64
+    products: int  # the cost, in products with the operator
+    rest: LinearOperator | None  # None: H_o is all there is
+
+
+def count_products(op: LinearOperator, products: int) -> None:
+    """Add to an operator's count what was spent on its behalf elsewhere."""
+    op.products += products
+    if isinstance(op, BlockView):
+        op.parent.products += products
+
+
+def all_outer(op: LinearOperator) -> bool:
+    """Whether nothing is left beside H_o."""
+    parent = op.parent if isinstance(op, BlockView) else op
+    return isinstance(parent, CurvatureOperator) and parent.outer == "whole"
+
+
+def outer_part(op: LinearOperator, most: int) -> OuterPart | None:
+    """H_o's diagonal where it costs at most ``most`` products; None where it is dearer or unknown.
+
+    The cost is added to the operator's own count.
+    """
+    view = op if isinstance(op, BlockView) else None
+    parent = view.parent if view is not None else op
+    if not isinstance(parent, CurvatureOperator) or parent.outer == "none":
+        return None
+    if view is not None and view.row_slices != view.column_slices:
+        return None
+    names = parent.problem.layout.names if view is None else view.row_parameters
+    factors = SampleFactors(parent, names)
+    columns = factors.columns()
+    if columns is None or (spent := factors.products(columns)) > most:
+        return None
+    values = factors.diagonal()
+    if values is None:
+        return None
+    count_products(op, spent)
+    if view is not None:
+        values = view.rows_of(values)
+    return OuterPart(diagonal=values, products=spent, rest=_rest(parent, view))
+
+
+def _rest(parent: CurvatureOperator, view: BlockView | None) -> LinearOperator | None:
+    if parent.outer == "whole":
+        return None
+    parent.release()  # the rest has the same budget: both would be twice as much
+    rest = FunctionalHessian(parent.problem, budget=parent.budget, checks=parent.checks)
+    return rest if view is None else BlockView(rest, view.row_slices, view.column_slices)

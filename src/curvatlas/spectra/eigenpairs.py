@@ -22,8 +22,14 @@ from torch import Tensor
 from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes, readable
 from curvatlas.linear_operator import LinearOperator
-from curvatlas.progress import bar
-from curvatlas.spectra.checkpoint import Checkpoint, ShardedCheckpoint, fingerprint, generator
+from curvatlas.spectra.checkpoint import (
+    Checkpoint,
+    Resumable,
+    ShardedCheckpoint,
+    State,
+    fingerprint,
+    generator,
+)
 from curvatlas.spectra.eigen_result import (
     WHICH,
     Eigenpairs,
@@ -35,12 +41,12 @@ from curvatlas.spectra.eigen_result import (
     within_list,
 )
 from curvatlas.spectra.estimate import eigenvalue_half_widths
+from curvatlas.spectra.exact import reads_at_once, symmetric_matrix
 from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
 from curvatlas.spectra.missed import Search
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     check_budget,
-    dense_eigenpairs,
     not_symmetric,
     refuse_asymmetric,
     require_symmetric,
@@ -106,59 +112,46 @@ def refined(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions) -> Wanted:
     return Wanted(values, coordinates, basis.residuals(values, coordinates))
 
 
-# -------------------------------------------------------------------------------------------------
-# One Lanczos run: products, looks at what they brought, thick restarts, the search at the end.
-#
-# Everything that the next step depends on goes to the checkpoint: a run that was killed continues
-# with the same numbers.
-# -------------------------------------------------------------------------------------------------
-
-
 _ASYMMETRY_OF_FEW_BITS = 0.05  # of a basis stored in bfloat16
-_SAVE_EVERY = 8  # products between two looks at the checkpoint's clock
 
 
-class LanczosRun:
-    """The state of one computation; all of it goes to the checkpoint."""
+class LanczosRun(Resumable):
+    """Products, tests of convergence, thick restarts, and the search for overlooked eigenvalues."""
+
+    products_between_looks = 8
 
     def __init__(
-        self, basis: KrylovBasis, k: int, which: Which, wanted: int, tol: float,
-        max_products: int, checkpoint: Checkpoint, thorough: bool, bounded: float | None,
-    ) -> None:  # fmt: skip
-        self.bounded = bounded
+        self,
+        basis: KrylovBasis,
+        k: int,
+        which: Which,
+        wanted: int,
+        tol: float,
+        max_products: int,
+        seed: int,
+        start: Tensor | None,
+        thorough: bool,
+        bounded: float | None,
+    ) -> None:
+        self.title, self.budget = f"eigenpairs ({which})", max_products
         self.op, self.k, self.which, self.wanted, self.tol = basis.op, k, which, wanted, tol
-        self.max_products, self.checkpoint = max_products, checkpoint
-        self.basis = basis
+        self.basis, self.start, self.bounded = basis, start, bounded
         self.search = Search(basis, which, tol=tol, thorough=thorough)
-        self.random = generator(0)
-        self.done = False
+        self.random = generator(seed)
         self.next_look = min(wanted + 2, max_products)
 
-    def result(self, seed: int, start: Tensor | None) -> Eigenpairs:
-        stored = self.checkpoint.load()
-        if stored is None:
-            self.random = generator(seed)
-            self._begin(start)
-        else:
-            self._restore(*stored)
-        with (
-            bar(f"eigenpairs ({self.which})", total=self.max_products) as progress,
-            self.checkpoint.kept(self._state, lambda: self.basis.rewrites),
-        ):
-            progress.update(self.basis.products)
-            while not self.done:
-                self.checkpoint.mark()
-                self.done = self._advance()
-                progress.update(self.basis.products - progress.n)
-                if self.basis.products % _SAVE_EVERY == 0 and self.checkpoint.due():
-                    self.checkpoint.save(*self._state())
-        if self.checkpoint.path is not None:
-            self.checkpoint.save(*self._state())
-        return self._finish()
+    @property
+    def products(self) -> int:
+        return self.basis.products
 
-    def _begin(self, start: Tensor | None) -> None:
-        if start is not None:
-            columns = start.detach().unsqueeze(-1) if start.ndim == 1 else start.detach()
+    @property
+    def rewrites(self) -> int:
+        return self.basis.rewrites
+
+    def begin(self) -> None:
+        if self.start is not None:
+            columns = self.start.detach()
+            columns = columns.unsqueeze(-1) if columns.ndim == 1 else columns
             if columns.shape[0] != self.op.shape[1]:
                 raise ValueError(
                     f"start has {columns.shape[0]} rows, the operator {self.op.shape[1]}: give "
@@ -170,10 +163,13 @@ class LanczosRun:
         if self.basis.count == 0:
             self.basis.add_random(self.random)
 
+    def step(self) -> None:
+        self.done = self._advance()
+
     def _advance(self) -> bool:
-        """One product, and a look at what it brought when one is due; True when finished."""
+        """One product, and a test of convergence when one is due; True when finished."""
         basis = self.basis
-        if basis.products >= self.max_products or basis.multiplied >= basis.size:
+        if basis.products >= self.budget or basis.multiplied >= basis.size:
             return True
         if basis.pending == 0:
             self.search.plain, self.search.invariant = False, True
@@ -183,7 +179,7 @@ class LanczosRun:
             self.search.expand()
         else:
             basis.expand()
-        if basis.products >= self.next_look or basis.products == self.max_products:
+        if basis.products >= self.next_look or basis.products == self.budget:
             return self._look()
         if basis.count >= basis.capacity - 1:
             self._restart(basis.ritz())
@@ -208,7 +204,7 @@ class LanczosRun:
         self.search.searched = 0
         far = ritz.residuals[chosen].max() / accepted
         steps = basis.multiplied // 10 if far > 100 else basis.multiplied // 30 if far > 5 else 0
-        self.next_look = min(basis.products + 1 + steps, self.max_products)
+        self.next_look = min(basis.products + 1 + steps, self.budget)
         if basis.pending > 1:
             open_ = chosen[ritz.residuals[chosen] > accepted]
             basis.turn_pending(ritz.pending[:, open_])
@@ -252,7 +248,7 @@ class LanczosRun:
         self.search.plain = False
         self.search.stop()
 
-    def _finish(self) -> Eigenpairs:
+    def result(self) -> Eigenpairs:
         basis, ritz = self.basis, self.basis.ritz()
         chosen = select(ritz.values, self.k, self.which)
         norm = float(np.abs(ritz.values).max())
@@ -291,7 +287,7 @@ class LanczosRun:
             return 0.0 if full else 1.0
         return self.search.separate(values, norm)
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> State:
         tensors, numbers = self.basis.state()
         tensors["random"] = self.random.get_state()
         return tensors, {
@@ -301,14 +297,11 @@ class LanczosRun:
             "next_look": self.next_look,
         }
 
-    def _restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         self.basis.restore(tensors, numbers)
         self.random.set_state(tensors["random"])
         self.search.restore(numbers)
         self.done, self.next_look = bool(numbers["done"]), int(numbers["next_look"])
-
-
-_EXACT_UP_TO = 48  # below this size a dense decomposition needs no more products than Lanczos
 
 
 @alike_on_every_rank
@@ -350,14 +343,23 @@ def eigenpairs(
     if max_products is None:
         max_products = min(n, 1000 + 40 * k)
     check_budget(max_products)
-    if (2 * wanted >= n or n <= _EXACT_UP_TO) and max_products >= n:
-        found = dense_eigenpairs(op, k, which)
-        return _with_data_error(op, found) if data_error else found
+    if n <= max_products and (2 * wanted >= n or reads_at_once("eigenpairs", n, max_products)):
+        pairs = _dense_eigenpairs(op, k, which)
+        return _with_data_error(op, pairs) if data_error else pairs
     mark = fingerprint(
-        op, estimate="eigenpairs", k=k, which=which, tol=tol, seed=seed, max_products=max_products,
-        memory=memory, storage=str(storage), warm=None if start is None else list(start.shape),
-        thorough=thorough, bounded=bounded,
-    )  # fmt: skip
+        op,
+        estimate="eigenpairs",
+        k=k,
+        which=which,
+        tol=tol,
+        seed=seed,
+        max_products=max_products,
+        memory=memory,
+        storage=str(storage),
+        warm=None if start is None else list(start.shape),
+        thorough=thorough,
+        bounded=bounded,
+    )
     shards = parallel.Shards.of(n) if shard else None
     capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
 
@@ -367,21 +369,52 @@ def eigenpairs(
         if shards is not None:
             file = ShardedCheckpoint(checkpoint, mark, shards)
         basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
-        return LanczosRun(
-            basis, k, which, wanted, tol, max_products, file, thorough, bounded
-        ).result(seed, start)
+        lanczos = LanczosRun(
+            basis, k, which, wanted, tol, max_products, seed, start, thorough, bounded
+        )
+        lanczos.run(file)
+        return lanczos.result()
 
-    found = run()
-    return _with_data_error(op, found) if data_error and shards is None else found
+    pairs = run()
+    return _with_data_error(op, pairs) if data_error and shards is None else pairs
 
 
-def _with_data_error(op: LinearOperator, found: Eigenpairs) -> Eigenpairs:
-    measured = eigenvalue_half_widths(op, found.vectors)
+def _dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
+    """Eigenpairs from the dense matrix; the residual is rounding."""
+    matrix, products = symmetric_matrix(op, "eigenpairs")
+    values, vectors = torch.linalg.eigh(matrix)
+    ends = (float(values[0]), float(values[-1]))
+    norm = max(abs(ends[0]), abs(ends[1]))
+    chosen = torch.from_numpy(select(values.cpu().numpy(), k, which)).to(values.device)
+    values, vectors = values[chosen], vectors[:, chosen]
+    floor = 32 * torch.finfo(op.dtype).eps * norm
+    residuals = torch.linalg.vector_norm(matrix @ vectors - vectors * values, dim=0) + floor
+    values, residuals = values.cpu(), residuals.cpu()
+    return Eigenpairs(
+        values=values,
+        vectors=vectors.to(op.dtype),
+        residuals=residuals,
+        interval=(values - residuals, values + residuals),
+        which=which,
+        k=k,
+        tol=0.0,
+        norm=norm,
+        missed_probability=0.0,
+        complete_outside=(0.0, 0.0),
+        spectrum_within=ends,
+        products=products,
+        converged=True,
+        exact=True,
+    )
+
+
+def _with_data_error(op: LinearOperator, pairs: Eigenpairs) -> Eigenpairs:
+    measured = eigenvalue_half_widths(op, pairs.vectors)
     if measured is None:
-        return found
+        return pairs
     half, products = measured
-    interval = (found.values - half, found.values + half)
-    return replace(found, data_interval=interval, products=found.products + products)
+    interval = (pairs.values - half, pairs.values + half)
+    return replace(pairs, data_interval=interval, products=pairs.products + products)
 
 
 def _check(n: int, k: int, which: str, tol: float, bounded: float | None) -> int:

@@ -1,4 +1,14 @@
-"""A number with its uncertainty: what the scalar estimators return."""
+r"""A number with its uncertainty: what the scalar estimators return.
+
+Besides the probes there is another source of error: the batches at hand are a sample of the data.
+An operator that offers ``per_batch()`` is a mean A = Σ_b w_b A_b over batches. A quantity that is
+linear in A (or made linear around it) has a value q_b on every batch, and
+
+    Var[Σ_b w_b q_b] ≈ B/(B−1) Σ_b w_b² (q_b − q)².
+
+q_b is measured on the same few probes for all batches, so that what they have in common cancels;
+the probes' remaining noise is subtracted.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +24,7 @@ from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.results import Result
+from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.krylov import Array
 
 Interval = tuple[float, float]
@@ -110,20 +121,6 @@ def tolerance(value: float, rtol: float, norm: float = 0.0) -> float:
     return rtol * max(abs(value), 0.1 * norm)
 
 
-# -------------------------------------------------------------------------------------------------
-# The other source of error: the batches at hand are a sample of the data.
-#
-# An operator that offers ``per_batch()`` is a mean A = Σ_b w_b A_b over batches. A quantity that
-# is
-# linear in A (or made linear around it) has a value q_b on every batch, and
-#
-#     Var[Σ_b w_b q_b] ≈ B/(B−1) Σ_b w_b² (q_b − q)².
-#
-# q_b is measured on the same few probes for all batches, so that what they have in common cancels;
-# the probes' remaining noise is subtracted.
-# -------------------------------------------------------------------------------------------------
-
-
 Batches = list[tuple[float, LinearOperator]]
 
 
@@ -135,6 +132,13 @@ def batches_of(op: LinearOperator) -> Batches:
         return []
     let_go_of_graphs(op)  # or those of all batches would lie beside those of each
     return parts
+
+
+def data_probes(op: LinearOperator, seed: int) -> Tensor:
+    """The few normal probes (n, 6) on which all batches are compared."""
+    random = generator(seed + 1)
+    probes = torch.randn(op.shape[1], 6, generator=random, dtype=torch.float64, device="cpu")
+    return probes.to(device=op.device, dtype=op.dtype)
 
 
 def linear_samples(

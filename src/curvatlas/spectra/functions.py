@@ -22,20 +22,24 @@ from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate, tolerance
+from curvatlas.spectra.exact import (
+    KeptProducts,
+    products_allowed,
+    reads_at_once,
+    reads_the_rest,
+    symmetric_matrix,
+)
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.quadrature import radau, recurrences, rule
 from curvatlas.spectra.requirements import (
-    KeptProducts,
     alike_on_every_rank,
+    as_columns,
     check_budget,
     check_damping,
     check_rtol,
     check_vector,
-    products_allowed,
-    reads_the_rest,
     refuse_asymmetric,
     require_symmetric,
-    symmetric_matrix,
 )
 
 Function = Callable[[Array], Array]
@@ -43,7 +47,6 @@ Function = Callable[[Array], Array]
 # quadratic in the residual.
 _CONVERGED = 1e-4
 _FEWEST_PROBES = 6
-_EXACT_UP_TO = 240  # products that the shortest estimate takes: as many columns are the matrix
 
 
 @alike_on_every_rank
@@ -93,7 +96,7 @@ def trace_function(
     # Twice what the others may take: a single probe is a run of thirty products.
     budget = 2 * products_allowed(None, (n + 1) // 2) if max_products is None else max_products
     check_budget(budget)
-    if n <= min(budget, _EXACT_UP_TO):
+    if reads_at_once("function", n, budget):
         return _from_matrix(op, function, quantity)
     random, original = generator(seed), op
     op, before = KeptProducts.of(op, budget), op.products
@@ -373,10 +376,7 @@ def matrix_function(
     check_rtol(rtol)
     budget = min(n, 300) if max_products is None else max_products
     check_budget(budget)
-    if not isinstance(v, Tensor) or v.ndim not in (1, 2) or not v.numel():
-        got = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
-        raise ValueError(f"v must be a tensor ({n},) or ({n}, K), got {got}.")
-    columns = v.unsqueeze(1) if v.ndim == 1 else v
+    columns = as_columns(v, op, "v")
     if max_products is not None:
         budget = max(budget // columns.shape[1], 1)
     parts = [_one(op, column, function, rtol, budget) for column in columns.T]
@@ -393,8 +393,6 @@ def _one(
     op: LinearOperator, v: Tensor, function: Function, rtol: float, budget: int
 ) -> FunctionProduct:
     n = op.shape[0]
-    check_vector(v, n, "v")
-    v = v.detach().to(device=op.device, dtype=op.dtype)
     size = float(torch.linalg.vector_norm(in_float64(v)))
     basis = KrylovBasis(op, budget + 2)
     if size == 0.0 or not basis.add(v):

@@ -26,6 +26,7 @@ from torch import Tensor
 from curvatlas import parallel
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.parallel import Shards
+from curvatlas.spectra.requirements import not_finite
 
 # -------------------------------------------------------------------------------------------------
 # The rows of a Krylov basis: where they lie, in what precision, and the sums over them.
@@ -288,7 +289,7 @@ class KrylovBasis:
         numbers: list[float] = measured.tolist()  # the one synchronisation of a step
         removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
         if not np.isfinite(after_):
-            raise _not_finite(image, self.products)
+            raise not_finite(image, f"product {self.products} with the operator")
         column = self.coefficients[:, j]
         column[: self.count] += removed
         column[earlier] += known
@@ -433,16 +434,3 @@ class KrylovBasis:
         self.rewrites += 1
         self.rows[[i, j]] = self.rows[[j, i]]
         self.coefficients[[i, j]] = self.coefficients[[j, i]]
-
-
-def _not_finite(image: Tensor, product: int) -> FloatingPointError:
-    bad = int((~torch.isfinite(image)).sum())
-    if not bad:
-        return FloatingPointError(
-            f"the norm of product {product} with the operator overflows {image.dtype}: compute in "
-            "float64, or scale the loss down."
-        )
-    return FloatingPointError(
-        f"product {product} with the operator gave NaN or infinity in {bad} of {image.numel()} "
-        "entries: check the loss and the parameters for NaN, or compute in float64."
-    )

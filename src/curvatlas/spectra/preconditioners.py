@@ -25,6 +25,7 @@ from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     check_damping,
     largest_asymmetry,
+    require_finite,
     require_symmetric,
 )
 
@@ -63,7 +64,7 @@ def nystrom_preconditioner(
     random = torch.randn(n, k, generator=generator(seed), dtype=torch.float64, device="cpu")
     columns = torch.linalg.qr(random)[0].to(device=op.device, dtype=op.dtype)
     image: Tensor = op @ columns
-    _check_finite(image)
+    require_finite(image)
     # A shift of rounding size keeps the small matrix definite; it is taken off again below.
     shift = torch.finfo(op.dtype).eps * float(torch.linalg.norm(image)) * n**0.5
     image = image + shift * columns
@@ -121,7 +122,7 @@ def partial_cholesky(op: LinearOperator, rank: int, *, diagonal: Tensor | None =
         unit = torch.zeros(n, dtype=op.dtype, device=op.device)
         unit[place] = 1
         column = op @ unit - factor[:, :taken] @ factor[place, :taken]
-        _check_finite(column)
+        require_finite(column)
         pivot = float(column[place])
         largest = max(largest, abs(pivot))
         left[place] = -torch.inf  # not again
@@ -209,8 +210,3 @@ def _inverse(vectors: Tensor, values: Tensor, damping: float, complement: float)
 
 def _not_psd(op: LinearOperator) -> str:
     return f"{op!r} is not positive semidefinite: a preconditioner needs one that is."
-
-
-def _check_finite(image: Tensor) -> None:
-    if not bool(torch.isfinite(image).all()):
-        raise FloatingPointError("a product with the operator gave NaN or infinity.")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.krylov import Array
-from curvatlas.spectra.requirements import refuse_asymmetric_images
+from curvatlas.spectra.requirements import not_finite, refuse_asymmetric_images
 
 ROUNDING = 16  # times eps·scale: the norm of what rounding leaves of an invariant space
 DROP = 1e-2  # β this far below a later one: the later direction was hardly in the start, or not
@@ -173,10 +173,7 @@ def recurrences(
         image = _off_own(image, earlier)
         beta = torch.linalg.vector_norm(image, dim=1)
         if not bool(torch.isfinite(beta).all()):
-            raise FloatingPointError(
-                "a product with the operator gave NaN or infinity: check the loss and the "
-                "parameters for NaN, or compute in float64."
-            )
+            raise not_finite(image)
         # Little is left of the image: rounding has a part in it that is not orthogonal.
         if bool((beta < 0.1 * whole).any()):
             image = _off_own(_off(image, outside), earlier)

@@ -27,21 +27,27 @@ from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
-from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal
+from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, rademacher
+from curvatlas.spectra.exact import (
+    KeptProducts,
+    reads_at_once,
+    reads_the_rest,
+    symmetric_matrix,
+)
 from curvatlas.spectra.functions import lanczos, outliers
 from curvatlas.spectra.krylov import Array, KrylovBasis
 from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
-    KeptProducts,
     alike_on_every_rank,
+    as_columns,
     check_budget,
     check_damping,
     check_rtol,
-    reads_the_rest,
+    not_finite,
+    require_finite,
     require_precision,
     require_square,
     require_symmetric,
-    symmetric_matrix,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +103,7 @@ def solve(
     n = require_square(op, "solve") if method == "lsmr" else require_symmetric(op, "solve")
     check_rtol(rtol)
     check_damping(damping)
-    columns = _right_hand_side(op, b)
+    columns = as_columns(b, op, "b")
     if method not in ("auto", *_NAMES):
         raise ValueError(f'method must be "auto", "cg", "minres" or "lsmr", got {method!r}.')
     if preconditioner is not None and method not in ("auto", "cg"):
@@ -117,8 +123,7 @@ def solve(
     iterations = max(budget - (op.products - before) - cost, 0) // cost
     x, used, message = _run(op, columns, damping, rtol, iterations, method, precondition)
     residual = columns - (op @ x + damping * x)
-    if not bool(torch.isfinite(residual).all()):
-        raise FloatingPointError("a product with the operator gave NaN or infinity.")
+    require_finite(residual)
     norms = torch.linalg.vector_norm(columns, dim=0).clamp_min(torch.finfo(op.dtype).tiny)
     relative = float((torch.linalg.vector_norm(residual, dim=0) / norms).max())
     # The recurrence's residual drifts from the true one by rounding: where it has reached the
@@ -163,7 +168,7 @@ def least_squares(
     check_damping(damping)
     if damping < 0:
         raise ValueError(f"damping of least squares must not be negative, got {damping!r}.")
-    columns = _right_hand_side(op, b)
+    columns = as_columns(b, op, "b")
     m, n = op.shape
     count = columns.shape[1]
     budget = min(8 * (m + n), 4000) * count if max_products is None else max_products
@@ -181,8 +186,7 @@ def least_squares(
     step, used, message = _lsmr(op, rest, damping**0.5, rtol, iterations, squares=True)
     first = torch.linalg.vector_norm(op.T @ rest, dim=0)
     gradient = op.T @ (rest - op @ step) - damping * step
-    if not bool(torch.isfinite(gradient).all()):
-        raise FloatingPointError("a product with the operator gave NaN or infinity.")
+    require_finite(gradient)
     tiny = torch.finfo(op.dtype).tiny
     relative = float((torch.linalg.vector_norm(gradient, dim=0) / first.clamp_min(tiny)).max())
     goal = max(rtol, 100 * torch.finfo(op.dtype).eps)
@@ -277,16 +281,6 @@ def _inverse_tags(op: LinearOperator, damping: float) -> Tags:
     return Tags(symmetric=op.tags.symmetric, psd=op.tags.psd and damping >= 0)
 
 
-def _right_hand_side(op: LinearOperator, b: Tensor) -> Tensor:
-    m = op.shape[0]
-    if not isinstance(b, Tensor) or b.ndim not in (1, 2) or b.shape[0] != m or not b.numel():
-        got = tuple(b.shape) if isinstance(b, Tensor) else type(b).__name__
-        raise ValueError(f"b must be a tensor ({m},) or ({m}, K), got {got}.")
-    if not bool(torch.isfinite(b).all()):
-        raise ValueError("the right-hand side contains NaN or infinity.")
-    return (b.unsqueeze(-1) if b.ndim == 1 else b).detach().to(device=op.device, dtype=op.dtype)
-
-
 def _run(
     op: LinearOperator,
     b: Tensor,
@@ -337,7 +331,7 @@ def _conjugate_gradients(
             if bool((active & (curvature <= 0)).any()):
                 return x, step + 1, "negative curvature met: use method='minres' or more damping"
             if not bool(torch.isfinite(curvature).all()):
-                raise FloatingPointError("a product with the operator gave NaN or infinity.")
+                raise not_finite(image)
             length = torch.where(active, size / curvature.clamp_min(1e-300), 0.0).to(x.dtype)
             x += length * direction
             residual -= length * image
@@ -372,15 +366,10 @@ def _minres(
                 return x, step, "reached rtol"
             image = op @ v + damping * v - beta * before
             alpha = _dots(v, image)
-            if not bool(torch.isfinite(alpha).all()):
-                raise FloatingPointError("a product with the operator gave NaN or infinity.")
-            image = image - alpha * v
-            after = torch.linalg.vector_norm(image, dim=0)
+            after = torch.linalg.vector_norm(image - alpha * v, dim=0)
             if not bool(torch.isfinite(after).all()):
-                raise FloatingPointError(
-                    f"the norm of a product overflows {b.dtype}: compute in float64, or scale the "
-                    "loss down."
-                )
+                raise not_finite(image)
+            image = image - alpha * v
             scale = torch.maximum(scale, alpha.abs() + after + beta)
             third = s_before * beta
             second = c * (c_before * beta) + s * alpha
@@ -439,7 +428,7 @@ def _lsmr(
             square_norm = square_norm + beta**2
             v, alpha = _normalised(op.T @ u - beta * v)
             if not bool(torch.isfinite(alpha + beta).all()):
-                raise FloatingPointError("a product with the operator gave NaN or infinity.")
+                raise not_finite(torch.cat([u, v]))
             # rotation of the damping into the diagonal
             alpha_hat = torch.sqrt(alpha_bar**2 + damp**2).clamp_min(tiny)
             c_hat, s_hat = alpha_bar / alpha_hat, damp / alpha_hat
@@ -487,7 +476,6 @@ def _normalised(columns: Tensor) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------
 
 
-_FEW = 200  # columns of a matrix that is inverted: as many products as a short estimate takes
 _PRODUCTS = 2000
 _GROUP = 8  # probes that are solved for at once
 
@@ -511,7 +499,7 @@ def inverse_diagonal(
     check_rtol(rtol)
     budget = _PRODUCTS if max_products is None else max_products
     check_budget(budget)
-    if n <= min(budget, _FEW):
+    if reads_at_once("inverse_diagonal", n, budget):
         matrix, spent = symmetric_matrix(op, "inverse_diagonal")
         return _of_matrix(matrix, damping, spent, torch.finfo(op.dtype).eps)
     if budget < 4:
@@ -549,8 +537,7 @@ def inverse_diagonal(
         count = min(_GROUP, left // 2)
         if count == 0 or (samples.shape[1] == 0 and count < 2):
             break
-        signs = torch.randint(0, 2, (n, count), generator=random, dtype=torch.int8, device="cpu")
-        probes = (2 * signs - 1).to(device=op.device, dtype=op.dtype)
+        probes = rademacher(op, count, random)
         outside = probes - vectors.T @ (vectors @ probes)
         # A solve that takes as many products as are missing from the matrix is not gone on with.
         most = max(n - products, count) if kept else left
