@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -428,6 +430,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # A child that is killed while it draws its bar would keep the lock that forks share.
+    tqdm.set_lock(threading.RLock())
     bad = 0
     print(f"{'part':10}{'tried':>8}  verdicts", flush=True)
     for name in options.part or PARTS:
