@@ -1,21 +1,23 @@
 """Statements of the sources as objects: what is claimed, how it is tested, what was measured.
 
-A statement is written next to the function that checks it:
+``statements.json`` is the table of what is claimed, with the verdict the project stands for; a
+function of ``checks/`` measures and judges, and the recorded verdict never enters it:
 
-    @statement(name="softmax-jacobian-norm", source="Petrov et al., draft, proof of Theorem 1", ...)
+    @check("softmax-jacobian-norm")
     def softmax_jacobian_norm(effort: CheckEffort) -> Outcome: ...
 
-The check measures and judges; the recorded verdict never enters it. ``curvatlas verify``, the tests
-and the docs page all read the same registry.
+``curvatlas verify``, the tests and the docs page all read the same table.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -82,75 +84,61 @@ class Statement:
     """One theorem, lemma, bound, rate or claim of a source, in our words."""
 
     name: str
+    topic: str
+    verdict: str  # recorded: what the project stands for; verify compares with it
     source: str
     title: str
     formula: str
-    assumptions: str
+    assumptions: str = "none"
     tested_by: str
-    verdict: str  # recorded: what the project stands for; verify compares with it
-    counterexample: str
+    counterexample: str = ""
     derivation: str
-    topic: str
     check: Check
     plot: Plot | None = None
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(
+                f"{self.name}: the verdict is {self.verdict!r}, expected one of {VERDICTS}."
+            )
 
     def run(self, *, full: bool = False, seed: int = 0) -> Outcome:
         """Measure now. The result depends on ``seed`` and ``full`` only."""
         return self.check(CheckEffort(full=full, seed=seed))
 
 
-_registry: dict[str, Statement] = {}
+_checks: dict[str, tuple[Check, Plot | None]] = {}
 
 
-def statement(
-    *,
-    name: str,
-    source: str,
-    title: str,
-    formula: str,
-    tested_by: str,
-    verdict: str,
-    assumptions: str = "none",
-    counterexample: str = "",
-    derivation: str | None = None,
-    plot: Plot | None = None,
-) -> Callable[[Check], Check]:
-    """Register the decorated check as the test of a statement.
+def check(name: str, *, plot: Plot | None = None) -> Callable[[Check], Check]:
+    """Let the decorated function be the check of the statement ``name``."""
 
-    ``derivation``: the section of docs/theory/derivations.md, by default that of the topic.
-    """
-    if verdict not in VERDICTS:
-        raise ValueError(f"{name}: the verdict is {verdict!r}, expected one of {VERDICTS}.")
-
-    def register(check: Check) -> Check:
-        if name in _registry and _registry[name].check.__module__ != check.__module__:
-            raise ValueError(f"{name}: this statement is registered twice.")
-        topic = check.__module__.rsplit(".", 1)[-1]
-        _registry[name] = Statement(
-            name=name,
-            source=source,
-            title=title,
-            formula=formula,
-            assumptions=assumptions,
-            tested_by=tested_by,
-            verdict=verdict,
-            counterexample=counterexample,
-            derivation=f"docs/theory/derivations.md#{derivation or TOPICS[topic]}",
-            topic=topic,
-            check=check,
-            plot=plot,
-        )
-        return check
+    def register(function: Check) -> Check:
+        if name in _checks and _checks[name][0].__module__ != function.__module__:
+            raise ValueError(f"{name}: two functions check this statement.")
+        _checks[name] = (function, plot)
+        return function
 
     return register
 
 
+@functools.cache
 def all_statements() -> tuple[Statement, ...]:
-    """Every registered statement, in reading order."""
+    """Every statement of ``statements.json`` with its check, in reading order."""
     for topic in TOPICS:
         importlib.import_module(f"curvatlas.theory.checks.{topic}")
-    order = list(TOPICS)
-    return tuple(sorted(_registry.values(), key=lambda s: order.index(s.topic)))
+    text = resources.files("curvatlas.theory").joinpath("statements.json").read_text("utf-8")
+    rows: list[dict[str, str]] = json.loads(text)
+    unknown = _checks.keys() ^ {row["name"] for row in rows}
+    if unknown:
+        raise ValueError(f"{min(unknown)}: stands in statements.json or has a check, not both.")
+    statements = []
+    for row in sorted(rows, key=lambda row: list(TOPICS).index(row["topic"])):
+        function, plot = _checks[row["name"]]
+        section = row.pop("derivation", TOPICS[row["topic"]])
+        path = f"docs/theory/derivations.md#{section}"
+        statements.append(Statement(**row, derivation=path, check=function, plot=plot))
+    return tuple(statements)
 
 
 def find(name: str) -> Statement:

@@ -12,18 +12,8 @@ from curvatlas.figures.theory import lines_figure
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.reference import block_hessian, normal
-from curvatlas.theory.statements import (
-    CORRECTED,
-    FALSE,
-    CheckEffort,
-    Outcome,
-    judge,
-    log_log,
-    spread,
-    statement,
-)
+from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, log_log, spread
 
-ARTICLE = "article 'Transformer Full Block Hessian Analysis'"
 _WEIGHTS = ("query_weight", "key_weight", "value_weight", "up_weight", "down_weight")
 
 
@@ -45,15 +35,7 @@ def _norms(h: BlockHessian) -> Tensor:
     )
 
 
-@statement(
-    name="many-zero-blocks",
-    source=f"{ARTICLE}, block section",
-    title="'Many blocks of the Hessian are zero because of the residual connections'",
-    formula="‖H_ij‖ = 0 for many pairs (i, j) of query, key, value, up, down",
-    tested_by="norms of all pairs, post- and pre-norm, ReLU",
-    verdict=FALSE,
-    counterexample="no block between the five weight matrices is zero, in either arrangement",
-)
+@check("many-zero-blocks")
 def many_zero_blocks(effort: CheckEffort) -> Outcome:
     zeros, smallest = 0, []
     for trial in range(effort.trials(4, 20)):
@@ -67,15 +49,7 @@ def many_zero_blocks(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="block-diagonal-dominance",
-    source=f"{ARTICLE}, block section",
-    title="'The Hessian is dominated by its diagonal blocks'",
-    formula="Σ_{i≠j}‖H_ij‖_F² ≪ Σ_i‖H_ii‖_F²",
-    tested_by="share of ‖H‖_F² off the block diagonal, post- and pre-norm, random weights",
-    verdict=FALSE,
-    counterexample="more than half of ‖H‖_F² lies off the block diagonal",
-)
+@check("block-diagonal-dominance")
 def diagonal_dominance(effort: CheckEffort) -> Outcome:
     shares = []
     for trial in range(effort.trials(6, 40)):
@@ -91,16 +65,7 @@ def diagonal_dominance(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="layer-norm-bounds-curvature",
-    source=f"{ARTICLE}, propagation section",
-    title="'LayerNorm keeps the input-dependent curvature bounded'",
-    formula="sup over inputs of ‖H‖ finite for fixed weights",
-    tested_by="post-norm: tokens X + c·1 with W_V 1 = 0 (U keeps its variance); pre-norm: X → tX",
-    verdict=FALSE,
-    counterexample="post-norm: ‖H(V,V)‖ grows like c²; pre-norm: ‖H‖ grows like t (residual Z − Y)",
-    plot=lines_figure,
-)
+@check("layer-norm-bounds-curvature", plot=lines_figure)
 def layer_norm_bounds(effort: CheckEffort) -> Outcome:
     levels = logspace(10.0, 1e4, 5)
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
@@ -125,17 +90,7 @@ def layer_norm_bounds(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="norm-and-condition-against-data-size",
-    source=f"{ARTICLE}, scaling section",
-    title="'Norm and condition number of the Hessian fall like 1/√D with the data'",
-    formula="printed ‖H_D‖ ∝ D^{−½}; true: ‖H_D‖ → ‖H_∞‖ and ‖H_D − H_∞‖ ∝ D^{−½}",
-    assumptions="independent samples, fixed weights, finite variance of the curvature (ε > 0)",
-    tested_by="slopes over D = 64 to 1,024 of ‖H_D‖, of |λ|max over median |λ|, and of ‖H_D − H_∞‖",
-    verdict=CORRECTED,
-    counterexample="the norm settles at a constant; only its fluctuation falls",
-    plot=lines_figure,
-)
+@check("norm-and-condition-against-data-size", plot=lines_figure)
 def data_size(effort: CheckEffort) -> Outcome:
     piece, count = 64, effort.trials(192, 1024)
     # ε = 0.1: with d small and ε → 0 the curvature 1/σ² has no finite variance over samples
@@ -188,16 +143,7 @@ def data_size(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="value-blocks-dominate",
-    source="Petrov et al., experiments: value-related blocks are largest at initialisation",
-    title="The value block is the largest attention block",
-    formula="‖H(V,V)‖ ≥ ‖H(Q,Q)‖, ‖H(K,K)‖: true for small weights (QQ, KK fall like w², w⁴ "
-    "faster)",
-    tested_by="max(QQ, KK)/VV in post-norm blocks at weight scale 0.1 and 2",
-    verdict=CORRECTED,
-    counterexample="at weights of order one the query or key block overtakes",
-)
+@check("value-blocks-dominate")
 def value_dominates(effort: CheckEffort) -> Outcome:
     ratios: dict[float, list[float]] = {0.1: [], 2.0: []}
     for scale, values in ratios.items():
@@ -214,16 +160,7 @@ def value_dominates(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="down-projection-hessian",
-    source=f"{ARTICLE}, feed-forward section (returned as zeros)",
-    title="'The Hessian of W2 vanishes because the output is linear in it'",
-    formula="true: H(W2,W2) = Σ_i ĝ_iĝ_iᵀ ⊗ Λ_i, the Gauss-Newton part",
-    assumptions="pre-norm (no norm after W2), mean squared error",
-    tested_by="closed form Σ gg ᵀ⊗Λ against the Hessian block",
-    verdict=CORRECTED,
-    counterexample="the block is c·gᵀg⊗I, as large as the others",
-)
+@check("down-projection-hessian")
 def down_projection(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=True)
     h = block_hessian(spec, weights, x, y)
@@ -241,16 +178,7 @@ def down_projection(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="gelu-derivative",
-    source=f"{ARTICLE}, feed-forward code",
-    title="The article's GELU derivative mixes the tanh approximation with the exact density",
-    formula="printed f' = Φ_tanh(z) + zφ(z); exact GELU: Φ + zφ; tanh GELU: (1+t)/2 + zt'/2",
-    tested_by="largest error over [−6, 6] against both GELUs; both correct forms by "
-    "differentiation",
-    verdict=CORRECTED,
-    counterexample="wrong for either activation, by 1e-4 and more",
-)
+@check("gelu-derivative")
 def gelu_derivative(effort: CheckEffort) -> Outcome:
     z = torch.linspace(-6, 6, 4001, dtype=torch.float64, requires_grad=True)
     inner = (2.0 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)
@@ -272,15 +200,7 @@ def gelu_derivative(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="top-k-by-one-vector",
-    source=f"{ARTICLE}, eigenvalue routine",
-    title="'Successive Rayleigh quotients of one power iteration are the top-k eigenvalues'",
-    formula="λ_1 … λ_k = ρ(v_1) … ρ(v_k) along one iteration",
-    tested_by="a matrix with eigenvalues 10, 7, 5, 3, … and its ten quotients",
-    verdict=FALSE,
-    counterexample="all quotients tend to the same largest eigenvalue",
-)
+@check("top-k-by-one-vector")
 def top_k(effort: CheckEffort) -> Outcome:
     generator = effort.generator()
     values = torch.tensor([10.0, 7.0, 5.0, 3.0, 2.0, 1.0, 0.5, 0.1], dtype=torch.float64)
@@ -301,15 +221,7 @@ def top_k(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="gradient-outer-product",
-    source=f"{ARTICLE}, analyzer",
-    title="'The outer product of the gradient is the Hessian'",
-    formula="H ≈ ∇ℓ∇ℓᵀ, and its condition number",
-    tested_by="relative error and rank of ∇ℓ∇ℓᵀ (best multiple) against H",
-    verdict=FALSE,
-    counterexample="rank one, infinite condition number, relative error near one",
-)
+@check("gradient-outer-product")
 def gradient_outer(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(3, 20)):
@@ -328,15 +240,7 @@ def gradient_outer(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="residual-added-twice",
-    source=f"{ARTICLE}, feed-forward code inside the block",
-    title="The article's block adds the residual of the feed-forward part twice",
-    formula="printed S = Y + (Y + FFN(Y)); block: S = Y + FFN(Y)",
-    tested_by="outputs and Hessians of both",
-    verdict=CORRECTED,
-    counterexample="output and Hessian differ by tens of percent",
-)
+@check("residual-added-twice")
 def residual_twice(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
     tracked = reference.tracked(weights)

@@ -22,16 +22,7 @@ from curvatlas.theory.reference import (
     second_factor,
     shuffle,
 )
-from curvatlas.theory.statements import (
-    CORRECTED,
-    HOLDS,
-    CheckEffort,
-    Outcome,
-    agreement,
-    judge,
-    statement,
-    worst,
-)
+from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, agreement, check, judge, worst
 
 _EXACT = 1e-12
 
@@ -44,16 +35,7 @@ def _derivatives(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a.detach(), first.detach(), jacobian(first, [t]).detach()
 
 
-@statement(
-    name="softmax-derivative",
-    source="Petrov et al., draft, appendix (softmax derivative)",
-    title="Derivative of the row-wise softmax",
-    formula="∂A_ij/∂T_kl = δ_ik A_ij (δ_jl − A_il); printed: A_ij (δ_ik δ_jl − A_kl)",
-    tested_by="both entrywise formulas against automatic differentiation, 3 to 6 tokens",
-    verdict=CORRECTED,
-    counterexample="the printed form couples different rows: off by more than 10 % at 3 tokens",
-    derivation="3-softmax",
-)
+@check("softmax-derivative")
 def softmax_derivative(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(5, 40)):
@@ -77,15 +59,7 @@ def softmax_derivative(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="softmax-jacobian-norm",
-    source="Petrov et al., draft, proof of Theorem 1",
-    title="The softmax Jacobian has norm at most one half",
-    formula="‖∂A/∂T‖₂ = max_i ‖diag(a_i) − a_i a_iᵀ‖₂ ≤ ½ (the draft uses ≤ 1)",
-    tested_by="random logits at scales 0.1 to 30, and the two-token row (½, ½), which attains ½",
-    verdict=HOLDS,
-    derivation="3-softmax",
-)
+@check("softmax-jacobian-norm")
 def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     norms = []
     for trial in range(effort.trials(200, 5000)):
@@ -102,15 +76,7 @@ def softmax_jacobian_norm(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="softmax-second-derivative-norm",
-    source="ours (used by the data-free bound)",
-    title="The second derivative of softmax is bounded by 1 as a bilinear map",
-    formula="‖D²softmax(t)[u, v]‖₂ ≤ 2 (Var_a u · Var_a v)^½ ≤ ‖u‖‖v‖",
-    tested_by="alternating maximisation from random starts, 2 to 8 tokens, scales 0.1 to 5",
-    verdict=HOLDS,
-    derivation="3-softmax",
-)
+@check("softmax-second-derivative-norm")
 def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     largest = 0.0
     for trial in range(effort.trials(40, 400)):
@@ -134,15 +100,7 @@ def softmax_second_derivative_norm(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="attention-moments",
-    source="Ormaniec et al., definitions of M1, M2, M3, Z1, Z2",
-    title="Softmax derivatives are central moments of the tokens",
-    formula="Z1 = (I⊗Xᵀ)(∂A/∂T)(X⊗X) = rows x_iᵀ⊗M2_i; Z2 = (I⊗Xᵀ⊗Xᵀ⊗Xᵀ)(∂²A/∂T²)(X⊗X)"
-    " = (I⊗K⊗I) rows x_iᵀ⊗x_i⊗M3_i",
-    tested_by="both sides built in full at 2 to 4 tokens; ∂A/∂T by automatic differentiation",
-    verdict=HOLDS,
-)
+@check("attention-moments")
 def attention_moments(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 20)):
@@ -160,14 +118,7 @@ def attention_moments(effort: CheckEffort) -> Outcome:
     return agreement(errors, _EXACT, "matrices")
 
 
-@statement(
-    name="attention-exponential-family",
-    source="ours",
-    title="An attention row is an exponential family in θ_i = s W_K W_Qᵀ x_i",
-    formula="ψ(θ) = log Σ_j exp(x_jᵀθ): ∇ψ = M1, ∇²ψ = M2, ∇³ψ = M3",
-    tested_by="three derivatives of ψ by automatic differentiation against the moments",
-    verdict=HOLDS,
-)
+@check("attention-exponential-family")
 def attention_exponential_family(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 20)):
@@ -291,44 +242,17 @@ def _compare(effort: CheckEffort, part: Part, names: tuple[str, ...]) -> Outcome
     )
 
 
-@statement(
-    name="attention-outer-blocks",
-    source="Ormaniec et al., Theorem 3.1",
-    title="Outer-product Hessian of self-attention, blocks VV, QQ, VQ, QK",
-    formula="H_o(V,V) = c M1ᵀM1⊗I; H_o(Q,Q) = c s²(I⊗W_Kᵀ)Z1ᵀ(I⊗W_VW_Vᵀ)Z1(I⊗W_K); "
-    "H_o(V,Q) = c s(M1ᵀ⊗W_Vᵀ)Z1(I⊗W_K); H_o(Q,K) = … Z1(W_Q⊗I)K_{dK,d}",
-    assumptions="single head, d_v = d, no W_O, mean squared error",
-    tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
-    verdict=HOLDS,
-)
+@check("attention-outer-blocks")
 def attention_outer(effort: CheckEffort) -> Outcome:
     return _compare(effort, "outer", _PRINTED_BLOCKS)
 
 
-@statement(
-    name="attention-functional-blocks",
-    source="Ormaniec et al., Theorem 3.2",
-    title="Functional Hessian of self-attention, blocks VV, QQ, VQ, QK",
-    formula="H_f(V,V) = 0; H_f(Q,Q) = c s² R(I⊗W_Vᵀ⊗I⊗W_Kᵀ)Z2(I⊗W_K); "
-    "H_f(V,Q) = c s R_{d²}(I⊗S)Z1(I⊗W_K); H_f(Q,K) = … + [c s R_d(I⊗W_Vᵀ⊗I)(Z1⊗I)S]⊗I_{dK}",
-    assumptions="single head, d_v = d, no W_O, mean squared error",
-    tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
-    verdict=HOLDS,
-)
+@check("attention-functional-blocks")
 def attention_functional(effort: CheckEffort) -> Outcome:
     return _compare(effort, "functional", _PRINTED_BLOCKS)
 
 
-@statement(
-    name="attention-key-blocks",
-    source="ours, missing from Ormaniec et al.",
-    title="The blocks the slides leave out: KK and VK",
-    formula="Π = (W_Q⊗I)K_{dK,d}: H_o(K,K) = c s² ΠᵀZ1ᵀ(I⊗W_VW_Vᵀ)Z1Π, H_o(V,K) = c s(M1ᵀ⊗W_Vᵀ)Z1Π,"
-    " H_f(K,K) = c s² R(I⊗Πᵀ)(I⊗W_Vᵀ⊗I)Z2Π, H_f(V,K) = c s R(I⊗S)Z1Π",
-    assumptions="single head, d_v = d, no W_O, mean squared error",
-    tested_by="printed Kronecker form = efficient closed form = double backward, 2 to 4 tokens",
-    verdict=HOLDS,
-)
+@check("attention-key-blocks")
 def attention_key_blocks(effort: CheckEffort) -> Outcome:
     outer, functional = (_compare(effort, p, _OUR_BLOCKS) for p in ("outer", "functional"))
     error = max(outer.numbers["printed_error"], functional.numbers["printed_error"])
@@ -340,16 +264,7 @@ def attention_key_blocks(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="attention-jacobian-commutation",
-    source="Petrov et al., draft, ∂F/∂W_Q and ∂F/∂W_K",
-    title="The key Jacobian needs a commutation matrix",
-    formula="∂F/∂W_Q = (I⊗W_VᵀXᵀ)(∂A/∂T) s(X⊗XW_K); ∂F/∂W_K = (I⊗W_VᵀXᵀ)(∂A/∂T) s(XW_Q⊗X)K_{dK,d}"
-    " (the draft lacks K)",
-    tested_by="both Jacobians against automatic differentiation, with and without K",
-    verdict=CORRECTED,
-    counterexample="without K_{dK,d} the key Jacobian is off by order one (d = 3, d_k = 2)",
-)
+@check("attention-jacobian-commutation")
 def attention_jacobians(effort: CheckEffort) -> Outcome:
     without, corrected = [], []
     for trial in range(effort.trials(4, 20)):
@@ -378,15 +293,7 @@ def attention_jacobians(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="functional-value-query-size",
-    source="Petrov et al., draft, H_f(V,Q)",
-    title="H_f(V,Q) takes R of size d_v², not d_v",
-    formula="c s R_m (I_L⊗S)Z1(I⊗W_K) with R_m = vec_r(F−Y)ᵀ⊗I_m: conformable only for m = d_v²",
-    tested_by="sizes of the factors; the product with m = d_v² against double backward",
-    verdict=CORRECTED,
-    counterexample="with m = d_v the inner sizes differ (L d_v² against L d_v³)",
-)
+@check("functional-value-query-size")
 def functional_value_query(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=3, d=3, d_k=2)
     residual = (head.output() - head.target).reshape(1, -1)

@@ -30,16 +30,13 @@ from curvatlas.theory.reference import (
     normal,
 )
 from curvatlas.theory.statements import (
-    CORRECTED,
-    FALSE,
-    HOLDS,
     CheckEffort,
     Outcome,
     agreement,
+    check,
     judge,
     log_log,
     spread,
-    statement,
     worst,
 )
 
@@ -108,15 +105,7 @@ def draw_block(effort: CheckEffort, trial: int) -> PrintedBlock:
     return PrintedBlock(normal(generator, length, d), weights, 0.1)
 
 
-@statement(
-    name="relu-lemma",
-    source="Petrov et al., ReLU lemma",
-    title="ReLU has derivative diag 1{z > 0} and no second derivative almost everywhere",
-    formula="∂σ(A)/∂A = diag(vec_r 1{A > 0}); ∂²σ(A)/∂A² = 0 where no entry is 0",
-    assumptions="no entry exactly zero",
-    tested_by="central differences of the entries, and of the derivative, away from the kink",
-    verdict=HOLDS,
-)
+@check("relu-lemma")
 def relu_lemma(effort: CheckEffort) -> Outcome:
     z = normal(effort.generator(), 500)
     z = z[z.abs() > 1e-3]
@@ -131,15 +120,7 @@ def relu_lemma(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="block-derivatives",
-    source="Petrov et al., Proposition 10 and Theorem 4",
-    title="First derivatives of the whole block",
-    formula="B_2 = σ(YW1)⊗I; B_1 = (I⊗W2ᵀ)D(Y⊗I); B_{Q,K,V} = (I + (I⊗W2ᵀ)D(I⊗W1ᵀ)) J_Y ∂F/∂W",
-    assumptions="post-norm, ReLU, single head, no biases, γ = 1, β = 0",
-    tested_by="all five B_i and J_Z B_i against automatic differentiation",
-    verdict=HOLDS,
-)
+@check("block-derivatives")
 def block_derivatives(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 24)):
@@ -159,15 +140,7 @@ def _stacked_second(block: PrintedBlock, i: str, j: str) -> Tensor:
     return reference.jacobian(first, [block.w[j]]).detach()
 
 
-@statement(
-    name="block-hessian-25-blocks",
-    source="Petrov et al., Theorem 5",
-    title="Second derivatives of the whole block, all 25 pairs of weights",
-    formula="H_tr^{(i,j)} = (J_Z⊗I_{n_i}) ξ_ij + (I⊗B_iᵀ) H_Z B_j, ξ_ij = ∂B_i/∂W_j",
-    assumptions="post-norm, ReLU, single head, no biases, γ = 1, β = 0",
-    tested_by="25 stacked blocks against automatic differentiation",
-    verdict=HOLDS,
-)
+@check("block-hessian-25-blocks")
 def block_second_derivatives(effort: CheckEffort) -> Outcome:
     errors: dict[str, float] = {}
     for trial in range(effort.trials(2, 8)):
@@ -189,15 +162,7 @@ def block_second_derivatives(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="block-hessian-symmetry",
-    source="Petrov et al., slides, remark after Theorem 5",
-    title="H^{(i,j)} = H^{(j,i)}",
-    formula="printed: stacked blocks are equal; true: contracted with ∂ℓ/∂Z they are transposes",
-    tested_by="shapes and entries of the stacked blocks; contraction with a random gradient",
-    verdict=CORRECTED,
-    counterexample="H^{(Q,1)} and H^{(1,Q)} do not even have the same shape",
-)
+@check("block-hessian-symmetry")
 def block_symmetry(effort: CheckEffort) -> Outcome:
     block = draw_block(effort, 1)
     delta = normal(effort.generator(99), block.z.numel()).unsqueeze(0)
@@ -216,15 +181,7 @@ def block_symmetry(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="functional-part-of-linear-parameters",
-    source="Petrov et al., draft: 'H_f vanishes when Z is linear in a parameter, e.g. W2'",
-    title="The functional Hessian of W2 (and of W1 under ReLU) is zero",
-    formula="H_f(W2,W2) = 0 and, for ReLU, H_f(W1,W1) = 0",
-    tested_by="ratio ‖H_f(W,W)‖/‖H(W,W)‖ in the post-norm block and in the pre-norm block",
-    verdict=CORRECTED,
-    counterexample="post-norm: the final norm follows W2, the ratio is of order one",
-)
+@check("functional-part-of-linear-parameters")
 def linear_parameters(effort: CheckEffort) -> Outcome:
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for norm_first, values in ratios.items():
@@ -276,20 +233,7 @@ def _from_tensors(tensors: Sequence[Tensor]) -> SingleHead:
     return SingleHead(x, q, k, v, y)
 
 
-@statement(
-    name="theorem-1-draft",
-    source="Petrov et al., draft, Theorem 1",
-    title="‖H‖ of self-attention is at most the maximum M of four terms",
-    formula="M = max{2X²/(Ld_v), 2(W⁴X⁶+RW³X⁵)/(Ld_v d_k), 2(X⁴W²+RSX³W)/(Ld_v√d_k), …}, X = ‖X‖₂, "
-    "W = max‖W‖₂, R = ‖F−Y‖_F, S = √d_v",
-    assumptions="single head, d_v = d, mean squared error",
-    tested_by="random heads, then gradient ascent on ‖H‖/M from random starts at L=2, d=2, d_k=1",
-    verdict=FALSE,
-    counterexample="‖H‖/M = 1.44 at X = [[-1.607, 0.219], [-0.224, -1.614]], "
-    "W_Q = [0.485, 0.361]ᵀ, W_K = [-0.41, 0.426]ᵀ, W_V = [[0.383, 0.165], [-0.411, 0.081]], "
-    "Y = [[0.233, -0.18], [0.217, -0.196]]",
-    derivation="13-bounds",
-)
+@check("theorem-1-draft")
 def theorem_1(effort: CheckEffort) -> Outcome:
     random = []
     for trial in range(effort.trials(12, 300)):
@@ -321,16 +265,7 @@ def theorem_1(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="row-stochastic-norm",
-    source="Petrov et al., draft, proof of Theorem 1",
-    title="‖A‖₂ ≤ 1 for a row-stochastic A, hence ‖H(V,V)‖ ≤ 2‖X‖²/(L d_v)",
-    formula="printed ‖A‖₂ ≤ 1; true ‖A‖₂ ≤ √L, hence ‖H(V,V)‖ = c‖AX‖₂² ≤ c L max‖x_j‖²",
-    tested_by="random heads up to 16 tokens; one column of ones attains √L",
-    verdict=CORRECTED,
-    counterexample="all rows attending to one token: ‖A‖₂ = √L = 4 at 16 tokens",
-    derivation="13-bounds",
-)
+@check("row-stochastic-norm")
 def row_stochastic(effort: CheckEffort) -> Outcome:
     norms, violated, kept, trials = [], 0, True, effort.trials(40, 400)
     for trial in range(trials):
@@ -353,16 +288,7 @@ def row_stochastic(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="norm-and-block-maximum",
-    source="Petrov et al., draft, proof of Theorem 1; slides, Theorem 1",
-    title="The norm of a block matrix is at most the largest block norm",
-    formula="printed ‖H‖ ≤ max‖H_ij‖ (draft); true ‖H‖ ≤ ‖[‖H_ij‖]‖₂ ≤ 3 max‖H_ij‖ (slides: 3·max)",
-    tested_by="exact block norms of random heads",
-    verdict=CORRECTED,
-    counterexample="random heads exceed the maximum in most trials",
-    derivation="13-bounds",
-)
+@check("norm-and-block-maximum")
 def block_maximum(effort: CheckEffort) -> Outcome:
     ratios, kept = [], True
     for trial in range(effort.trials(20, 300)):
@@ -400,17 +326,7 @@ def _size(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.detach(), 2))
 
 
-@statement(
-    name="theorem-6",
-    source="Petrov et al., Theorem 6",
-    title="Bound on the whole block's Hessian from the norms of its factors",
-    formula="‖H_tr‖ ≤ 5 max_ij [‖∂²L/∂Z²‖‖J_ZB_i‖‖J_ZB_j‖"
-    " + ‖∂L/∂Z‖(‖J_Z‖‖ξ_ij‖ + ‖B_i‖‖H_Z‖‖B_j‖)]",
-    assumptions="post-norm, ReLU, single head; norms of the factors exact",
-    tested_by="exact factors at 2 tokens, against double backward; loose by the figure shown",
-    verdict=HOLDS,
-    derivation="13-bounds",
-)
+@check("theorem-6")
 def theorem_6(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(4, 40)):
@@ -439,18 +355,7 @@ def theorem_6(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="attention-bound-corrected",
-    source="ours, replaces Theorem 1 of the draft",
-    title="Corrected bound of self-attention, block by block",
-    formula="VV ≤ cμ²; QQ ≤ s²k²r²(c‖X‖²v²r²+2ωr); KK, QK, VQ, VK alike; ‖H‖ ≤ ‖[b_ij]‖₂ with "
-    "μ ≤ √L max‖x_j‖, r = max‖x_j − x̄‖, ω = λ_max(Σ‖W_VR_i‖x_ix_iᵀ)",
-    assumptions="single head, d_v = d, mean squared error",
-    tested_by="every block of random heads, and gradient ascent on ‖H‖/bound",
-    verdict=HOLDS,
-    derivation="13-bounds",
-    plot=lines_figure,
-)
+@check("attention-bound-corrected", plot=lines_figure)
 def attention_corrected(effort: CheckEffort) -> Outcome:
     ratios, blocks = [], 0.0
     for trial in range(effort.trials(20, 300)):
@@ -510,16 +415,7 @@ def _bounds_against_scale(effort: CheckEffort) -> tuple[list[float], dict[str, l
     return scales, curves
 
 
-@statement(
-    name="theorem-1-growth-table",
-    source="Petrov et al., slides, table after Theorem 1",
-    title="Growth O(‖X‖⁶), O(‖X‖⁵), O(‖X‖⁴) of the QQ, QV, VV bounds",
-    formula="printed exponents 6, 5, 4 in the input scale; VV is exactly c‖AX‖²: quadratic",
-    tested_by="log-log slope of ‖H(V,V)‖ under X → tX, t from 0.01 to 100",
-    verdict=CORRECTED,
-    counterexample="VV has slope 2 at every scale, not 4: an upper bound, not sharp",
-    derivation="13-bounds",
-)
+@check("theorem-1-growth-table")
 def growth_table(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=6, d=4, d_k=3)
     scales = torch.logspace(-2, 2, 9, dtype=torch.float64)

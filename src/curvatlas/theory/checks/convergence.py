@@ -9,17 +9,7 @@ from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
 from curvatlas.theory import reference
 from curvatlas.theory.reference import normal
-from curvatlas.theory.statements import (
-    CORRECTED,
-    FALSE,
-    HOLDS,
-    CheckEffort,
-    Outcome,
-    judge,
-    log_log,
-    spread,
-    statement,
-)
+from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, log_log, spread
 
 _SLACK = 1.0 + 1e-9
 
@@ -38,18 +28,7 @@ def _quadratic_samples(
     return delta, h, offset, bound, float(offset.max())
 
 
-@statement(
-    name="loss-difference-identity",
-    source="Petrov et al., draft, displayed loss difference before Theorem 7",
-    title="The second-order expansion of L_{k+1} − L_k",
-    formula="L_{k+1} − L_k = (ℓ_{k+1} − L_k)/(k+1), so the quadratic term is ½Δᵀ(H_{k+1} − "
-    "H̄_k)Δ/(k+1);"
-    " printed without 1/(k+1)",
-    assumptions="common stationary point, exact quadratic samples",
-    tested_by="both forms on random quadratic samples",
-    verdict=CORRECTED,
-    counterexample="printed term too large by the factor k+1",
-)
+@check("loss-difference-identity")
 def loss_difference(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(20, 200)):
@@ -68,15 +47,7 @@ def loss_difference(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="theorem-7-quadratic",
-    source="Petrov et al., Theorem 7",
-    title="|L_{k+1}(w) − L_k(w)| ≤ (2L + M‖w − w*‖²)/(k+1)",
-    formula="|L_{k+1} − L_k| ≤ (2L + M‖Δ‖²)/(k+1), and already ≤ (L + M‖Δ‖²)/(k+1)",
-    assumptions="Assumption 1 (w* stationary for L_k and L_{k+1}), 0 ≤ ℓ(w*) ≤ L, quadratic model",
-    tested_by="random quadratic samples; a pair of samples that attains the sharper constant",
-    verdict=HOLDS,
-)
+@check("theorem-7-quadratic")
 def theorem_7(effort: CheckEffort) -> Outcome:
     ratios, sharper = [], []
     for trial in range(effort.trials(200, 5000)):
@@ -99,16 +70,7 @@ def theorem_7(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="theorem-7-segment",
-    source="Petrov et al., Theorem 7 (M taken at w*)",
-    title="M must bound the Hessian on the whole segment, not at w* only",
-    formula="with M = ‖H(w*)‖: fails for ℓ = a w⁴ (H(0) = 0); with M = max over [w*, w]: holds",
-    assumptions="Assumption 1",
-    tested_by="ℓ_1 = 0, ℓ_2 = a w⁴ at w = 1",
-    verdict=CORRECTED,
-    counterexample="a = 1: difference 0.5 while the bound with M(w*) = 0 and L = 0 is 0",
-)
+@check("theorem-7-segment")
 def theorem_7_segment(effort: CheckEffort) -> Outcome:
     a, w, k = 1.0, 1.0, 1
     difference = abs((0.0 + a * w**4) / 2 - 0.0)
@@ -125,16 +87,7 @@ def theorem_7_segment(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="theorem-7-assumption",
-    source="Petrov et al., Assumption 1 of Theorem 7",
-    title="Without a common stationary point a gradient term is needed",
-    formula="|L_{k+1} − L_k| ≤ (L + ‖∇ℓ_{k+1}(w*) − ∇L_k(w*)‖‖Δ‖ + M‖Δ‖²)/(k+1)",
-    assumptions="none on the gradients; Hessians bounded by M on the segment",
-    tested_by="a linear new sample; random quadratics with gradients; a small trained block",
-    verdict=CORRECTED,
-    counterexample="ℓ_{k+1} = g·w with flat other samples: difference 0.125, printed bound 0.001",
-)
+@check("theorem-7-assumption")
 def theorem_7_assumption(effort: CheckEffort) -> Outcome:
     k, gradient, w, m, top = 7, 1.0, 1.0, 1e-3, 5e-3
     difference = gradient * w / (k + 1)
@@ -195,19 +148,7 @@ def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
     return float((x @ y) / (x @ x)), k, difference
 
 
-@statement(
-    name="loss-difference-slope",
-    source="Petrov et al., experiments: |L_{k+1} − L_k| falls like 1/k, read as support of "
-    "Theorem 7",
-    title="A slope of −1 in k is evidence for the Hessian bound",
-    formula="|L_{k+1}(w) − L_k(w)| ∝ k^{−1} at fixed w: true of running means of any bounded iid "
-    "numbers",
-    tested_by="per-sample losses of a block, and pure noise (null control), slopes over "
-    "permutations",
-    verdict=FALSE,
-    counterexample="uniform random numbers, no model at all, give slope −1 too",
-    plot=lines_figure,
-)
+@check("loss-difference-slope", plot=lines_figure)
 def slope_null_control(effort: CheckEffort) -> Outcome:
     n, permutations = effort.trials(1500, 6000), 40
     generator = effort.generator()

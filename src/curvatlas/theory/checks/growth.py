@@ -19,15 +19,7 @@ from curvatlas.theory.reference import (
     draw_head,
     normal,
 )
-from curvatlas.theory.statements import (
-    CORRECTED,
-    HOLDS,
-    CheckEffort,
-    Outcome,
-    judge,
-    statement,
-    worst,
-)
+from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, worst
 
 _BLOCKS = ("QQ", "QK", "KK", "VQ", "VK", "VV")
 
@@ -82,16 +74,7 @@ def _errors(got: dict[str, float], want: dict[str, float]) -> dict[str, float]:
     return {name: abs(got[name] - rate) for name, rate in want.items()}
 
 
-@statement(
-    name="growth-input-outer",
-    source="Ormaniec et al., growth of H_o in the input",
-    title="H_o blocks grow like X⁶ (QQ, QK, KK), X⁴ (VQ, VK), X² (VV) while logits are small",
-    formula="‖H_o(Q,Q)‖ ∝ t⁶, ‖H_o(V,Q)‖ ∝ t⁴, ‖H_o(V,V)‖ ∝ t² under X → tX",
-    assumptions="small logits (t ≤ 0.1); at large t softmax saturates, see growth-saturation",
-    tested_by="log-log slopes of Frobenius norms, t from 0.005 to 0.05, several heads",
-    verdict=HOLDS,
-    plot=growth_figure,
-)
+@check("growth-input-outer", plot=growth_figure)
 def growth_outer(effort: CheckEffort) -> Outcome:
     scales = logspace(5e-3, 5e-2, 5)
     want = {"QQ": 6.0, "QK": 6.0, "KK": 6.0, "VQ": 4.0, "VK": 4.0, "VV": 2.0}
@@ -116,17 +99,7 @@ def growth_outer(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="growth-input-functional",
-    source="Ormaniec et al., growth of H_f in the input (X⁵, X³)",
-    title="H_f blocks grow like X⁵ (QQ, KK) and X³ (VQ, VK); QK has both terms, X³ leads",
-    formula="fixed target: H_f(Q,Q) ∝ t⁵, H_f(V,Q) ∝ t³, H_f(Q,K) = t⁵ term + Γ⊗I term ∝ t³;"
-    " target ∝ X: every exponent one higher",
-    assumptions="small logits (t ≤ 0.1)",
-    tested_by="log-log slopes with the target fixed and with the target scaled along",
-    verdict=HOLDS,
-    plot=growth_figure,
-)
+@check("growth-input-functional", plot=growth_figure)
 def growth_functional(effort: CheckEffort) -> Outcome:
     scales = logspace(5e-3, 5e-2, 5)
     right = {"QQ": 5.0, "KK": 5.0, "QK": 3.0, "VQ": 3.0, "VK": 3.0}
@@ -155,16 +128,7 @@ def growth_functional(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="growth-saturation",
-    source="Ormaniec et al., growth rates read as laws at any scale",
-    title="The rates end where softmax saturates: Q and K blocks vanish, only VV keeps slope 2",
-    formula="t → ∞: covariances under A die exponentially, ‖H_o(Q,Q)‖ → 0; ‖H_o(V,V)‖ ∝ t²",
-    tested_by="norms from t = 0.01 to 300: slope at the large end, and QQ there against its peak",
-    verdict=CORRECTED,
-    counterexample="at t = 300 the QQ block is below 1e-6 of its peak instead of t⁶ above it",
-    plot=growth_figure,
-)
+@check("growth-saturation", plot=growth_figure)
 def growth_saturation(effort: CheckEffort) -> Outcome:
     scales = logspace(1e-2, 3e2, 14)
     ratios, ends = [], []
@@ -193,15 +157,7 @@ def growth_saturation(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="growth-fixed-logits",
-    source="Ormaniec et al., growth in attention moments (M2², M1M2, M1²)",
-    title="With the logits held fixed, H_o grows like t⁴, t³, t² by moments",
-    formula="X → tX, W_Q → W_Q/t, W_K → W_K/t: H_o(Q,Q) ∝ t⁴, H_o(V,Q) ∝ t³, H_o(V,V) ∝ t²",
-    assumptions="none: exact at every t, since A does not change",
-    tested_by="log-log slopes over t = 0.1 to 10",
-    verdict=HOLDS,
-)
+@check("growth-fixed-logits")
 def growth_fixed_logits(effort: CheckEffort) -> Outcome:
     scales = logspace(0.1, 10.0, 5)
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
@@ -219,16 +175,7 @@ def growth_fixed_logits(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="growth-weights",
-    source="Ormaniec et al., growth in each weight",
-    title="Exponents of every block in W_Q, W_K and W_V",
-    formula="H_o: QQ ∝ W_K²W_V², QK ∝ W_QW_KW_V², KK ∝ W_Q²W_V², VQ ∝ W_KW_V, VK ∝ W_QW_V, VV ∝ 1; "
-    "H_f: QQ ∝ W_K²W_V, KK ∝ W_Q²W_V, QK ∝ W_V, VQ ∝ W_K, VK ∝ W_Q",
-    assumptions="small logits; residual dominated by the target (F ≪ Y) for H_f",
-    tested_by="33 log-log slopes, one weight scaled at a time",
-    verdict=HOLDS,
-)
+@check("growth-weights")
 def growth_weights(effort: CheckEffort) -> Outcome:
     outer = {
         "QQ": (0, 2, 2), "QK": (1, 1, 2), "KK": (2, 0, 2), "VQ": (0, 1, 1), "VK": (1, 0, 1),
@@ -259,16 +206,7 @@ def growth_weights(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="linear-attention-growth",
-    source="Ormaniec et al., attention without softmax",
-    title="Without softmax every H_o block grows like Σ_XX³ and H_f like Ω_xy Σ_XX",
-    formula="A = s XW_QW_Kᵀ Xᵀ: all H_o blocks ∝ t⁶; H_f off-diagonal ∝ t³ for F ≪ Y, t⁶ for F ≫ Y;"
-    " H_f diagonal blocks are zero",
-    tested_by="log-log slopes of all blocks in closed form (softmax off)",
-    verdict=HOLDS,
-    plot=growth_figure,
-)
+@check("linear-attention-growth", plot=growth_figure)
 def linear_attention(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
     spec = BlockSpec(d_model=4, d_k=3, d_v=4, residual=False, softmax=False)
@@ -332,14 +270,7 @@ def stack_outer_norms(
     return {name: float(dense[block, block].norm()) for name, block in blocks.items()}
 
 
-@statement(
-    name="linear-mlp-data-dependence",
-    source="Ormaniec et al., comparison with MLPs",
-    title="A linear MLP's H_o depends on the data through Σ_XX at any depth; attention through X⁶",
-    formula="f = X W_1 ⋯ W_m: every H_o block ∝ t² for any m; self-attention H_o(Q,Q) ∝ t⁶",
-    tested_by="log-log slopes of MLPs of depth 1 to 4 (exact) beside those of growth-input-outer",
-    verdict=HOLDS,
-)
+@check("linear-mlp-data-dependence")
 def linear_mlp(effort: CheckEffort) -> Outcome:
     scales = logspace(0.01, 100.0, 5)
     generator = effort.generator()
@@ -357,15 +288,7 @@ def linear_mlp(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="data-dependence-grows-with-depth",
-    source="Ormaniec et al., data dependence and depth",
-    title="Softmax-free attention depends on the data more steeply with every layer",
-    formula="m layers of linear attention: all H_o blocks ∝ t^{2·3^m} (6, 18, 54), linear MLP: t²",
-    assumptions="no residual, no norm (each layer is cubic in its input)",
-    tested_by="log-log slopes of stacks of one, two and three layers, in closed form",
-    verdict=HOLDS,
-)
+@check("data-dependence-grows-with-depth")
 def depth_dependence(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=3, d_k=2, d_v=3, residual=False, softmax=False)
     generator = effort.generator()
@@ -384,16 +307,7 @@ def depth_dependence(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="growth-rates-carry-over-to-depth",
-    source="Ormaniec et al., deeper Transformers",
-    title="The rates of one layer hold in every layer of a residual Transformer without norms",
-    formula="every layer: H_o(Q,Q) ∝ t⁶ and H_o(V,V) ∝ t² under X → tX at small logits",
-    assumptions="residual stream, feed-forward with GELU, no normalisation, small t",
-    tested_by="log-log slopes in each of three layers, t from 0.002 to 0.02",
-    verdict=HOLDS,
-    plot=growth_figure,
-)
+@check("growth-rates-carry-over-to-depth", plot=growth_figure)
 def carry_over(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm="none", norm_first=True)
     generator = effort.generator()
@@ -434,17 +348,7 @@ def _block_curves(
     return curves
 
 
-@statement(
-    name="pre-norm-partial-fix",
-    source="Ormaniec et al., pre-LayerNorm",
-    title="Pre-norm removes the input's scale at small scale; through the residual it comes back",
-    formula="small t: every block of H flat (slope 0); large t: blocks of H_f driven by Z − Y "
-    "grow like t",
-    assumptions="pre-norm block, ε → 0",
-    tested_by="log-log slopes of H at t = 1e-4 to 1e-2 and of H_f at t = 1e3 to 1e5",
-    verdict=HOLDS,
-    plot=growth_figure,
-)
+@check("pre-norm-partial-fix", plot=growth_figure)
 def pre_norm_fix(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, norm_first=True, eps=1e-30)
     generator = effort.generator()
@@ -474,16 +378,7 @@ def pre_norm_fix(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="post-norm-scaling",
-    source="ours",
-    title="Post-norm: value and feed-forward blocks are scale-free, query and key blocks go like "
-    "t⁴",
-    formula="small t, ε → 0: ‖H(V,V)‖, ‖H(W1,W1)‖, ‖H(W2,W2)‖ ∝ t⁰; ‖H(Q,Q)‖, ‖H(K,K)‖ of H_o ∝ t⁴",
-    assumptions="post-norm block, ε → 0, small logits",
-    tested_by="log-log slopes at t = 1e-3 to 1e-2",
-    verdict=HOLDS,
-)
+@check("post-norm-scaling")
 def post_norm_scaling(effort: CheckEffort) -> Outcome:
     spec = BlockSpec(d_model=4, d_k=2, d_v=4, d_ff=6, eps=1e-30)
     generator = effort.generator()

@@ -6,17 +6,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.theory.reference import eye, jacobian, kron, normal, normalize, relative_error
-from curvatlas.theory.statements import (
-    CORRECTED,
-    FALSE,
-    HOLDS,
-    CheckEffort,
-    Outcome,
-    agreement,
-    judge,
-    statement,
-    worst,
-)
+from curvatlas.theory.statements import CheckEffort, Outcome, agreement, check, judge, worst
 
 
 class Printed:
@@ -99,15 +89,7 @@ def _tokens(effort: CheckEffort, trial: int, *, length: int = 2, d: int = 3) -> 
     return scale * normal(effort.generator(trial), length, d)
 
 
-@statement(
-    name="layer-norm-lemmas",
-    source="Petrov et al., lemmas on inverse, Hadamard square and Hadamard root",
-    title="Three derivative lemmas",
-    formula="∂D⁻¹/∂D = −D⁻¹⊗D⁻ᵀ; ∂A^{∘2}/∂A = 2 diag(vec_r A); ∂A^{∘½}/∂A = ½ diag⁻¹(vec_r A^{∘½})",
-    assumptions="D invertible, A positive for the root",
-    tested_by="each against automatic differentiation on random 3×3 matrices",
-    verdict=HOLDS,
-)
+@check("layer-norm-lemmas")
 def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 40)):
@@ -127,15 +109,7 @@ def layer_norm_lemmas(effort: CheckEffort) -> Outcome:
     return agreement(errors, _EXACT)
 
 
-@statement(
-    name="layer-norm-jacobian",
-    source="Petrov et al., Theorem 2",
-    title="Jacobian of LayerNorm in the P(X)·M(X) form",
-    formula="∂LN/∂X = (P⊗I_d)G + (I_L⊗Mᵀ)∂P/∂X, G = I − (1/d)(I_L⊗11ᵀ)",
-    assumptions="σ > 0 (ε > 0, or tokens of non-zero variance)",
-    tested_by="against automatic differentiation, ε ∈ {0, 1e-5, 0.1}, input scale 0.3 to 4",
-    verdict=HOLDS,
-)
+@check("layer-norm-jacobian")
 def layer_norm_jacobian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(9, 60)):
@@ -144,15 +118,7 @@ def layer_norm_jacobian(effort: CheckEffort) -> Outcome:
     return agreement(errors, _EXACT, "inputs")
 
 
-@statement(
-    name="layer-norm-hessian",
-    source="Petrov et al., Theorem 3",
-    title="Hessian of LayerNorm in the P(X)·M(X) form",
-    formula="∂²LN/∂X² = (I⊗Gᵀ)∂(P⊗I)/∂X + ((I⊗Mᵀ)⊗I)∂²P/∂X² + (I⊗(∂P/∂X)ᵀ)∂(I⊗Mᵀ)/∂X",
-    assumptions="σ > 0",
-    tested_by="the three terms summed against automatic differentiation",
-    verdict=HOLDS,
-)
+@check("layer-norm-hessian")
 def layer_norm_hessian(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 30)):
@@ -161,15 +127,7 @@ def layer_norm_hessian(effort: CheckEffort) -> Outcome:
     return agreement(errors, 1e-11, "inputs")
 
 
-@statement(
-    name="layer-norm-hessian-only-p",
-    source="article 'Transformer Full Block Hessian Analysis', LayerNorm section",
-    title="'The Hessian of LayerNorm depends only on second derivatives of P'",
-    formula="∂²LN/∂X² = ((I⊗Mᵀ)⊗I)∂²P/∂X² alone",
-    tested_by="the single term against the whole Hessian",
-    verdict=FALSE,
-    counterexample="the cross terms ∂P·∂M are as large as the Hessian itself",
-)
+@check("layer-norm-hessian-only-p")
 def layer_norm_only_p(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 30)):
@@ -182,15 +140,7 @@ def layer_norm_only_p(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="layer-norm-jacobian-article",
-    source="article 'Transformer Full Block Hessian Analysis', LayerNorm code",
-    title="The article's LayerNorm Jacobian (P⊗I)G",
-    formula="∂LN/∂X = (P⊗I)G, without (I⊗Mᵀ)∂P/∂X and without γ",
-    tested_by="relative error against diag(γ)·J for random γ, d = 3 to 8",
-    verdict=CORRECTED,
-    counterexample="relative error 0.4 to 1.0; exact once both are put back",
-)
+@check("layer-norm-jacobian-article")
 def layer_norm_article(effort: CheckEffort) -> Outcome:
     printed, corrected = [], []
     for trial in range(effort.trials(8, 60)):
@@ -209,15 +159,7 @@ def layer_norm_article(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="layer-norm-entrywise",
-    source="Petrov et al., draft, entrywise LayerNorm derivative",
-    title="The second term of ∂n_a/∂x_b is divided by σ³",
-    formula="∂n_a/∂x_b = (δ_ab − 1/d)/σ − (x_a−μ)(x_b−μ)/(dσ³); printed with σ²",
-    tested_by="both powers against automatic differentiation",
-    verdict=CORRECTED,
-    counterexample="any token with σ ≠ 1",
-)
+@check("layer-norm-entrywise")
 def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
     errors: dict[int, list[float]] = {2: [], 3: []}
     for trial in range(effort.trials(6, 40)):
@@ -235,15 +177,7 @@ def layer_norm_entrywise(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="normalisation-is-a-gradient",
-    source="ours",
-    title="Normalisation is the gradient of d·σ: symmetric Jacobian, fully symmetric Hessian",
-    formula="n = d∇σ; J = (C − nnᵀ/d)/σ; ∂²n_a/∂x_b∂x_c = −(J_ab n_c + J_ac n_b + J_bc n_a)/(dσ)",
-    assumptions="LayerNorm or RMSNorm (C = I), any ε with σ > 0",
-    tested_by="n, J and the 3-tensor against automatic differentiation of σ and n",
-    verdict=HOLDS,
-)
+@check("normalisation-is-a-gradient")
 def normalisation_gradient(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(6, 60)):
@@ -263,15 +197,7 @@ def normalisation_gradient(effort: CheckEffort) -> Outcome:
     return agreement(errors, _EXACT)
 
 
-@statement(
-    name="normalisation-curvature-constant",
-    source="ours; a plain estimate gives √2",
-    title="The curvature of normalisation is at most 2/√3 in units of ‖δ‖/(√d σ²)",
-    formula="‖Σ_a δ_a ∂²n_a‖₂ ≤ (2/√3)‖δ‖/(√d σ²), attained for ε = 0 at an angle cos = 1/√3 to n",
-    assumptions="LayerNorm or RMSNorm, any ε ≥ 0 with σ > 0",
-    tested_by="random δ, and the δ that attains it",
-    verdict=HOLDS,
-)
+@check("normalisation-curvature-constant")
 def normalisation_constant(effort: CheckEffort) -> Outcome:
     random: list[float] = []
     attained: list[float] = []
@@ -300,15 +226,7 @@ def normalisation_constant(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="layer-norm-statistics",
-    source="Petrov et al., slides: 'feature-wise' statistics of LayerNorm",
-    title="LayerNorm's mean and variance are taken per token, over its features",
-    formula="μ_i = mean over a of x_ia; not the mean over tokens of each feature",
-    tested_by="both readings against PyTorch's layer_norm",
-    verdict=CORRECTED,
-    counterexample="statistics over tokens give a different map, off by order one",
-)
+@check("layer-norm-statistics")
 def layer_norm_statistics(effort: CheckEffort) -> Outcome:
     x = _tokens(effort, 1, length=5, d=4)
     truth = torch.nn.functional.layer_norm(x, (4,), eps=1e-5)

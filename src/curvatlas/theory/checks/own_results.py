@@ -15,14 +15,13 @@ from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.norm_bounds import bounds
 from curvatlas.theory.reference import KINDS, Case, climb, draw_case, normal
 from curvatlas.theory.statements import (
-    HOLDS,
     CheckEffort,
     Outcome,
     agreement,
+    check,
     judge,
     log_log,
     spread,
-    statement,
     worst,
 )
 from curvatlas.theory.third_order import Jet, directional_derivatives, normalize_jet
@@ -61,19 +60,7 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
     return best, rebuild(where)
 
 
-@statement(
-    name="token-structured-bound",
-    source="ours: all parameters of attention layers, post- and pre-norm blocks",
-    title="Token-structured bound: never violated, within a small factor of the truth",
-    formula="‖Σ_i α_iβ_iᵀ⊗M_i‖ ≤ [λ_max(Σ w αα ᵀ⊗USUᵀ) λ_max(Σ w⁻¹ββᵀ⊗VSVᵀ)]^½ per block, "
-    "signed on the diagonal, Frobenius norms from token Grams, γ and β rows exact; then "
-    "λ_max of the matrix of block bounds",
-    assumptions="softmax attention (any heads, causal, grouped), LayerNorm or RMSNorm, any "
-    "activation, gated or not, biases, γ, β; loss that does not couple tokens",
-    tested_by="random blocks (--full: 2,000) and gradient ascent on true/bound (--full: 50)",
-    verdict=HOLDS,
-    plot=looseness_figure,
-)
+@check("token-structured-bound", plot=looseness_figure)
 def token_structured(effort: CheckEffort) -> Outcome:
     ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for trial in range(effort.trials(45, 2000)):
@@ -107,16 +94,7 @@ def token_structured(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="data-free-bound",
-    source="ours: norm calculus through the whole block",
-    title="A bound from norms of inputs and weights alone, for any block or stack",
-    formula="‖H_gh‖ ≤ ‖Λ‖ jac_g jac_h + ‖δ‖_F hess_gh, both carried through attention, norms and "
-    "feed-forward from ‖X‖, ‖W‖, L, d_k, min σ",
-    assumptions="as token-structured-bound; σ in front of each norm bounded below",
-    tested_by="random attention layers, post- and pre-norm blocks against the exact norm",
-    verdict=HOLDS,
-)
+@check("data-free-bound")
 def data_free(effort: CheckEffort) -> Outcome:
     ratios = []
     for trial in range(effort.trials(12, 400)):
@@ -131,15 +109,7 @@ def data_free(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="stack-bounds",
-    source="ours: extension to stacks",
-    title="Both bounds for stacks of blocks",
-    formula="H_ab = (∂h_{b−1}/∂θ_a)ᵀ ∂²ℓ/∂h_{b−1}∂θ_b exact through N·d numbers; diagonal blocks: "
-    "exact outer part plus token-structured functional part",
-    tested_by="random stacks of two and three blocks, post- and pre-norm, against the exact norm",
-    verdict=HOLDS,
-)
+@check("stack-bounds")
 def stack_bounds(effort: CheckEffort) -> Outcome:
     token, data = [], []
     for trial in range(effort.trials(4, 120)):
@@ -174,16 +144,7 @@ def _nested(value: Tensor, t: Tensor) -> list[Tensor]:
     return orders
 
 
-@statement(
-    name="third-order-normalisation",
-    source="ours: extension to third order",
-    title="Third directional derivative of LayerNorm and RMSNorm",
-    formula="σ n = c, σ² = m: n''' = −(3σ'n'' + 3σ''n' + σ'''n)/σ along a line in x",
-    assumptions="σ > 0, any ε",
-    tested_by="against three nested backward passes, both norms, ε ∈ {0, 0.1}",
-    verdict=HOLDS,
-    derivation="19-third-order",
-)
+@check("third-order-normalisation")
 def third_normalisation(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 40)):
@@ -224,48 +185,19 @@ def _compare(effort: CheckEffort, kinds: tuple[str, ...], trials: int) -> list[f
     return errors
 
 
-@statement(
-    name="third-order-attention",
-    source="ours: extension to third order",
-    title="Third directional derivative of the loss of an attention layer",
-    formula="T = sQKᵀ; A''' by cumulants of T', T'', T''' under the rows of A; ℓ''' by the chain "
-    "rule",
-    assumptions="softmax attention, any heads, causal or not, mse or cross-entropy",
-    tested_by="against three nested backward passes along random directions",
-    verdict=HOLDS,
-    derivation="19-third-order",
-)
+@check("third-order-attention")
 def third_attention(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, ("attention",), effort.trials(5, 60))
     return agreement(errors, 1e-9, "derivatives")
 
 
-@statement(
-    name="third-order-block",
-    source="ours: extension to third order",
-    title="Third directional derivative of the loss of a whole block",
-    formula="jets (f, f', f'', f''') through norm, attention, feed-forward and loss",
-    assumptions="post- or pre-norm, LayerNorm or RMSNorm, plain or gated, any activation",
-    tested_by="against three nested backward passes along random directions",
-    verdict=HOLDS,
-    derivation="19-third-order",
-)
+@check("third-order-block")
 def third_block(effort: CheckEffort) -> Outcome:
     errors = _compare(effort, KINDS[1:], effort.trials(6, 80))
     return agreement(errors, 1e-8, "derivatives")
 
 
-@statement(
-    name="taylor-remainder",
-    source="article and Petrov et al.: second-order Taylor model of the loss",
-    title="The quadratic model's error is t³ℓ'''/6 to leading order",
-    formula="ℓ(θ+tv) − (ℓ + tℓ' + t²ℓ''/2) = t³ℓ'''/6 + O(t⁴)",
-    assumptions="smooth activation",
-    tested_by="log-log slopes of the remainder without (3) and with (4) the cubic term",
-    verdict=HOLDS,
-    derivation="19-third-order",
-    plot=lines_figure,
-)
+@check("taylor-remainder", plot=lines_figure)
 def taylor_remainder(effort: CheckEffort) -> Outcome:
     steps = logspace(3e-3, 3e-2, 6)
     slopes, ratios = [], []

@@ -13,16 +13,7 @@ from curvatlas.figures.theory import lines_figure, spectrum_figure
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.reference import normal
-from curvatlas.theory.statements import (
-    CORRECTED,
-    HOLDS,
-    CheckEffort,
-    Outcome,
-    judge,
-    log_log,
-    statement,
-    worst,
-)
+from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, log_log, worst
 
 
 @dataclass(frozen=True)
@@ -117,18 +108,7 @@ def draw_scalar(effort: CheckEffort, trial: int, d_k: int, *, batch: int = 2) ->
     return ScalarModel(x, query, key, value, normal(generator, batch, 5))
 
 
-@statement(
-    name="scalar-spectrum",
-    source="Ormaniec et al., scalar attention model",
-    title="d_k − 1 symmetric pairs of bulk eigenvalues and three outliers, in closed form",
-    formula="bulk ±s ℓ_β (multiplicity d_k−1 each); outliers: eigenvalues of a 3×3 matrix in "
-    "ℓ_VV, ℓ_β, "
-    "ℓ_Vβ, ℓ_ββ, ‖w_Q±w_K‖",
-    assumptions="f(x) = w_V A(x)x with scalar tokens; any batch; formulas for mean squared error",
-    tested_by="all eigenvalues for d_k = 1, 2, 5, 16 against double backward",
-    verdict=HOLDS,
-    plot=spectrum_figure,
-)
+@check("scalar-spectrum", plot=spectrum_figure)
 def scalar_spectrum(effort: CheckEffort) -> Outcome:
     errors = []
     model = draw_scalar(effort, 0, 16)
@@ -150,16 +130,7 @@ def scalar_spectrum(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="scalar-condition-number",
-    source="Ormaniec et al., condition number against ‖w_Q‖, ‖w_K‖",
-    title="At fixed β the condition number grows like ‖w_Q‖² + ‖w_K‖²",
-    formula="bulk ±sℓ_β unchanged, largest outlier ∝ z² = ‖w_Q‖² + ‖w_K‖²: κ = |λ|max/|g| ∝ z²",
-    assumptions="d_k ≥ 3, weights grown along directions that keep w_Qᵀw_K",
-    tested_by="log-log slope of |λ|max/|g| against z² for large z, from full spectra",
-    verdict=HOLDS,
-    plot=lines_figure,
-)
+@check("scalar-condition-number", plot=lines_figure)
 def scalar_condition(effort: CheckEffort) -> Outcome:
     model = draw_scalar(effort, 3, 6)
     basis = torch.linalg.qr(torch.stack([model.query, model.key], 1), mode="complete")[0]
@@ -187,16 +158,7 @@ def scalar_condition(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="gauss-newton-blind-to-bulk",
-    source="Ormaniec et al., Gauss-Newton of the scalar model",
-    title="The Gauss-Newton matrix has rank two and does not see the bulk",
-    formula="H_o has eigenvalues of [[ℓ_VV, s o_Vβ z],[s o_Vβ z, s² o_ββ z²]] and zeros; H_o v = "
-    "0 on the "
-    "bulk eigenvectors of H",
-    tested_by="eigenvalues of H_o, and ‖H_o v‖ on the bulk eigenvectors, d_k = 2, 5, 16",
-    verdict=HOLDS,
-)
+@check("gauss-newton-blind-to-bulk")
 def gauss_newton_blind(effort: CheckEffort) -> Outcome:
     errors, leaks = [], []
     for trial in range(effort.trials(6, 60)):
@@ -217,20 +179,7 @@ def gauss_newton_blind(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="gauss-newton-top-eigenvalue",
-    source="Ormaniec et al., λmax of Gauss-Newton, attention against MLP",
-    title="λmax(H_o) of attention grows faster with the data than that of an MLP of the same size",
-    formula="scalar attention: slope of λmax in the input scale exceeds 2 before saturation; "
-    "linear MLP "
-    "f = w_2ᵀw_1 x: exactly 2",
-    assumptions="scalar tokens; query and key norms of 10, so that the value direction does not "
-    "hide them",
-    tested_by="largest local slope of λmax(H_o), t from 0.05 to 1, several models; the MLP "
-    "beside them",
-    verdict=HOLDS,
-    plot=lines_figure,
-)
+@check("gauss-newton-top-eigenvalue", plot=lines_figure)
 def gauss_newton_top(effort: CheckEffort) -> Outcome:
     scales = logspace(0.05, 1.0, 12)
     steepest, mlp_slopes = [], []
@@ -259,17 +208,7 @@ def gauss_newton_top(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="gamma-bulk",
-    source="ours, generalises the scalar bulk",
-    title="In any block the Hessian has eigenvalues ±σ_k(Γ), Γ = ∂ℓ/∂(W_QW_Kᵀ)",
-    formula="a ⊥ rows of W_Q, W_K in R^{d_k}: (u_kaᵀ, ±v_kaᵀ) are eigenvectors with ±σ_k(Γ); per "
-    "head; "
-    "∇_{W_Q} = ΓW_K, ∇_{W_K} = ΓᵀW_Q; H_o annihilates them",
-    assumptions="d_k > rank[W_Q; W_K]; no query or key bias",
-    tested_by="attention and post-norm blocks, one and two heads, mse and cross-entropy",
-    verdict=HOLDS,
-)
+@check("gamma-bulk")
 def gamma_bulk(effort: CheckEffort) -> Outcome:
     errors, gradients, leaks = [], [], []
     for trial in range(effort.trials(4, 24)):
@@ -349,17 +288,7 @@ def _medians(effort: CheckEffort, kind: str) -> tuple[list[float], list[float]]:
     return bulk, ratio
 
 
-@statement(
-    name="sinks-stretch-the-spectrum",
-    source="Ormaniec et al., attention sinks and outlier activations",
-    title="A sink or an outlier token stretches the spectrum: bulk over largest outlier falls",
-    formula="|g|/|λ|max falls as the first token's logit bias (sink) or its activation (outlier) "
-    "grows",
-    assumptions="scalar model, medians over random models",
-    tested_by="both kinds of sink at six levels",
-    verdict=HOLDS,
-    plot=lines_figure,
-)
+@check("sinks-stretch-the-spectrum", plot=lines_figure)
 def sinks_stretch(effort: CheckEffort) -> Outcome:
     curves = {kind: _medians(effort, kind)[1] for kind in ("bias", "outlier")}
     falls = {kind: values[-1] / values[0] for kind, values in curves.items()}
@@ -379,17 +308,7 @@ def sinks_stretch(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="sink-shrinks-the-bulk",
-    source="Ormaniec et al., 'a sink shrinks the bulk'",
-    title="In absolute value the bulk shrinks only when the sink comes from a logit bias",
-    formula="bias sink: |g| → 0; outlier token: |g| grows while |g|/|λ|max falls: state it as a "
-    "ratio",
-    assumptions="scalar model, medians over random models",
-    tested_by="median |g| without a sink and with the strongest one, both kinds",
-    verdict=CORRECTED,
-    counterexample="an outlier token of size 9 multiplies the median bulk by more than ten",
-)
+@check("sink-shrinks-the-bulk")
 def sink_shrinks(effort: CheckEffort) -> Outcome:
     medians = {kind: _medians(effort, kind) for kind in ("bias", "outlier")}
     absolute = {kind: bulk[-1] / bulk[0] for kind, (bulk, _) in medians.items()}

@@ -8,7 +8,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.reference import block_hessian, normal
-from curvatlas.theory.statements import HOLDS, CheckEffort, Outcome, judge, statement, worst
+from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, worst
 
 
 class _Case:
@@ -56,16 +56,7 @@ def _spec(trial: int, **options: object) -> BlockSpec:
     return BlockSpec(**(base | options))  # type: ignore[arg-type]
 
 
-@statement(
-    name="layer-norm-shift-directions",
-    source="ours",
-    title="Directions removed by LayerNorm are exact null directions of H",
-    formula="post-norm: H annihilates W2 += 1aᵀ (and its bias), W_O += 1aᵀ (W_V += 1aᵀ without "
-    "W_O)",
-    assumptions="LayerNorm, post-norm; not RMSNorm",
-    tested_by="one and two heads, three activations, with biases; RMSNorm as the control",
-    verdict=HOLDS,
-)
+@check("layer-norm-shift-directions")
 def shift_directions(effort: CheckEffort) -> Outcome:
     residuals: list[float] = []
     control: list[float] = []
@@ -89,14 +80,7 @@ def shift_directions(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="key-bias-is-flat",
-    source="ours",
-    title="The key bias has exactly zero Hessian rows",
-    formula="softmax ignores a constant added to a row of logits: H[b_K, ·] = 0",
-    tested_by="rows of b_K, post- and pre-norm, one and two heads",
-    verdict=HOLDS,
-)
+@check("key-bias-is-flat")
 def key_bias(effort: CheckEffort) -> Outcome:
     residuals = []
     for trial in range(effort.trials(4, 24)):
@@ -110,15 +94,7 @@ def key_bias(effort: CheckEffort) -> Outcome:
     )
 
 
-@statement(
-    name="rescaling-identities",
-    source="ours",
-    title="One-parameter symmetries fix H along their orbits: Hξ = −Gᵀ∇ℓ",
-    formula="(W_QS, −W_KSᵀ) per head; (W_VS, −SW_O) per head; ReLU rescaling (W1D, −DW2); ξ = Gθ",
-    assumptions="no query/key bias for the first, no value bias for the second, ReLU for the third",
-    tested_by="random S and D, post- and pre-norm, one and two heads",
-    verdict=HOLDS,
-)
+@check("rescaling-identities")
 def rescaling(effort: CheckEffort) -> Outcome:
     residuals: dict[str, list[float]] = {"query-key": [], "value-output": [], "feed-forward": []}
     for trial in range(effort.trials(4, 24)):
@@ -195,15 +171,7 @@ def _outcome(errors: list[float]) -> Outcome:
     )
 
 
-@statement(
-    name="extension-cross-entropy",
-    source="ours: the sources treat mean squared error",
-    title="All closed forms under token cross-entropy",
-    formula="H is linear in the seeds: δ_i = (π_i − e_y)/N, Λ_i = (diag π_i − π_iπ_iᵀ)/N",
-    tested_by="bare attention, post- and pre-norm blocks against double backward",
-    verdict=HOLDS,
-    derivation="7-the-block",
-)
+@check("extension-cross-entropy")
 def cross_entropy(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, d_k=3, d_v=4, residual=False),
@@ -214,15 +182,7 @@ def cross_entropy(effort: CheckEffort) -> Outcome:
     return _outcome([_errors(effort, specs[t % 3], "cross_entropy", t) for t in trials])
 
 
-@statement(
-    name="extension-multi-head",
-    source="ours: the sources treat one head without W_O",
-    title="Several heads with an output projection, any d_k and d_v, grouped keys and values",
-    formula="cross-head blocks only through Λ (no functional part); tied heads: EᵀHE",
-    tested_by="two to four heads, grouped-query included, against double backward",
-    verdict=HOLDS,
-    derivation="7-the-block",
-)
+@check("extension-multi-head")
 def multi_head(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, n_heads=2, d_k=3, d_v=1, residual=False),
@@ -233,15 +193,7 @@ def multi_head(effort: CheckEffort) -> Outcome:
     return _outcome([_errors(effort, specs[t % 3], "mse", t) for t in trials])
 
 
-@statement(
-    name="extension-causal",
-    source="ours: the sources treat full attention",
-    title="Causal masks change nothing in the formulas: A is zero there",
-    formula="the same blocks with A_ij = 0 for j > i",
-    tested_by="causal attention and blocks, one and two heads, against double backward",
-    verdict=HOLDS,
-    derivation="7-the-block",
-)
+@check("extension-causal")
 def causal(effort: CheckEffort) -> Outcome:
     specs = [
         BlockSpec(d_model=4, d_k=3, d_v=4, residual=False, causal=True),
@@ -251,15 +203,7 @@ def causal(effort: CheckEffort) -> Outcome:
     return _outcome([_errors(effort, specs[t % 2], "mse", t) for t in trials])
 
 
-@statement(
-    name="extension-rms-swiglu",
-    source="ours: the sources treat LayerNorm and ReLU",
-    title="RMSNorm (C = I) and gated feed-forward (two channels per unit)",
-    formula="J = (I − nnᵀ/d)/σ; per unit D1 = (f'h_u, f), D2 = [[f''h_u, f'], [f', 0]]",
-    tested_by="RMSNorm with SwiGLU and GEGLU, post- and pre-norm, against double backward",
-    verdict=HOLDS,
-    derivation="7-the-block",
-)
+@check("extension-rms-swiglu")
 def rms_swiglu(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
@@ -277,15 +221,7 @@ def rms_swiglu(effort: CheckEffort) -> Outcome:
     return _outcome(errors)
 
 
-@statement(
-    name="extension-pre-norm",
-    source="ours: the papers' theory is post-norm, the article's code pre-norm",
-    title="The pre-norm block in closed form, γ and β of both norms included",
-    formula="U = X + Att(n₁(X)), Z = U + FFN(n₂(U)); γ₁, β₁ move the attention's input",
-    tested_by="all activations, with biases, against double backward",
-    verdict=HOLDS,
-    derivation="7-the-block",
-)
+@check("extension-pre-norm")
 def pre_norm(effort: CheckEffort) -> Outcome:
     errors = []
     for trial in range(effort.trials(4, 32)):
