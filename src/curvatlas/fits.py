@@ -251,8 +251,8 @@ def _gaussian(scores: Array, repeats: int | None) -> Array:
     if repeats is None:
         return scores
     tail = stats.t.sf(np.abs(scores), repeats - 1)
-    found: Array = stats.norm.isf(np.maximum(tail, 1e-300))
-    return found
+    gaussian: Array = stats.norm.isf(np.maximum(tail, 1e-300))
+    return gaussian
 
 
 def _bend_test(design: Array, target: Array, square: float) -> float | None:
@@ -381,7 +381,7 @@ def _start(logs: list[Array], y: Array) -> Array:
     """The best of a grid of exponents, with non-negative factors for each."""
     from scipy.optimize import nnls
 
-    best, found = np.inf, np.zeros(1 + 2 * len(logs))
+    best, start = np.inf, np.zeros(1 + 2 * len(logs))
     floor = 1e-4 * y.min()
     for exponents in np.stack(np.meshgrid(*[_GRID] * len(logs)), -1).reshape(-1, len(logs)):
         columns = [np.ones(len(y))]
@@ -389,8 +389,8 @@ def _start(logs: list[Array], y: Array) -> Array:
         # relative residuals: the fit is in log space
         factors, cost = nnls(np.stack(columns, 1) / y[:, None], np.ones(len(y)))
         if cost < best:
-            best, found = cost, np.r_[np.log(np.maximum(factors, floor)), exponents]
-    return found
+            best, start = cost, np.r_[np.log(np.maximum(factors, floor)), exponents]
+    return start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,8 +426,8 @@ class PlanePowerLaw(Result):
         root = np.linalg.cholesky(np.array(self.covariance) + 1e-18 * np.eye(3))
         left = max(self.points - 3, 1)
         wide = np.sqrt(left / random.chisquare(left, count))[:, None]
-        found: Array = centre + wide * (random.standard_normal((count, 3)) @ root.T)
-        return found
+        drawn: Array = centre + wide * (random.standard_normal((count, 3)) @ root.T)
+        return drawn
 
     def __str__(self) -> str:
         (a, b), (c, d) = self.parameters_interval, self.samples_interval

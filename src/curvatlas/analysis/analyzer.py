@@ -96,9 +96,10 @@ class LayerWiseCurvature(Result):
             for c in self.layers
         ]
         lines += [
-            f"output of {path or 'the model'}: ‖·‖_F {found.norm:.4g} "
-            f"[{found.norm_interval[0]:.3g}, {found.norm_interval[1]:.3g}]  trace {found.trace:.4g}"
-            for path, found in self.activations.items()
+            f"output of {path or 'the model'}: ‖·‖_F {measure.norm:.4g} "
+            f"[{measure.norm_interval[0]:.3g}, {measure.norm_interval[1]:.3g}]  "
+            f"trace {measure.trace:.4g}"
+            for path, measure in self.activations.items()
         ]
         return "\n".join(lines)
 
@@ -137,7 +138,7 @@ class TransformerHessianAnalyzer:
     ) -> Eigenpairs:
         """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals."""
         op = self._hessian((x, y))
-        found = eigenpairs(
+        pairs = eigenpairs(
             op,
             k=k,
             which=which,  # type: ignore[arg-type]
@@ -145,8 +146,8 @@ class TransformerHessianAnalyzer:
             seed=self.seed,
             checkpoint=self._file("eigenvalues", op),
         )
-        self.history.append(found)
-        return found
+        self.history.append(pairs)
+        return pairs
 
     def analyze_full_hessian(self, data: Any, *, k: int = 5) -> FullHessianAnalysis:
         """Both ends of the whole data's spectrum, and the top of every batch's."""
@@ -154,37 +155,41 @@ class TransformerHessianAnalyzer:
         op.problem.require_one_process(
             "the eigenvalues of every batch", maker="TransformerHessianAnalyzer"
         )
-        whole = eigenpairs(op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op))
+        both_ends = eigenpairs(
+            op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op)
+        )
         total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
-        products = whole.products + total.products
+        products = both_ends.products + total.products
         rows, norms = [], []
         parts = op.per_batch()
         if len(parts) > 1:
             for _, part in track(parts, "batches", total=len(parts)):
-                top = eigenpairs(part, k=k, seed=self.seed, start=whole.vectors[:, :k])
-                last = whole.vectors[:, -1]
+                top = eigenpairs(part, k=k, seed=self.seed, start=both_ends.vectors[:, :k])
+                last = both_ends.vectors[:, -1]
                 low = eigenpairs(part, k=1, which="smallest", seed=self.seed, start=last)
                 rows.append(top.values)
                 norms.append(max(abs(top.value), abs(low.value)))
                 products += top.products + low.products
                 part.release()
         else:
-            rows, norms = [whole.largest], [whole.norm]
+            rows, norms = [both_ends.largest], [both_ends.norm]
         values = torch.stack(rows)
         scatter = values.std(0) if len(rows) > 1 else torch.full_like(values[0], torch.nan)
-        spread = participation(whole.vectors[:, 0], op.problem.anatomy)
+        spread = participation(both_ends.vectors[:, 0], op.problem.anatomy)
         result = FullHessianAnalysis(
-            eigenpairs=whole,
+            eigenpairs=both_ends,
             values=values,
             mean_norm=sum(norms) / len(norms),
             eigenvalue_mean=values.mean(0),
             eigenvalue_spread=scatter,
-            top_eigenvalue=whole.value,
-            spectral_gap=float(whole.values[0] - whole.values[1]) if k > 1 else float("nan"),
+            top_eigenvalue=both_ends.value,
+            spectral_gap=float(both_ends.values[0] - both_ends.values[1])
+            if k > 1
+            else float("nan"),
             trace=total,
             roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
             products=products,
-            converged=whole.converged,
+            converged=both_ends.converged,
         )
         self.history.append(result)
         return result

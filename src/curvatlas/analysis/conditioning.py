@@ -127,12 +127,14 @@ def conditioning_of(
     error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
     square = float(gradient @ gradient)
     along = float(gradient @ (operator @ gradient))
-    found: tuple[LayerSharpness, ...] = ()
+    sharpnesses: tuple[LayerSharpness, ...] = ()
     products = 1  # along the gradient
     if layers:
-        found, spent = layer_curvatures(problem, operator, gradient, seed, max_products, memory)
+        sharpnesses, spent = layer_curvatures(
+            problem, operator, gradient, seed, max_products, memory
+        )
         products += spent
-    ratio, ratio_interval = heterogeneity(found)
+    ratio, ratio_interval = heterogeneity(sharpnesses)
     return EffectiveConditioning(
         loss=problem.value(),
         gradient_norm=square**0.5,
@@ -151,7 +153,7 @@ def conditioning_of(
         alignment=along / max(square * top, 1e-300),
         learning_rate=learning_rate,
         stability=None if learning_rate is None else learning_rate * top / 2,
-        layers=found,
+        layers=sharpnesses,
         heterogeneity=ratio,
         heterogeneity_interval=ratio_interval,
         # Not the operator's own count: it also counts what else was done with it since it was made,
@@ -180,16 +182,16 @@ def layer_curvatures(
     rows, products = [], 0
     for (layer, name), slices in groups.items():
         limits: Any = {"max_products": max_products, "memory": memory}
-        found = eigenpairs(operator[slices], k=1, which="largest", tol=1e-2, seed=seed, **limits)
-        products += found.products
+        top = eigenpairs(operator[slices], k=1, which="largest", tol=1e-2, seed=seed, **limits)
+        products += top.products
         squares = sum(float(piece.view(gradient).pow(2).sum()) for piece in slices)
         rows.append(
             LayerSharpness(
                 name=name,
                 layer=layer,
                 parameters=sum(piece.size for piece in slices),
-                sharpness=found.value,
-                interval=(float(found.interval[0][0]), float(found.interval[1][0])),
+                sharpness=top.value,
+                interval=(float(top.interval[0][0]), float(top.interval[1][0])),
                 gradient_norm=squares**0.5,
             )
         )

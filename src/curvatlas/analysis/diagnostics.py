@@ -82,7 +82,7 @@ def recommend(
     the whole interval lies beyond it, "weak" when only the estimate does, else nothing.
     """
     now = looks[-1]
-    found = [
+    rules = [
         _learning_rate(now),
         _adaptive(now),
         _layer_wise(now),
@@ -91,7 +91,7 @@ def recommend(
         _pre_norm(now, model),
         _batch(noise, batch_size),
     ]
-    return tuple(item for item in found if item is not None)
+    return tuple(item for item in rules if item is not None)
 
 
 def _judged(

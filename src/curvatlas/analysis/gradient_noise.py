@@ -72,10 +72,10 @@ def _ratio(products: Array) -> tuple[float, Interval]:
     count = len(products)
     value = _from_sums(float(np.trace(products)), float(products.sum()), count)
     rows, diagonal = products.sum(1), np.diag(products)
-    total, own = float(products.sum()), float(np.trace(products))
+    total, trace = float(products.sum()), float(np.trace(products))
     left_out = np.array(
         [
-            _from_sums(own - diagonal[i], total - 2 * rows[i] + diagonal[i], count - 1)
+            _from_sums(trace - diagonal[i], total - 2 * rows[i] + diagonal[i], count - 1)
             for i in range(count)
         ]
     )
@@ -87,7 +87,7 @@ def _ratio(products: Array) -> tuple[float, Interval]:
     return value, (value / factor, value * factor)
 
 
-def _from_sums(own: float, total: float, count: int) -> float:
-    square = (total - own) / (count * (count - 1))  # unbiased ‖G‖² or GᵀHG: pairs i ≠ j
-    noise = own / count - square
+def _from_sums(trace: float, total: float, count: int) -> float:
+    square = (total - trace) / (count * (count - 1))  # unbiased ‖G‖² or GᵀHG: pairs i ≠ j
+    noise = trace / count - square
     return noise / square if square > 0 and noise > 0 else math.inf

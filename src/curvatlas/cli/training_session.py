@@ -213,7 +213,7 @@ class Session:
 
     def state(self) -> TrainingCheckpoint:
         """A copy of everything that moves."""
-        whole = self.optimizer.state_dict()
+        optimizer_state = self.optimizer.state_dict()
         warm, sharpness, turn = self.monitor.warm_start()
         return TrainingCheckpoint(
             step=self.step,
@@ -221,11 +221,14 @@ class Session:
             weights={k: v.detach().clone() for k, v in self.model.state_dict().items()},
             optimizer={
                 f"{index}/{name}": torch.as_tensor(value).clone()
-                for index, entries in whole["state"].items()
+                for index, entries in optimizer_state["state"].items()
                 for name, value in entries.items()
                 if value is not None
             },
-            groups=[{k: v for k, v in g.items() if _storable(v)} for g in whole["param_groups"]],
+            groups=[
+                {k: v for k, v in g.items() if _storable(v)}
+                for g in optimizer_state["param_groups"]
+            ],
             warm_start=warm,
             role_sharpness=sharpness,
             turn=turn,

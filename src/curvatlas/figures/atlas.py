@@ -275,19 +275,19 @@ def entry_heat_map(
     return figure
 
 
-def attention_figure(found: AttentionCurvature) -> Figure:
+def attention_figure(curvature: AttentionCurvature) -> Figure:
     """The map of all data, and the diagonal blocks over the batches with their intervals."""
     figure = new_figure(11.0, 4.2)
     left, right = figure.subplots(1, 2)
-    values = found.whole.frobenius["total"].values.double().clamp_min(1e-300).log10()
+    values = curvature.whole.frobenius["total"].values.double().clamp_min(1e-300).log10()
     image = left.imshow(values.numpy(), cmap=_MAP)
-    left.set_xticks(range(len(found.names)), found.names, rotation=90, fontsize=7)
-    left.set_yticks(range(len(found.names)), found.names, fontsize=7)
+    left.set_xticks(range(len(curvature.names)), curvature.names, rotation=90, fontsize=7)
+    left.set_yticks(range(len(curvature.names)), curvature.names, fontsize=7)
     left.set_title("log10 ‖H‖_F of every pair, all data", fontsize=9)
     figure.colorbar(image, ax=left)
-    steps = range(1, len(found.batches) + 1)
-    for name in found.names:
-        band(right, steps, *found.series(name).T, style="o-", markersize=3, label=name)
+    steps = range(1, len(curvature.batches) + 1)
+    for name in curvature.names:
+        band(right, steps, *curvature.series(name).T, style="o-", markersize=3, label=name)
     right.set(yscale="log", xlabel="batch", ylabel="‖H‖_F of the diagonal block, 95 % interval")
     right.legend(fontsize=7, frameon=False, ncols=2)
     return tidy_log_axes(figure)

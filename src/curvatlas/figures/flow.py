@@ -70,9 +70,9 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
                     alpha=_darkness(k, len(flows)),
                     label=kind if k == len(flows) - 1 else None,
                 )
-    known = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
-    places, labels = thinned([str(layer) for layer in known], 16)
-    axes.set_xticks([known[i] for i in places], labels, fontsize=7)
+    layers_present = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
+    places, labels = thinned([str(layer) for layer in layers_present], 16)
+    axes.set_xticks([layers_present[i] for i in places], labels, fontsize=7)
     axes.set_xlabel("layer")
     _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
 
@@ -114,8 +114,8 @@ def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
         rows = [_step(flow) for flow in flows]
         title = "curvature of the stream over steps"
     else:
-        rows, found = flows[0].matrix("norm")
-        values = found.numpy()
+        rows, matrix = flows[0].matrix("norm")
+        values = matrix.numpy()
         layers = sorted({e.layer for e in flows[0].sublayers if e.layer is not None})
         names = [str(layer) for layer in layers]
         title = "curvature at each sublayer's input"

@@ -29,99 +29,105 @@ if TYPE_CHECKING:
 _TERMS = ("constant", "linear", "quadratic", "cubic", "remainder")
 
 
-def expansion_figure(found: TaylorExpansion) -> Figure:
+def expansion_figure(expansion: TaylorExpansion) -> Figure:
     """Size of each term, with the remainder and its bound."""
     figure = new_figure(6.2, 3.6)
     axes = figure.add_subplot()
-    values = [float(getattr(found, name)) for name in _TERMS]
+    values = [float(getattr(expansion, name)) for name in _TERMS]
     colours = [BLUE if value >= 0 else ORANGE for value in values]
     axes.bar(range(5), [abs(value) for value in values], color=colours)
-    if found.remainder_bound:
-        axes.plot([3.6, 4.4], [found.remainder_bound] * 2, color="black", label="bound")
+    if expansion.remainder_bound:
+        axes.plot([3.6, 4.4], [expansion.remainder_bound] * 2, color="black", label="bound")
         axes.legend(fontsize=8)
     axes.set_xticks(range(5), _TERMS)
-    unit = "difference of losses" if found.compared else "loss"
+    unit = "difference of losses" if expansion.compared else "loss"
     axes.set(ylabel=f"|term| (units of the {unit})", yscale="log")
     axes.set_title("Taylor terms (blue positive, orange negative)")
     return tidy_log_axes(figure)
 
 
-def predicted_figure(found: PredictedTrajectory) -> Figure:
+def predicted_figure(predicted: PredictedTrajectory) -> Figure:
     """Predicted and real loss against steps."""
     figure = new_figure(6.2, 3.6)
     axes = figure.add_subplot()
-    axes.plot(found.losses.tolist(), label="quadratic model", color=BLUE)
-    if found.actual is not None:
-        axes.plot(found.actual.tolist(), "--", label="real run", color=ORANGE)
-    if found.exact_steps < len(found.losses) - 1:
-        axes.axvline(found.exact_steps, color="0.6", linestyle=":", label="exact up to here")
-    if not found.converges and float(found.losses.min()) > 0:
+    axes.plot(predicted.losses.tolist(), label="quadratic model", color=BLUE)
+    if predicted.actual is not None:
+        axes.plot(predicted.actual.tolist(), "--", label="real run", color=ORANGE)
+    if predicted.exact_steps < len(predicted.losses) - 1:
+        axes.axvline(predicted.exact_steps, color="0.6", linestyle=":", label="exact up to here")
+    if not predicted.converges and float(predicted.losses.min()) > 0:
         axes.set_yscale("log")
-    share = found.learning_rate / found.critical_learning_rate
+    share = predicted.learning_rate / predicted.critical_learning_rate
     axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(f"η = {found.learning_rate:.3g} = {share:.2f} × critical")
+    axes.set_title(f"η = {predicted.learning_rate:.3g} = {share:.2f} × critical")
     axes.legend(fontsize=8)
     return tidy_log_axes(figure)
 
 
-def critical_rate_figure(found: CriticalLearningRate) -> Figure:
+def critical_rate_figure(critical: CriticalLearningRate) -> Figure:
     """Growth of a deviation against the rate, and the loss of the runs below and above."""
     figure = new_figure(10.0, 3.8)
     growth, runs = figure.subplots(1, 2)
-    growth.plot(found.ratios, found.expected, "--", color=GREY, label="quadratic model")
-    growth.plot(found.ratios, found.growth, "o", color=BLUE, label="measured in training")
+    growth.plot(critical.ratios, critical.expected, "--", color=GREY, label="quadratic model")
+    growth.plot(critical.ratios, critical.growth, "o", color=BLUE, label="measured in training")
     growth.axhline(1.0, color="0.5", linewidth=0.7)
     growth.axvline(1.0, color=ORANGE, linewidth=0.9, label="critical")
     growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation")
-    growth.set_title(f"critical η = {found.value:.4g}")
-    for ratio, losses in zip(found.ratios, found.losses, strict=True):
+    growth.set_title(f"critical η = {critical.value:.4g}")
+    for ratio, losses in zip(critical.ratios, critical.losses, strict=True):
         runs.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
     runs.set(xlabel="step", ylabel="loss", title="gradient descent at those rates")
-    least = min(float(losses.min()) for losses in found.losses)
-    if least > 0 and max(float(losses.max()) for losses in found.losses) > 10 * least:
+    least = min(float(losses.min()) for losses in critical.losses)
+    if least > 0 and max(float(losses.max()) for losses in critical.losses) > 10 * least:
         runs.set_yscale("log")
     for axes in (growth, runs):
         axes.legend(fontsize=8)
     return tidy_log_axes(figure)
 
 
-def observed_figure(found: ObservedCurvature) -> Figure:
+def observed_figure(observed: ObservedCurvature) -> Figure:
     """Curvature along a trajectory."""
     figure = new_figure(6.2, 3.6)
     axes = figure.add_subplot()
-    series = found.directional if found.source == "weights" else found.values
+    series = observed.directional if observed.source == "weights" else observed.values
     axes.plot(range(len(series)), series.tolist(), "o-", markersize=3, label="at each step")
     axes.ticklabel_format(axis="y", useOffset=False)
-    axes.axhspan(*found.interval, alpha=0.2, label="95 % of the estimate")
+    axes.axhspan(*observed.interval, alpha=0.2, label="95 % of the estimate")
     axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
     axes.legend(fontsize=8)
     return figure
 
 
-def convergence_figure(found: LandscapeConvergence) -> Figure:
+def convergence_figure(convergence: LandscapeConvergence) -> Figure:
     """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
     figure = new_figure(11.5, 8.0)
     (a, b), (c, d) = figure.subplots(2, 2)
-    _draw_curve(a, found.difference, BLUE, f"samples, {_slope(found.difference)}")
-    _draw_curve(a, found.null, GREY, f"noise control, {_slope(found.null)}", "--")
-    k = found.difference.k.tolist()
-    a.plot(k, found.bounds.printed.tolist(), color=ORANGE, label="bound as printed")
-    a.plot(k, found.bounds.corrected.tolist(), ":", color=ORANGE, label="corrected bound")
+    _draw_curve(a, convergence.difference, BLUE, f"samples, {_slope(convergence.difference)}")
+    _draw_curve(a, convergence.null, GREY, f"noise control, {_slope(convergence.null)}", "--")
+    k = convergence.difference.k.tolist()
+    a.plot(k, convergence.bounds.printed.tolist(), color=ORANGE, label="bound as printed")
+    a.plot(k, convergence.bounds.corrected.tolist(), ":", color=ORANGE, label="corrected bound")
     a.set(title="one more sample: change of the loss", ylabel="mean |L(k+1) − L(k)| (loss)")
     colours = (BLUE, GREEN, ORANGE, GREY)
-    for (name, curve), colour in zip(found.terms.items(), colours, strict=True):
+    for (name, curve), colour in zip(convergence.terms.items(), colours, strict=True):
         _draw_curve(b, curve, colour, f"{name} term")
-    _draw_curve(b, found.difference, "black", "all")
+    _draw_curve(b, convergence.difference, "black", "all")
     b.set(title="exact decomposition at w*", ylabel="mean |term| (loss)")
-    _draw_curve(c, found.hessian, BLUE, f"samples, {_slope(found.hessian)}")
-    _draw_curve(c, found.hessian_null, GREY, f"noise control, {_slope(found.hessian_null)}", "--")
-    steps = [s for s in found.spectra if s.step_norm is not None]
+    _draw_curve(c, convergence.hessian, BLUE, f"samples, {_slope(convergence.hessian)}")
+    _draw_curve(
+        c,
+        convergence.hessian_null,
+        GREY,
+        f"noise control, {_slope(convergence.hessian_null)}",
+        "--",
+    )
+    steps = [s for s in convergence.spectra if s.step_norm is not None]
     if steps:
         norms = [s.step_norm for s in steps]
         c.plot([s.k for s in steps], norms, "s", color=GREEN, label="spectral norm, one order")
     c.set(title="one more sample: change of the Hessian")
     c.set_ylabel("‖H(k+1) − H(k)‖_F (loss / parameter²)")
-    _draw_spectra(d, found)
+    _draw_spectra(d, convergence)
     for axes in (a, b, c):
         axes.set(xlabel="samples k", xscale="log", yscale="log")
     for axes in (a, b, c, d):
@@ -141,15 +147,17 @@ def _slope(curve: Curve) -> str:
     return f"∝ k^{curve.fit.exponent:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _draw_spectra(axes: Any, found: LandscapeConvergence) -> None:
-    rows = found.spectra[:-1]  # the last is the reference itself
+def _draw_spectra(axes: Any, convergence: LandscapeConvergence) -> None:
+    rows = convergence.spectra[:-1]  # the last is the reference itself
     if rows:
         distances = [s.wasserstein for s in rows]
         error = error_bars(distances, [s.wasserstein_interval for s in rows])
         label = "W1 to the spectrum of the most samples (95 %)"
         axes.errorbar([s.k for s in rows], distances, yerr=error, fmt="o-", color=BLUE, label=label)
-        largest = [s.largest for s in found.spectra]
-        axes.plot([s.k for s in found.spectra], largest, "s--", color=ORANGE, label="λmax of H(k)")
+        largest = [s.largest for s in convergence.spectra]
+        axes.plot(
+            [s.k for s in convergence.spectra], largest, "s--", color=ORANGE, label="λmax of H(k)"
+        )
         axes.set(xscale="log", yscale="log")
     else:
         axes.plot([], [], label="no spectra were asked for")

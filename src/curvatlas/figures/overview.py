@@ -96,14 +96,14 @@ def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
     view = "block" if len(atlas.names) <= _MOST_NAMES else "role"
     chosen = atlas.view(view)
     values = chosen.values.double().numpy()
-    known = (values > 0) & (chosen.low.double().numpy() > 0)  # the rest is zero up to its interval
+    alive = (values > 0) & (chosen.low.double().numpy() > 0)  # the rest is zero up to its interval
     with np.errstate(divide="ignore"):
-        logs = np.where(known, np.log10(np.where(known, values, 1.0)), np.nan)
-    top = float(np.nanmax(logs)) if known.any() else 0.0
+        logs = np.where(alive, np.log10(np.where(alive, values, 1.0)), np.nan)
+    top = float(np.nanmax(logs)) if alive.any() else 0.0
     import matplotlib as mpl
 
     colours = mpl.colormaps["viridis"].with_extremes(bad="0.8")
-    low = max(float(np.nanmin(logs)), top - _DECADES) if known.any() else -1.0
+    low = max(float(np.nanmin(logs)), top - _DECADES) if alive.any() else -1.0
     # "auto": the layout engine cuts labels of axes whose shape is fixed
     image = axes.imshow(
         logs, cmap=colours, vmin=low, vmax=top, interpolation="nearest", aspect="auto"

@@ -48,22 +48,24 @@ def history_figure(history: CurvatureHistory) -> Figure:
     return figure
 
 
-def trajectory_figure(found: ConvergenceTrajectory) -> Figure:
+def trajectory_figure(trajectory: ConvergenceTrajectory) -> Figure:
     """Loss and gradient norm, sharpness against 2/η, conditioning."""
     figure = new_figure(12, 3.6)
     a, b, c = figure.subplots(1, 3)
-    a.plot(found.losses.tolist(), label="loss of the batch", color=BLUE)
-    a.plot(found.gradient_norms.tolist(), label="gradient norm", color=ORANGE, linewidth=0.8)
+    a.plot(trajectory.losses.tolist(), label="loss of the batch", color=BLUE)
+    a.plot(trajectory.gradient_norms.tolist(), label="gradient norm", color=ORANGE, linewidth=0.8)
     a.set_ylabel("loss, gradient norm (loss / parameter)")
-    top = [look.largest for look in found.looks]
-    error = error_bars(top, [look.largest_interval for look in found.looks])
-    b.errorbar(found.look_steps, top, yerr=error, fmt="o-", color=BLUE, label="λmax (certified)")
-    edge = 2 * (1 + found.momentum) / found.learning_rate
+    top = [look.largest for look in trajectory.looks]
+    error = error_bars(top, [look.largest_interval for look in trajectory.looks])
+    b.errorbar(
+        trajectory.look_steps, top, yerr=error, fmt="o-", color=BLUE, label="λmax (certified)"
+    )
+    edge = 2 * (1 + trajectory.momentum) / trajectory.learning_rate
     b.axhline(edge, color=ORANGE, linestyle="--", label="edge of stability")
     b.set_ylabel("sharpness (loss / parameter²)")
-    kappa = [look.condition_number for look in found.looks]
-    error = error_bars(kappa, [look.interval for look in found.looks], reach=9)
-    c.errorbar(found.look_steps, kappa, yerr=error, fmt="o-", color=GREEN, label="95 %")
+    kappa = [look.condition_number for look in trajectory.looks]
+    error = error_bars(kappa, [look.interval for look in trajectory.looks], reach=9)
+    c.errorbar(trajectory.look_steps, kappa, yerr=error, fmt="o-", color=GREEN, label="95 %")
     c.set_ylabel("condition number λmax / mean |λ|")
     for axes in (a, b, c):
         axes.set(xlabel="step", yscale="log")
@@ -71,28 +73,28 @@ def trajectory_figure(found: ConvergenceTrajectory) -> Figure:
     return tidy_log_axes(figure)
 
 
-def conditioning_figure(found: EffectiveConditioning) -> Figure:
+def conditioning_figure(conditioning: EffectiveConditioning) -> Figure:
     """Sharpness of every layer with its certified interval, and the edge 2/η."""
     figure = new_figure(6.5, 3.6)
     axes = figure.add_subplot()
-    values = [layer.sharpness for layer in found.layers]
-    error = error_bars(values, [layer.interval for layer in found.layers])
+    values = [layer.sharpness for layer in conditioning.layers]
+    error = error_bars(values, [layer.interval for layer in conditioning.layers])
     axes.bar(range(len(values)), values, yerr=error, color=BLUE, capsize=3)
-    axes.axhline(found.largest, color="black", linewidth=1, label="whole model")
-    if found.learning_rate:
-        axes.axhline(2 / found.learning_rate, color=ORANGE, linestyle="--", label="2/η")
-    axes.set_xticks(range(len(values)), [layer.name for layer in found.layers], rotation=30)
+    axes.axhline(conditioning.largest, color="black", linewidth=1, label="whole model")
+    if conditioning.learning_rate:
+        axes.axhline(2 / conditioning.learning_rate, color=ORANGE, linestyle="--", label="2/η")
+    axes.set_xticks(range(len(values)), [layer.name for layer in conditioning.layers], rotation=30)
     axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
     axes.legend(fontsize=8)
     return tidy_log_axes(figure)
 
 
-def layers_figure(found: LayerWiseCurvature) -> Figure:
+def layers_figure(curvature: LayerWiseCurvature) -> Figure:
     """Largest eigenvalue of every sublayer as bars."""
     figure = new_figure(7, 3.8)
     axes = figure.add_subplot()
-    names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in found.layers]
-    axes.bar(range(len(names)), [c.top_eigenvalue for c in found.layers])
+    names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in curvature.layers]
+    axes.bar(range(len(names)), [c.top_eigenvalue for c in curvature.layers])
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes.set(ylabel="largest eigenvalue", title="curvature by layer")
     return figure

@@ -309,7 +309,7 @@ def run_cell(
     problem = Problem(model, loss, [tuple(batch) for batch in some.batches(64)])
     operator = Hessian(problem)
     ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
-    whole = trace(operator, rtol=0.05, seed=seed, max_products=2 * products)
+    total = trace(operator, rtol=0.05, seed=seed, max_products=2 * products)
     density = spectral_density(operator, max_products=products, seed=seed)
     noise = gradient_noise(problem, samples=96)
     top = float(ends.values[0])
@@ -337,8 +337,8 @@ def run_cell(
         hessian_norm=norm,
         hessian_norm_interval=(norm - radius, norm + radius),
         smallest=float(ends.values[-1]),
-        trace=whole.value,
-        trace_interval=whole.interval,
+        trace=total.value,
+        trace_interval=total.interval,
         effective_rank=density.effective_rank,
         effective_rank_interval=density.effective_rank_interval,
         condition_number=condition,

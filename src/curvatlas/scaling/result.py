@@ -199,14 +199,14 @@ def solutions(
             raise ValueError("the loss law needs a grid of at least 3 × 3 sizes and 7 runs.")
         law = grid.law
         rows = np.array([(law.E, law.A, law.B, law.alpha, law.beta), *law.replicas])
-        found = np.array([_by_law(row, parameters, target) for row in rows])
-        if not np.isfinite(found[0]):
+        sizes = np.array([_by_law(row, parameters, target) for row in rows])
+        if not np.isfinite(sizes[0]):
             floor = law.E + law.A * parameters**-law.alpha
             raise ValueError(
                 f"no amount of data brings a model of {parameters:.4g} parameters to {target:.4g}: "
                 f"its fitted floor is {floor:.4g}. Take a larger model."
             )
-        return float(found[0]), found[1:]
+        return float(sizes[0]), sizes[1:]
     if quantity not in grid.planes:
         raise ValueError(f"no fit for {quantity!r}: there are {', '.join(grid.planes)}.")
     plane = grid.planes[quantity]
@@ -220,8 +220,8 @@ def solutions(
     rows = np.concatenate([centre[None], plane.draws(1000, seed)])
     with np.errstate(over="ignore"):
         logs = (math.log(target) - rows[:, 0] - rows[:, 1] * math.log(parameters)) / rows[:, 2]
-        found = np.exp(np.minimum(logs, 700.0))
-    return float(found[0]), found[1:]
+        sizes = np.exp(np.minimum(logs, 700.0))
+    return float(sizes[0]), sizes[1:]
 
 
 def _by_law(row: Array, n: float, target: float | None) -> float:

@@ -1,1 +1,1 @@
-"""."""
+"""What was done with the library: the papers' claims, comparisons, a cost model."""

@@ -69,20 +69,20 @@ class ClaimReport(Result):
         return "\n".join([head, *(f"  {claim}" for claim in self.claims)])
 
 
-def _norms(found: Atlas, part: str = "total") -> dict[str, float]:
-    own = found.view("role", part=part)
-    return dict(zip(own.names, own.values.diagonal().tolist(), strict=True))
+def _norms(one: Atlas, part: str = "total") -> dict[str, float]:
+    roles = one.view("role", part=part)
+    return dict(zip(roles.names, roles.values.diagonal().tolist(), strict=True))
 
 
-def _entry_sizes(found: Atlas) -> dict[str, float]:
+def _entry_sizes(one: Atlas) -> dict[str, float]:
     """Root mean square entry of every role's own block: what the papers' heat maps show."""
-    own = found.view("role")
-    sizes: dict[str, int] = dict.fromkeys(own.names, 0)
-    for name, size in found.sizes.items():
-        role = next((r for r in own.names if name == r or name.endswith(f".{r}")), None)
+    roles = one.view("role")
+    sizes: dict[str, int] = dict.fromkeys(roles.names, 0)
+    for name, size in one.sizes.items():
+        role = next((r for r in roles.names if name == r or name.endswith(f".{r}")), None)
         if role is not None:
             sizes[role] += size
-    return {role: norm / sizes[role] for role, norm in _norms(found).items() if sizes[role]}
+    return {role: norm / sizes[role] for role, norm in _norms(one).items() if sizes[role]}
 
 
 def claim(
@@ -200,8 +200,8 @@ def heterogeneity(atlases: Sequence[Atlas]) -> list[Claim]:
     shares: dict[str, list[float]] = {role: [] for role in ATTENTION}
     for one in atlases:
         outer, functional = _norms(one, "outer"), _norms(one, "functional")
-        for role, found in shares.items():
-            found.append(outer[role] ** 2 / (outer[role] ** 2 + functional[role] ** 2))
+        for role, of_role in shares.items():
+            of_role.append(outer[role] ** 2 / (outer[role] ** 2 + functional[role] ** 2))
     details = {role: spread_of(values) for role, values in shares.items()}
     spread = [
         max(_norms(one)[r] for r in ("query", "key", "value"))
@@ -322,8 +322,8 @@ def examine_claims(
         model_fingerprint=subject.of_model(_model(data, 0)),
         data_fingerprint=subject.of_data(batches),
     ) as run:
-        found = [run.step(f"seed{seed}", functools.partial(one, seed)) for seed in chosen]
-        return run.step("claims", lambda: _report(data, found, depths))
+        measured = [run.step(f"seed{seed}", functools.partial(one, seed)) for seed in chosen]
+        return run.step("claims", lambda: _report(data, measured, depths))
 
 
 def _measure(
@@ -356,21 +356,21 @@ def _measure(
     )
 
 
-def _report(data: Dataset, found: Sequence[SeedOfClaims], depths: Sequence[int]) -> ClaimReport:
-    before, after = [one.before for one in found], [one.after for one in found]
+def _report(data: Dataset, measured: Sequence[SeedOfClaims], depths: Sequence[int]) -> ClaimReport:
+    before, after = [one.before for one in measured], [one.after for one in measured]
     claims = (
         *dominance("initialisation", before),
         *dominance("training", after),
         growth_in_training(before, after),
         *heterogeneity(before),
-        growth_with_depth("post-norm", [one.growth[0] for one in found], depths),
-        growth_with_depth("pre-norm", [one.growth[1] for one in found], depths),
-        norm_curvature([one.slope for one in found]),
+        growth_with_depth("post-norm", [one.growth[0] for one in measured], depths),
+        growth_with_depth("pre-norm", [one.growth[1] for one in measured], depths),
+        norm_curvature([one.slope for one in measured]),
     )
     return ClaimReport(
         dataset=data.name,
-        seeds=len(found),
-        accuracy=spread_of(one.accuracy for one in found),
+        seeds=len(measured),
+        accuracy=spread_of(one.accuracy for one in measured),
         claims=claims,
     )
 
@@ -396,8 +396,10 @@ def norm_slope(problem: Problem) -> float:
             parent, _, made = step.through[0]
             width = parent.tensor.shape[-1]
             tokens = made.shape[1] // width
-            own = made.reshape(view.count, tokens, width, tokens, width).diagonal(dim1=1, dim2=3)
-            created = own.pow(2).sum((1, 2)).sqrt()  # (samples, tokens)
+            token_blocks = made.reshape(view.count, tokens, width, tokens, width).diagonal(
+                dim1=1, dim2=3
+            )
+            created = token_blocks.pow(2).sum((1, 2)).sqrt()  # (samples, tokens)
             slope = step.slope.reshape(view.count, tokens, width).norm(dim=-1)
             variance = parent.tensor.detach().reshape(view.count, tokens, width)
             variance = variance.var(-1, unbiased=False)

@@ -120,17 +120,19 @@ def compare(
     roles: dict[str, dict[str, Spread]] = {}
     first: dict[str, Atlas] = {}
     for name, maker in track(makers.items(), title, total=len(makers)):
-        found: list[dict[str, float]] = []
+        numbers: list[dict[str, float]] = []
         by_role: list[dict[str, float]] = []
         for seed in seeds:
             problem = maker(seed)
             one = atlas(problem, method="sketch", rtol=rtol, products=products, seed=seed)
             first.setdefault(name, one)
-            found.append(numbers_of(problem, one))
-            own = one.view("role")
-            by_role.append(dict(zip(own.names, own.values.diagonal().tolist(), strict=True)))
+            numbers.append(numbers_of(problem, one))
+            by_view = one.view("role")
+            by_role.append(
+                dict(zip(by_view.names, by_view.values.diagonal().tolist(), strict=True))
+            )
         rows[name] = {
-            key: spread_of((f[key] for f in found), ratio=key != "trace") for key in QUANTITIES
+            key: spread_of((f[key] for f in numbers), ratio=key != "trace") for key in QUANTITIES
         }
         roles[name] = {
             role: spread_of((r[role] for r in by_role), ratio=True) for role in by_role[0]
@@ -138,24 +140,24 @@ def compare(
     return Comparison(title=title, rows=rows, roles=roles, atlases=first, seeds=len(seeds))
 
 
-def numbers_of(problem: Problem, found: Atlas) -> dict[str, float]:
+def numbers_of(problem: Problem, one: Atlas) -> dict[str, float]:
     """The summary numbers of one atlas."""
-    whole = {part: found.view("model", part=part)["model"] for part in PARTS}
-    squares = whole["outer"] ** 2, whole["functional"] ** 2
-    diagonal = found.frobenius["total"].values.diagonal()
+    norms = {part: one.view("model", part=part)["model"] for part in PARTS}
+    squares = norms["outer"] ** 2, norms["functional"] ** 2
+    diagonal = one.frobenius["total"].values.diagonal()
     scaled = torch.tensor(
-        [float(v) / math.sqrt(n) for v, n in zip(diagonal, found.sizes.values(), strict=True)]
+        [float(v) / math.sqrt(n) for v, n in zip(diagonal, one.sizes.values(), strict=True)]
     )
     alive = scaled[scaled > 1e-6 * scaled.max()]
     return {
         "loss": problem.value(),
-        "norm": whole["total"],
-        "outer_norm": whole["outer"],
-        "functional_norm": whole["functional"],
-        "trace": found.view("model", "trace")["model"],
+        "norm": norms["total"],
+        "outer_norm": norms["outer"],
+        "functional_norm": norms["functional"],
+        "trace": one.view("model", "trace")["model"],
         "outer_share": squares[0] / (squares[0] + squares[1]),
-        "block_diagonal_share": found.diagonal_share["block/total"][0],
-        "layer_diagonal_share": found.diagonal_share["layer/total"][0],
+        "block_diagonal_share": one.diagonal_share["block/total"][0],
+        "layer_diagonal_share": one.diagonal_share["layer/total"][0],
         "heterogeneity": float(alive.max() / alive.min()),
     }
 
@@ -254,9 +256,9 @@ def compare_checkpoints(
     """One model with several state dictionaries on the same data; the model is left as it was."""
 
     def at(state: Mapping[str, Tensor]) -> Callable[[int], Problem]:
-        own = copy.deepcopy(model)
-        own.load_state_dict(dict(state))
-        return lambda seed: Problem(own, loss, data)
+        loaded = copy.deepcopy(model)
+        loaded.load_state_dict(dict(state))
+        return lambda seed: Problem(loaded, loss, data)
 
     makers = {name: at(state) for name, state in checkpoints.items()}
     return compare("checkpoints", makers, seeds=(0,), **options)

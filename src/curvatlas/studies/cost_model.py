@@ -80,8 +80,8 @@ class TransformerShape:
         """Numbers that the kept graph of one gradient holds, without the weights."""
         widths, hiddens, scores, ends = SAVED[self.gated]
         layer = widths * self.width + hiddens * self.hidden + scores * self.heads * length
-        whole = ends * self.width + SAVED_LOGITS[quantity] * self.vocabulary
-        return float(tokens) * (self.layers * layer + whole)
+        rest = ends * self.width + SAVED_LOGITS[quantity] * self.vocabulary
+        return float(tokens) * (self.layers * layer + rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ class Task:
     @property
     def message_bytes(self) -> float:
         """Sent by each process in the one reduction: 2 (n − 1)/n of the products, in a ring."""
-        whole = self.shape.parameters * self.columns * self.itemsize
-        return 2 * (self.processes - 1) / self.processes * whole
+        reduced = self.shape.parameters * self.columns * self.itemsize
+        return 2 * (self.processes - 1) / self.processes * reduced
 
     @property
     def messages(self) -> int:

@@ -87,10 +87,10 @@ class Stack:
 
     def gradient(self) -> Tensor:
         """The parameters' gradients as one tensor, in the dtype of the arithmetic."""
-        found = [p.grad for p in self.parameters if p.grad is not None]
-        if any(g.is_sparse for g in found):
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if any(g.is_sparse for g in gradients):
             raise ValueError("sparse gradients are not supported: use Embedding(sparse=False).")
-        return self.join(found)
+        return self.join(gradients)
 
     def advance(self, gradient: Tensor) -> Tensor:
         """Take the gradient into the momentum and return the new direction."""

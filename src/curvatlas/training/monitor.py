@@ -179,7 +179,7 @@ class Measuring:
         if self._vanishes(view):
             self._role_sharpness[role] = 0.0
             return
-        found = eigenpairs(
+        top = eigenpairs(
             view,
             k=1,
             which="largest",
@@ -189,8 +189,8 @@ class Measuring:
             data_error=False,
             seed=self._seed,
         )
-        self._role_sharpness[role] = float(found.values.max())
-        self._role_vectors[role] = found.vectors[:, :1]
+        self._role_sharpness[role] = float(top.values.max())
+        self._role_vectors[role] = top.vectors[:, :1]
 
     def _vanishes(self, view: LinearOperator) -> bool:
         """Whether H[role, role] is rounding alone: a key's bias moves no attention weight."""

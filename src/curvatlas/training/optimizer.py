@@ -27,15 +27,15 @@ StepSizes = Literal["whole", "role", "block"]
 
 
 def parameter_groups(
-    given: nn.Module | Iterable[Any], model: nn.Module | None, step_sizes: StepSizes
+    wanted: nn.Module | Iterable[Any], model: nn.Module | None, step_sizes: StepSizes
 ) -> Any:
-    """What ``torch.optim.Optimizer`` takes: what was given, or the model's parameters in groups."""
+    """What ``torch.optim.Optimizer`` takes: the parameters passed, or the model's in groups."""
     if step_sizes not in ("whole", "role", "block"):
         raise ValueError(f"step_sizes is 'whole', 'role' or 'block', got {step_sizes!r}.")
     if model is None:
         if step_sizes != "whole":
             raise ValueError(f"step_sizes={step_sizes!r} needs the model, not its parameters.")
-        return given
+        return wanted
     parameters = list(model.parameters())
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
@@ -50,9 +50,9 @@ def _grouped(model: nn.Module, step_sizes: StepSizes) -> list[dict[str, Any]]:
         where = piece.sublayer if piece.layer is None else f"{piece.layer}.{piece.sublayer}"
         if step_sizes == "role":
             where = piece.role if named[piece.parameter].ndim > 1 else "vectors"
-        known = names.setdefault(piece.parameter, where)
-        if where not in known.split("+"):  # query, key and value in one matrix
-            names[piece.parameter] = f"{known}+{where}"
+        earlier = names.setdefault(piece.parameter, where)
+        if where not in earlier.split("+"):  # query, key and value in one matrix
+            names[piece.parameter] = f"{earlier}+{where}"
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in named.items():
         groups.setdefault(names.get(name, "others"), []).append(parameter)
@@ -66,8 +66,8 @@ def edges(model: nn.Module | None) -> frozenset[int]:
     named = dict(model.named_parameters())
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     slices = anatomy_of(model).slices
-    known = {id(named[s.parameter]) for s in slices if s.sublayer in ("embedding", "head")}
-    return frozenset(tables | known)
+    by_place = {id(named[s.parameter]) for s in slices if s.sublayer in ("embedding", "head")}
+    return frozenset(tables | by_place)
 
 
 Closure = Callable[[], Any]
@@ -391,7 +391,9 @@ class CurvatureAwareOptimizer(Optimizer):
     def _step(self) -> bool:
         stacks = self._current()
         gradients = [[stack.gradient() for stack in row] for row in stacks]
-        overlaps = [_slope(row, given) for row, given in zip(stacks, gradients, strict=True)]
+        overlaps = [
+            _slope(row, row_gradients) for row, row_gradients in zip(stacks, gradients, strict=True)
+        ]
         if not all(map(math.isfinite, overlaps)):
             # 0 · NaN and 0 · ∞ are NaN: a bad gradient shows before it has touched the momentum.
             self.skipped += 1
@@ -399,7 +401,7 @@ class CurvatureAwareOptimizer(Optimizer):
                 f"the gradient is not finite: step left out ({self.skipped} so far).", stacklevel=3
             )
             return False
-        for group, row, given, overlap in zip(
+        for group, row, row_gradients, overlap in zip(
             self.param_groups, stacks, gradients, overlaps, strict=True
         ):
             if not row:
@@ -409,11 +411,11 @@ class CurvatureAwareOptimizer(Optimizer):
                 control.ceiling = MAX_CHANGE * min(stack.size for stack in row)
             control.follow(overlap)
             rate = control.rate(float(group["lr"]))
-            for stack, gradient in zip(row, given, strict=True):
+            for stack, gradient in zip(row, row_gradients, strict=True):
                 direction = stack.advance(gradient)
                 stack.move(direction, rate=rate, decay=group["weight_decay"])
                 stack.direction.copy_(direction)
-            control.stepped(rate, _slope(row, given))
+            control.stepped(rate, _slope(row, row_gradients))
             control.keep(group)
             group["steps"] += 1
         return True
@@ -439,15 +441,15 @@ class CurvatureAwareOptimizer(Optimizer):
             sizes = (tuple(p.shape[::-1]) if lies(p) else tuple(p.shape)) if spectral else ()
             steps = int(self.state[p].get("step", 0))
             alike.setdefault((spectral, sizes, p.dtype, p.device, steps), []).append(p)
-        found: list[Stack] = []
+        stacks: list[Stack] = []
         for (spectral, *_), parameters in alike.items():
             states = [self.state[p] for p in parameters]
             if spectral:
-                found.append(SpectralStack(parameters, states, momentum=group["momentum"]))
+                stacks.append(SpectralStack(parameters, states, momentum=group["momentum"]))
             else:
                 options = {"betas": group["betas"], "eps": group["eps"]}
-                found.append(DiagonalStack(parameters, states, **options))
-        return found
+                stacks.append(DiagonalStack(parameters, states, **options))
+        return stacks
 
     def _is_spectral(self, parameter: nn.Parameter, method: str) -> bool:
         if method == "auto":

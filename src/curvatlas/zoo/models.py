@@ -139,8 +139,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         if config.activation not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
-            raise ValueError(f"unknown activation {config.activation!r}: choose from {known}.")
+            names = ", ".join(_ACTIVATIONS)
+            raise ValueError(f"unknown activation {config.activation!r}: choose from {names}.")
         self.activation = config.activation
         self._function, self.gated = _ACTIVATIONS[config.activation]
         d, hidden = config.d_model, config.d_ff or 4 * config.d_model
@@ -343,8 +343,8 @@ class MLP(nn.Module):
         super().__init__()
         self.config = config = config or MLPConfig()
         if config.activation not in _FUNCTIONS:
-            known = ", ".join(_FUNCTIONS)
-            raise ValueError(f"unknown activation {config.activation!r}: choose from {known}.")
+            names = ", ".join(_FUNCTIONS)
+            raise ValueError(f"unknown activation {config.activation!r}: choose from {names}.")
         sizes = [config.inputs, *[config.width] * config.n_layers]
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=config.bias) for a, b in pairwise(sizes))
         self.head = nn.Linear(sizes[-1], config.outputs, bias=config.bias)

@@ -56,8 +56,8 @@ class AttentionCurvature(Result):
     ) -> Tensor:
         """(batches, 3): value, low and high of one entry in every batch."""
         entries = []
-        for found in self.batches:
-            shown = found.view("block", quantity, part)
+        for one in self.batches:
+            shown = one.view("block", quantity, part)
             i = shown.place(row)
             j = i if column is None else shown.place(column)
             place: Any = i if shown.values.ndim == 1 else (i, j)
@@ -116,16 +116,16 @@ def analyze_attention_curvature(
         return atlas(part, heads=heads, biases=biases, rtol=rtol, products=products, seed=seed)
 
     batches = list(problem.batches())
-    whole = mapped(problem)
+    of_all_data = mapped(problem)
     if len(batches) == 1:
-        parts = [whole]
+        parts = [of_all_data]
     else:
         parts = [
             mapped(problem.with_batches([batch]))
             for batch in track(batches, "batches", total=len(batches))
         ]
     return AttentionCurvature(
-        whole=whole, batches=tuple(parts), targets=tuple(float(b.count) for b in batches)
+        whole=of_all_data, batches=tuple(parts), targets=tuple(float(b.count) for b in batches)
     )
 
 
@@ -183,18 +183,18 @@ def attention_sinks(model: nn.Module, inputs: Mapping[str, Any]) -> AttentionSin
     try:
         config._attn_implementation = "eager"
         with torch.no_grad():
-            found = model(**inputs, output_attentions=True).attentions
+            attentions = model(**inputs, output_attentions=True).attentions
     finally:
         config._attn_implementation = before
-    if not found or found[0] is None:
+    if not attentions or attentions[0] is None:
         raise ProblemError(f"{type(model).__name__} returned no attention weights.")
-    length = found[0].shape[-1]
+    length = attentions[0].shape[-1]
     if length < 2:
         raise ProblemError("a sequence of one token has no other to look at: give longer ones.")
     mass = torch.stack(
-        [in_float64(w[:, :, 1:, 0]).mean((0, 2)) for w in found]
+        [in_float64(w[:, :, 1:, 0]).mean((0, 2)) for w in attentions]
     )  # (B, H, L, L) each
-    causal = not bool(found[0][:, :, 0, 1:].any())
+    causal = not bool(attentions[0][:, :, 0, 1:].any())
     steps = torch.arange(2, length + 1, dtype=torch.float64)
     uniform = float((1 / steps).mean()) if causal else 1 / length
     return AttentionSinks(mass=mass.cpu(), uniform=uniform)

@@ -285,63 +285,63 @@ def _rounding(problem: Problem) -> float:
 
 
 def closed_maps(
-    found: ClosedForm, operator: CurvatureParts, blocks: Sequence[Block], room: int
+    form: ClosedForm, operator: CurvatureParts, blocks: Sequence[Block], room: int
 ) -> tuple[Maps, Shares]:
     """Every map from the closed form: from the matrices where three fit ``room`` bytes.
 
     Beyond that the exact Frobenius norms and traces alone (derivations §12), with nothing P × P.
     """
-    derivatives = found.derivatives
+    derivatives = form.derivatives
     size = derivatives.size
     if 4 * size**2 * operator.dtype.itemsize <= room:
         matrices: dict[str, Tensor] = {part: derivatives.dense(part) for part in PARTS}
-        _agree(found, operator, matrices)
-        return maps_of_matrices(matrices, [found.places(block) for block in blocks], blocks)
-    members = _members(found, blocks)
+        _agree(form, operator, matrices)
+        return maps_of_matrices(matrices, [form.places(block) for block in blocks], blocks)
+    members = _members(form, blocks)
     largest = max(block.size for block in blocks)
     if largest**2 * operator.dtype.itemsize > room:
         raise UnmappedModuleError("one block of the closed form is larger than the budget.")
-    return _norm_maps(found, blocks, members)
+    return _norm_maps(form, blocks, members)
 
 
-def _agree(found: ClosedForm, operator: CurvatureParts, matrices: dict[str, Tensor]) -> None:
+def _agree(form: ClosedForm, operator: CurvatureParts, matrices: dict[str, Tensor]) -> None:
     """One product of the operator against the matrices: the closed form is of this very loss."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(
-        found.derivatives.size, 1, generator=generator, dtype=torch.float64, device="cpu"
+        form.derivatives.size, 1, generator=generator, dtype=torch.float64, device="cpu"
     )
     vector = vector.to(operator.device, operator.dtype)
     wanted = operator.flat_parts(vector)
-    ours = found.mapped.from_module_order(vector)
+    ours = form.mapped.from_module_order(vector)
     for part in PARTS:
-        got = found.mapped.to_module_order(matrices[part] @ ours)
+        got = form.mapped.to_module_order(matrices[part] @ ours)
         scale = float(torch.linalg.norm(wanted["total"])) + float(torch.linalg.norm(wanted[part]))
         if float(torch.linalg.norm(got - wanted[part])) > _rounding(operator.problem) * scale:
             raise UnmappedModuleError(f"the closed form's {part} part is not the operator's.")
 
 
-def _members(found: ClosedForm, blocks: Sequence[Block]) -> list[list[int]]:
+def _members(form: ClosedForm, blocks: Sequence[Block]) -> list[list[int]]:
     """The closed form's weights that make up every block; refused where a weight is cut."""
-    offsets = list(found.derivatives.offsets.values())
+    offsets = list(form.derivatives.offsets.values())
     members: list[list[int]] = []
     for block in blocks:
-        places = set(found.places(block).tolist())
-        own = [k for k, (start, size) in enumerate(offsets) if start in places and size]
-        if sum(offsets[k][1] for k in own) != block.size or not all(
-            start + size - 1 in places for start, size in (offsets[k] for k in own)
+        places = set(form.places(block).tolist())
+        weights = [k for k, (start, size) in enumerate(offsets) if start in places and size]
+        if sum(offsets[k][1] for k in weights) != block.size or not all(
+            start + size - 1 in places for start, size in (offsets[k] for k in weights)
         ):
             raise UnmappedModuleError(f"{block.name} is a part of a weight: no closed norm.")
-        members.append(own)
+        members.append(weights)
     return members
 
 
 def _norm_maps(
-    found: ClosedForm, blocks: Sequence[Block], members: list[list[int]]
+    form: ClosedForm, blocks: Sequence[Block], members: list[list[int]]
 ) -> tuple[Maps, Shares]:
     """Exact norms and traces; ‖A‖_F/√rank ≤ ‖A‖₂ ≤ ‖A‖_F brackets the spectral norms."""
     maps: Maps = {}
     shares: Shares = {}
-    derivatives = found.derivatives
+    derivatives = form.derivatives
     gather = _members_of(dict(enumerate(members)), len(derivatives.names))
     for part in PARTS:
         energy = gather @ derivatives.frobenius(part).cpu().double().square() @ gather.T

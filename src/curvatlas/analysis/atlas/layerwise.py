@@ -80,9 +80,9 @@ class RoleTraces(Result):
         return replace(
             self,
             roles=roles,
-            sizes=tuple(sum(self.sizes[k] for k in own) for own in places),
-            samples=torch.stack([self.samples[:, own].sum(1) for own in places], dim=1),
-            known=torch.stack([self.known[own].sum() for own in places]),
+            sizes=tuple(sum(self.sizes[k] for k in members) for members in places),
+            samples=torch.stack([self.samples[:, members].sum(1) for members in places], dim=1),
+            known=torch.stack([self.known[members].sum() for members in places]),
         )
 
     def __add__(self, other: RoleTraces) -> RoleTraces:
@@ -187,13 +187,13 @@ def role_shares(problem: Problem, vectors: Tensor) -> Participation:
         squares = vectors[:, k].float().square_()
         fourth[k] = sum_in_float64(squares.square())
         mass[k] = _by_role(squares, roles)
-    whole = mass.sum(1, keepdim=True)
-    mass /= whole
+    total = mass.sum(1, keepdim=True)
+    mass /= total
     return Participation(
         groups=tuple(roles),
         mass=mass,
         ratio=1 / mass.square().sum(1),
-        entries=whole.squeeze(1).square() / fourth,
+        entries=total.squeeze(1).square() / fourth,
     )
 
 
@@ -280,8 +280,8 @@ class ModuleWiseCurvature(Result):
         for entry in self.modules:
             if entry.module == module:
                 return entry
-        known = ", ".join(entry.module for entry in self.modules)
-        raise KeyError(f"there is no module {module!r}; there are {known}.")
+        names = ", ".join(entry.module for entry in self.modules)
+        raise KeyError(f"there is no module {module!r}; there are {names}.")
 
     def __str__(self) -> str:
         lines = [f"{'module':<32} {'‖H‖_F':>10} {'tr H':>10} {'‖S‖_F':>10} {'tr S':>10}"]
@@ -339,19 +339,19 @@ def module_wise_curvature(
     of_outputs, products = activation_curvature(problem, probes=probes, seed=seed)
     entries = []
     for path, module in problem.model.named_modules():
-        known, output = of_parameters.get(path), of_outputs.get(path)
-        if known is None and output is None:
+        inner, output = of_parameters.get(path), of_outputs.get(path)
+        if inner is None and output is None:
             continue
         entries.append(
             ModuleCurvature(
                 module=path,
                 type=type(module).__name__,
-                size=known[3] if known else 0,
-                parameters=known[0] if known else None,
-                parameter_spectral_interval=known[1] if known else None,
+                size=inner[3] if inner else 0,
+                parameters=inner[0] if inner else None,
+                parameter_spectral_interval=inner[1] if inner else None,
                 activation=output[0] if output else None,
                 activation_shape=output[1] if output else None,
-                gradient_norm=known[2] if known else 0.0,
+                gradient_norm=inner[2] if inner else 0.0,
             )
         )
     return ModuleWiseCurvature(modules=tuple(entries), products=sketch.products + products)
@@ -387,7 +387,7 @@ def activation_curvature(
         handles.append(module.register_forward_hook(keep))
     batch = next(problem.batches())
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    found: dict[str, tuple[Measure, tuple[int, ...]]] = {}
+    measures: dict[str, tuple[Measure, tuple[int, ...]]] = {}
     products = 0
     try:
         with problem.evaluating():
@@ -407,8 +407,8 @@ def activation_curvature(
                 images = pulled([slope], [tensor], [basis])[0].detach()
                 products += len(basis)
                 measure = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1).measure
-                found[path] = (measure, tuple(tensor.shape))
+                measures[path] = (measure, tuple(tensor.shape))
     finally:
         for handle in handles:
             handle.remove()
-    return found, products
+    return measures, products

@@ -240,16 +240,16 @@ def _grouped_spectral(low: Array, high: Array, places: Sequence[Sequence[int]]) 
 def _share(energy: Energy, part: int) -> tuple[float, float, float]:
     """Share of the diagonal in the whole squared norm, with a 95 % interval."""
     value, variance = energy.value[part], energy.variance[part]
-    inside, whole = float(np.trace(value)), float(value.sum())
-    if whole <= 0:
+    inside, total = float(np.trace(value)), float(value.sum())
+    if total <= 0:
         return float("nan"), float("nan"), float("nan")
-    outside = whole - inside
-    share = inside / whole
+    outside = total - inside
+    share = inside / total
     # d share = (outside · d inside − inside · d outside) / whole²; off-diagonal entries and their
     # transposes are one estimate, so their errors add before squaring.
     deviations = np.sqrt(variance)
     off = float(((2 * np.triu(deviations, 1)) ** 2).sum())
-    spread = np.sqrt(outside**2 * float(np.trace(variance)) + inside**2 * off) / whole**2
+    spread = np.sqrt(outside**2 * float(np.trace(variance)) + inside**2 * off) / total**2
     return share, max(0.0, share - _NORMAL * spread), min(1.0, share + _NORMAL * spread)
 
 
@@ -258,17 +258,17 @@ def _coupling(frobenius: AtlasMap) -> AtlasMap:
     floor = 1e-12 * float(frobenius.values.max())  # a block of zeros couples to nothing
 
     def ratio(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
-        own = bottom.diagonal()
-        scale = (own[:, None] * own[None, :]).sqrt()
+        diagonal = bottom.diagonal()
+        scale = (diagonal[:, None] * diagonal[None, :]).sqrt()
         result: torch.Tensor = top / scale
-        known = frobenius.values.diagonal() > floor
-        both = known[:, None] & known[None, :]
+        alive = frobenius.values.diagonal() > floor
+        both = alive[:, None] & alive[None, :]
         return torch.where(both, result, torch.full_like(top, torch.nan))
 
     value = ratio(frobenius.values, frobenius.values)
     low, high = ratio(frobenius.low, frobenius.high), ratio(frobenius.high, frobenius.low)
     for end in (value, low, high):
-        known = ~torch.isnan(end.diagonal())
-        end.diagonal()[known] = 1.0
+        alive = ~torch.isnan(end.diagonal())
+        end.diagonal()[alive] = 1.0
     key = f"{frobenius.view}/coupling/{frobenius.part}"
     return atlas_map(key, frobenius.names, value, low, high)

@@ -63,12 +63,12 @@ def blocks_of(
     if by != "role":
         return _coarse(anatomy, by)
     groups: dict[str, list[Slice]] = {}
-    known = set(anatomy.names)
+    names = set(anatomy.names)
     for piece in anatomy.slices:
         for part in _heads_of(anatomy, piece) if heads else [piece]:
             name = part.name
             if not biases:
-                name = _weight_of(part.name, known, heads=heads)
+                name = _weight_of(part.name, names, heads=heads)
             groups.setdefault(name, []).append(part)
     return tuple(_block(name, slices) for name, slices in groups.items())
 
@@ -82,8 +82,10 @@ def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
     """
     groups: dict[tuple[str, str], list[Slice]] = {}
     for piece in anatomy.slices:
-        own = _block(piece.name, [piece])
-        groups.setdefault((own.layer, own.sublayer if by == "sublayer" else ""), []).append(piece)
+        single = _block(piece.name, [piece])
+        groups.setdefault((single.layer, single.sublayer if by == "sublayer" else ""), []).append(
+            piece
+        )
     sublayers = Counter(layer for layer, _ in groups)
     blocks = []
     for (layer, sublayer), slices in groups.items():
@@ -110,7 +112,7 @@ def _heads_of(anatomy: Anatomy, piece: Slice) -> Sequence[Slice]:
         return [piece]  # embeddings, norms, feed-forward parts have no heads
 
 
-def _weight_of(name: str, known: set[str], *, heads: bool) -> str:
+def _weight_of(name: str, names: set[str], *, heads: bool) -> str:
     """The weight that a bias belongs to: "query_bias" → "query", "head.bias" → "head.weight"."""
     stem, dot, last = name.rpartition(".")
     head = ""
@@ -122,7 +124,7 @@ def _weight_of(name: str, known: set[str], *, heads: bool) -> str:
         last.removesuffix("_bias") + "_weight",
     ):
         candidate = f"{stem}{dot}{weight}"
-        if weight != last and candidate in known:
+        if weight != last and candidate in names:
             return candidate + head
     return name
 
@@ -301,22 +303,22 @@ class Atlas(Result):
         """The dominating entries of the map, largest share of ‖H‖_F² first."""
         chosen = self.view(view, part=part)
         values = chosen.values.double()
-        whole = float((values**2).sum())
-        found = []
+        total = float((values**2).sum())
+        entries = []
         for i, row in enumerate(chosen.names):
             for j in range(i, len(chosen.names)):
                 twice = 1 if i == j else 2
-                found.append(
+                entries.append(
                     RankedBlock(
                         row=row,
                         column=chosen.names[j],
                         frobenius=float(values[i, j]),
                         interval=(float(chosen.low[i, j]), float(chosen.high[i, j])),
-                        share=twice * float(values[i, j]) ** 2 / whole if whole > 0 else 0.0,
+                        share=twice * float(values[i, j]) ** 2 / total if total > 0 else 0.0,
                     )
                 )
-        found.sort(key=lambda entry: -entry.share)
-        return tuple(found[:count])
+        entries.sort(key=lambda entry: -entry.share)
+        return tuple(entries[:count])
 
     def plot(self, **options: Any) -> Any:
         """The three parts side by side on one colour scale; see ``figures.atlas.plot_atlas``."""
@@ -327,10 +329,10 @@ class Atlas(Result):
         return save_figures(self, folder)
 
     def __str__(self) -> str:
-        whole = self.view("model")
-        low, high = whole.interval_of("model")
+        model = self.view("model")
+        low, high = model.interval_of("model")
         lines = [
-            f"{len(self.sizes)} blocks, ‖H‖_F = {whole['model']:.4g} [{low:.4g}, {high:.4g}], "
+            f"{len(self.sizes)} blocks, ‖H‖_F = {model['model']:.4g} [{low:.4g}, {high:.4g}], "
             f"{self.method}, {self.products} products, entries ± {self.error:.1%}"
             f"{'' if self.converged else f' (asked for {self.rtol:.0%})'}",
         ]

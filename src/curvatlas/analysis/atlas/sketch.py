@@ -206,21 +206,21 @@ def coded_probes(basis: Tensor, count: int, generator: torch.Generator) -> Tenso
     only pairs inside a class make noise, Var = 2 Σ_c Σ_{i ≠ j ∈ c} B_ij²: none of the q leading
     directions disturbs another, and no product more is needed than for isotropic probes.
     """
-    size, known = basis.shape
+    size, rank = basis.shape
     probes = torch.zeros(size, count, dtype=basis.dtype)
-    rest = size - known
+    rest = size - rank
     if rest > 0:
         # Isotropic where nothing is known; fewer columns where the complement has fewer dimensions.
         some = min(count, rest)
         draw = torch.randn(size, some, generator=generator, dtype=basis.dtype, device="cpu")
         draw -= basis @ (basis.T @ draw)
         probes[:, :some] = orthonormal(draw) * (rest / some) ** 0.5
-    if known > 0:
+    if rank > 0:
         signs = (
-            torch.randint(0, 2, (known,), generator=generator, device="cpu").to(basis.dtype) * 2 - 1
+            torch.randint(0, 2, (rank,), generator=generator, device="cpu").to(basis.dtype) * 2 - 1
         )
-        classes = torch.zeros(known, count, dtype=basis.dtype)
-        places = torch.arange(known)
+        classes = torch.zeros(rank, count, dtype=basis.dtype)
+        places = torch.arange(rank)
         classes[places, places % count] = signs
         probes += basis @ classes
     return probes
@@ -419,9 +419,11 @@ _FIELDS = ("value", "variance", "fourth", "pairs", "seen")
 def _both_triangles(energy: Energy, probes: Array) -> Energy:
     """Average an entry with its transpose, weighted by probes; the diagonal stays as it is."""
     transposed = Energy(*(np.swapaxes(getattr(energy, f), -1, -2) for f in _FIELDS))
-    own, other = np.broadcast_arrays(probes[None, :], probes[:, None])
+    here, there = np.broadcast_arrays(probes[None, :], probes[:, None])
     with np.errstate(invalid="ignore"):
-        weight = np.where(np.isinf(own), np.where(np.isinf(other), 0.5, 1.0), own / (own + other))
+        weight = np.where(
+            np.isinf(here), np.where(np.isinf(there), 0.5, 1.0), here / (here + there)
+        )
     np.fill_diagonal(weight, 0.5)
     weight, rest = weight[None], 1 - weight[None]
     diagonal = np.eye(len(probes), dtype=bool)[None]

@@ -242,22 +242,22 @@ def landscape_convergence(
         raise ValueError("need orders ≥ 5, outliers ≥ 0 and probes ≥ 2.")
     move = _displacement(problem, displacement, seed)
     directions = _directions(problem, move, outliers, probes, spectrum_samples, seed)
-    found = sample_quantities(problem, directions, limit=limit)
-    samples = len(found.losses)
+    quantities = sample_quantities(problem, directions, limit=limit)
+    samples = len(quantities.losses)
     if samples < 20:
         raise ValueError(f"convergence with k needs at least 20 samples, got {samples}.")
     there = sample_losses(_at(problem, 1.0, move), limit=samples)
     terms = {
         "difference": there,
-        "value": found.losses,
-        "gradient": found.slopes[:, -1],
-        "curvature": found.curvatures[:, -1, -1] / 2,
+        "value": quantities.losses,
+        "gradient": quantities.slopes[:, -1],
+        "curvature": quantities.curvatures[:, -1, -1] / 2,
     }
     terms["rest"] = there - terms["value"] - terms["gradient"] - terms["curvature"]
     bins = Bins(samples)
-    losses, stable_loss = _loss_curves(terms, found.counts, bins, orders, tolerance, seed)
+    losses, stable_loss = _loss_curves(terms, quantities.counts, bins, orders, tolerance, seed)
     hessian, stable_hessian, ratio, probe_error = _hessian_curves(
-        found, outliers, probes, bins, orders, curvature_tolerance, seed
+        quantities, outliers, probes, bins, orders, curvature_tolerance, seed
     )
     return LandscapeConvergence(
         samples=samples,
@@ -275,15 +275,15 @@ def landscape_convergence(
         probe_error=probe_error,
         stable_loss=stable_loss,
         stable_hessian=stable_hessian,
-        bounds=_bounds(problem, move, found, bins),
+        bounds=_bounds(problem, move, quantities, bins),
         spectra=_spectra(problem, min(samples, spectrum_samples), spectra, seed),
         products=samples * directions.shape[1],
     )
 
 
-def _displacement(problem: Problem, given: Displacement | None, seed: int) -> Tensor:
-    if given is not None:
-        return flat_displacement(problem, given)
+def _displacement(problem: Problem, displacement: Displacement | None, seed: int) -> Tensor:
+    if displacement is not None:
+        return flat_displacement(problem, displacement)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu")
     drawn = drawn.to(problem.parameters)
@@ -334,12 +334,12 @@ def _loss_curves(
             if name == "difference":
                 firsts.append(first_stable(series, level))
         rows["null"].append(bins.mean(differences(draw(), counts, order).abs().numpy()))
-    curves = {name: curve(name, np.stack(found), bins) for name, found in rows.items()}
+    curves = {name: curve(name, np.stack(over_orders), bins) for name, over_orders in rows.items()}
     return curves, stable_size("loss", firsts, level, samples)
 
 
 def _hessian_curves(
-    found: SampleQuantities,
+    quantities: SampleQuantities,
     outliers: int,
     probes: int,
     bins: Bins,
@@ -350,9 +350,9 @@ def _hessian_curves(
     """‖H_{k+1} − H_k‖_F (root mean square over a bin) for the samples and for noise like them."""
     width = outliers + probes
     upper = torch.triu_indices(width, width)
-    sketches = found.curvatures[:, upper[0], upper[1]]  # (n, e): a kilobyte a sample stays
+    sketches = quantities.curvatures[:, upper[0], upper[1]]  # (n, e): a kilobyte a sample stays
     weights = _square_weights(upper, outliers, probes)
-    counts = found.counts
+    counts = quantities.counts
     mean = (counts[:, None] * sketches).sum(0) / counts.sum()
     norm = float((weights * mean**2).sum().clamp_min(0).sqrt())
     spread = (sketches**2).mean(0) - 2 * mean * sketches.mean(0) + mean**2  # about the mean Hessian
@@ -410,9 +410,13 @@ def _probe_error(squares: Tensor, upper: Tensor, outliers: int, probes: int) -> 
     return float(spread / max(array.mean(), 1e-300))
 
 
-def _bounds(problem: Problem, move: Tensor, found: SampleQuantities, bins: Bins) -> Bounds:
+def _bounds(problem: Problem, move: Tensor, quantities: SampleQuantities, bins: Bins) -> Bounds:
     """Theorem 7 as printed and as corrected, with M from the samples with the largest curvature."""
-    strongest = found.curvatures.flatten(1).norm(dim=1).topk(min(_BOUND_SAMPLES, len(found.losses)))
+    strongest = (
+        quantities.curvatures.flatten(1)
+        .norm(dim=1)
+        .topk(min(_BOUND_SAMPLES, len(quantities.losses)))
+    )
     norms = []
     for share in (0.0, 0.5, 1.0):
         moved = problem if share == 0 else _at(problem, share, move)
@@ -424,8 +428,8 @@ def _bounds(problem: Problem, move: Tensor, found: SampleQuantities, bins: Bins)
                 for index in strongest.indices
             )
         )
-    largest, length = float(found.losses.max()), float(move.norm())
-    gradient = float(found.gradient_norms.max())
+    largest, length = float(quantities.losses.max()), float(move.norm())
+    gradient = float(quantities.gradient_norms.max())
     k = bins.centres
     return Bounds(
         printed=torch.from_numpy((2 * largest + norms[0] * length**2) / k),
@@ -450,8 +454,8 @@ class _OneMore(LinearOperator):
         self._before, self._sample = before, sample
 
     def _columns(self, columns: Tensor) -> Tensor:
-        found: Tensor = self._share * (self._sample @ columns - self._before @ columns)
-        return found
+        image: Tensor = self._share * (self._sample @ columns - self._before @ columns)
+        return image
 
 
 def _spectra(problem: Problem, most: int, count: int, seed: int) -> tuple[SpectrumAt, ...]:
@@ -511,8 +515,8 @@ class Bins:
 
     def mean(self, series: Array) -> Array:
         """Mean of a series over k = 2 … n within each bin."""
-        found: Array = np.bincount(self.place, series) / self.sizes
-        return found
+        means: Array = np.bincount(self.place, series) / self.sizes
+        return means
 
 
 def random_orders(samples: int, count: int, seed: int) -> Iterator[Tensor]:
@@ -537,21 +541,23 @@ def squared_steps(
     rows: sample numbers (m,) → their vectors (m, e); a slice of the order at a time, so that no
     array of all samples' vectors is made for any order.
     """
-    found: Array = np.empty(len(order) - 1)
+    squares_of_all: Array = np.empty(len(order) - 1)
     sums, total = torch.zeros_like(weights), 0.0
     for start in range(0, len(order), _AT_ONCE):
         chosen = order[start : start + _AT_ONCE]
-        own, vectors = counts[chosen], rows(chosen)
-        totals = total + own.cumsum(0)
-        weighted = own[:, None] * vectors
+        shares, vectors = counts[chosen], rows(chosen)
+        totals = total + shares.cumsum(0)
+        weighted = shares[:, None] * vectors
         running = sums + weighted.cumsum(0)
-        before = torch.cat([sums[None], running[:-1]]) / (totals - own).clamp_min(1e-300)[:, None]
-        steps = own[:, None] * (vectors - before) / totals[:, None]
+        before = (
+            torch.cat([sums[None], running[:-1]]) / (totals - shares).clamp_min(1e-300)[:, None]
+        )
+        steps = shares[:, None] * (vectors - before) / totals[:, None]
         squares = (weights * steps**2).sum(1).numpy()
         first = 1 if start == 0 else 0  # the first sample is no step
-        found[max(start - 1, 0) : start - 1 + len(chosen)] = squares[first:]
+        squares_of_all[max(start - 1, 0) : start - 1 + len(chosen)] = squares[first:]
         sums, total = running[-1], float(totals[-1])
-    return found
+    return squares_of_all
 
 
 def curve(name: str, rows: Array, bins: Bins) -> Curve:
@@ -640,8 +646,8 @@ def matched_vectors(values: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mean = values.mean(0)
     covariance = values.T @ values / len(values) - mean[:, None] * mean  # (e, e)
-    found = torch.linalg.eigh(covariance)
-    factor = found.eigenvalues.clamp_min(0).sqrt()[:, None] * found.eigenvectors.T
+    spectrum = torch.linalg.eigh(covariance)
+    factor = spectrum.eigenvalues.clamp_min(0).sqrt()[:, None] * spectrum.eigenvectors.T
 
     def draw(chosen: Tensor) -> Tensor:
         noise = torch.randn(

@@ -54,24 +54,24 @@ class Line:
     def values(self, points: Sequence[float]) -> list[float]:
         """φ at each point, forward passes only."""
 
-        def one(batch: Batch, found: Tensor) -> None:
+        def one(batch: Batch, totals: Tensor) -> None:
             with torch.no_grad():
                 for place, t in enumerate(points):
                     loss = self._loss(batch, torch.tensor(t, dtype=self.problem.dtype))
                     check_finite_loss(float(loss), batch.index)
-                    found[place] += batch.count * in_float64(loss)
+                    totals[place] += batch.count * in_float64(loss)
 
         return self._sum(one, len(points))
 
     def derivatives(self, order: int = 3, *, at: float = 0.0) -> list[float]:
         """φ, φ', …, φ^(order) at t = ``at``."""
 
-        def one(batch: Batch, found: Tensor) -> None:
+        def one(batch: Batch, totals: Tensor) -> None:
             t = torch.tensor(at, dtype=self.problem.dtype, device=self.problem.device)
             t.requires_grad_(True)
             current = self._loss(batch, t)
             check_finite_loss(float(current.detach()), batch.index)
-            found[0] += batch.count * in_float64(current.detach())
+            totals[0] += batch.count * in_float64(current.detach())
             for k in range(1, order + 1):
                 if not current.requires_grad:
                     return  # a polynomial of lower degree: the rest is zero
@@ -79,7 +79,7 @@ class Line:
                     current, t, create_graph=k < order, materialize_grads=True
                 )
                 current = slope
-                found[k] += batch.count * in_float64(current.detach())
+                totals[k] += batch.count * in_float64(current.detach())
 
         return self._sum(one, order + 1)
 
@@ -147,7 +147,7 @@ def fourth_derivative_bound(
     return float(np.abs(fine).max() + np.abs(coefficients[-2:]).sum())
 
 
-def flat_displacement(problem: Problem, given: Displacement) -> Tensor:
+def flat_displacement(problem: Problem, displacement: Displacement) -> Tensor:
     """A displacement in any accepted form as a flat vector (P,).
 
     A flat tensor, one tensor a parameter (in order, or by name: others stay), or a module or
@@ -155,24 +155,24 @@ def flat_displacement(problem: Problem, given: Displacement) -> Tensor:
     """
     layout = problem.layout
     like = problem.parameters
-    if isinstance(given, Tensor):
-        if given.ndim != 1 or given.numel() != layout.size:
+    if isinstance(displacement, Tensor):
+        if displacement.ndim != 1 or displacement.numel() != layout.size:
             raise ProblemError(
-                f"the displacement has shape {tuple(given.shape)}, the parameters are a flat "
-                f"vector of {layout.size}."
+                f"the displacement has shape {tuple(displacement.shape)}, the parameters are a "
+                f"flat vector of {layout.size}."
             )
-        return given.detach().to(like)
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - set(layout.names))
+        return displacement.detach().to(like)
+    if isinstance(displacement, Mapping):
+        unknown = sorted(set(displacement) - set(layout.names))
         if unknown:
             raise ProblemError(f"the displacement names {unknown[0]!r}, which does not vary.")
-        pieces: list[Tensor | None] = [given.get(name) for name in layout.names]
-    elif isinstance(given, Sequence) and len(given) == len(layout.names):
-        pieces = list(given)
+        pieces: list[Tensor | None] = [displacement.get(name) for name in layout.names]
+    elif isinstance(displacement, Sequence) and len(displacement) == len(layout.names):
+        pieces = list(displacement)
     else:
         raise ProblemError(
             f"a displacement is a flat tensor, a mapping by name or {len(layout.names)} tensors, "
-            f"got {type(given).__name__}."
+            f"got {type(displacement).__name__}."
         )
     for name, shape, piece in zip(layout.names, layout.shapes, pieces, strict=True):
         if piece is not None and piece.shape != shape:

@@ -261,8 +261,8 @@ def _quadratic_losses(
             velocity = momentum * velocity + slopes + values * position
             position = position - rate * velocity
             losses.append(loss + float(slopes @ position + 0.5 * values @ position**2))
-    found: Array = np.nan_to_num(np.array(losses), nan=np.inf)
-    return found
+    finite: Array = np.nan_to_num(np.array(losses), nan=np.inf)
+    return finite
 
 
 def critical_rate(
@@ -275,20 +275,20 @@ def critical_rate(
 ) -> CriticalLearningRate:
     """2(1 + μ)/λmax and its check by training at ``ratios`` of it."""
     operator = Hessian(problem)
-    found = eigenpairs(operator, k=1, which="largest", tol=1e-6, seed=seed)
-    top = found.value
+    largest = eigenpairs(operator, k=1, which="largest", tol=1e-6, seed=seed)
+    top = largest.value
     if top <= 0:
         raise ValueError(
             f"the largest eigenvalue is {top:.3g}: the loss is nowhere convex here and no learning "
             "rate is critical."
         )
     factor = 2 * (1 + momentum)
-    low, high = (float(bound[0]) for bound in found.interval)
+    low, high = (float(bound[0]) for bound in largest.interval)
     value = factor / top
     descent = Descent(problem)
     # deviations must be small against the third derivative and large against rounding: float64
     precise = descent if problem.dtype == torch.float64 else Descent(in_double(problem))
-    top_vector = in_float64(found.vectors[:, 0])
+    top_vector = in_float64(largest.vectors[:, 0])
     growth, losses = [], []
     for ratio in ratios:
         growth.append(
@@ -305,7 +305,7 @@ def critical_rate(
         expected=tuple(_radius(ratio * value * top, momentum) for ratio in ratios),
         losses=tuple(losses),
         products=operator.products,
-        converged=found.converged,
+        converged=largest.converged,
     )
 
 

@@ -110,7 +110,7 @@ def _dense(
     tokens = tokens_of(place.at.tensor, view.count)
     width = total.shape[1] // tokens
     blocks = total.reshape(view.count, tokens, width, tokens, width)
-    own = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
+    token_blocks = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
     values = torch.linalg.eigvalsh(total) if total.shape[1] <= _SPECTRUM_UP_TO else None
     if values is not None:
         largest = float(values.abs().max())
@@ -125,8 +125,8 @@ def _dense(
         spectral_norm=largest,
         spectral_interval=(largest, largest),
         eigenvalues=None if values is None else values.cpu(),
-        token_trace=own.diagonal(dim1=1, dim2=2).sum(-1).cpu(),
-        token_norm=own.pow(2).sum((1, 2)).sqrt().cpu(),
+        token_trace=token_blocks.diagonal(dim1=1, dim2=2).sum(-1).cpu(),
+        token_norm=token_blocks.pow(2).sum((1, 2)).sqrt().cpu(),
         gradient_scale=float(torch.linalg.norm(slope)),
         amplification=amplification,
         amplification_interval=None if amplification is None else (amplification, amplification),
@@ -180,21 +180,21 @@ def free_entries(
     products = products or FreeProducts(problem, batch, capture)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     behind: dict[Node, Probed] = {}
-    known: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
+    measured: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
 
     def at(node: Node) -> Probes:
         """The Hessian at an activation: what its readers create there, and the rest."""
         basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
-        whole, created = products.total(node)(basis), products.created(node)(basis)
-        return basis, (whole.detach(), (whole - created).detach(), created.detach())
+        total, created = products.total(node)(basis), products.created(node)(basis)
+        return basis, (total.detach(), (total - created).detach(), created.detach())
 
     def through(passed: Product, made: Product, node: Node) -> Probes:
         basis = orthonormal(node.tensor.shape, probes, generator, node.tensor)
         moved, created = passed(basis).detach(), made(basis).detach()
         return basis, (moved + created, moved, created)
 
-    def entry(place: Place, found: Probes) -> FlowEntry:
-        basis, images = found
+    def entry(place: Place, probes_there: Probes) -> FlowEntry:
+        basis, images = probes_there
         probed = [probe(image, basis, view.count) for image in images]
         behind.setdefault(place.node, probed[0])  # the activation comes before its sublayers
         parts = dict(zip(_PARTS, probed, strict=True))
@@ -210,19 +210,19 @@ def free_entries(
         yield entry(Place(head, "sublayer", node, name), through(*products.head(node), node))
     nodes = [node for node in reversed(capture.nodes) if wanted(node)]
     for node in track(nodes, "propagation"):
-        own = known.pop(node) if node in known else at(node)
-        yield entry(Place(node, "activation", node, node.name), own)
+        here = measured.pop(node) if node in measured else at(node)
+        yield entry(Place(node, "activation", node, node.name), here)
         for parent, name in _inputs_of(node):
             if is_sum(node):  # passes the very same matrix on and creates nothing
-                basis, (whole, _, created) = own
-                seen = basis, (whole, whole, torch.zeros_like(created))
+                basis, (total, _, created) = here
+                seen = basis, (total, total, torch.zeros_like(created))
                 # What only the sum reads has the sum's Hessian: the branch needs no products.
                 for branch in node.parents:
                     if products.readers[branch] == [node] and branch not in capture.last:
-                        known[branch] = seen
+                        measured[branch] = seen
             elif products.readers[parent] == [node] and parent not in capture.last:
                 # The only reader of its input: all that the loss sees of the one, it sees of both.
-                seen = known[parent] = at(parent)
+                seen = measured[parent] = at(parent)
             else:
                 passed, made = products.passed_by(node, parent), products.created_by(node, parent)
                 seen = through(passed, made, parent)
@@ -254,13 +254,13 @@ def sweep_entries(
     )
     for node, site in track(sweep.activations(), "propagation", total=reached + 1):
         slope = products.slopes[node]
-        own = site.found
+        here = site.parts
         place = Place(node, "activation", node, node.name)
-        yield _estimated(place, own, slope, None)
+        yield _estimated(place, here, slope, None)
         for parent, name in _inputs_of(node):
-            found = sweep.through(node, parent, site).found
+            parts = sweep.through(node, parent, site).parts
             place = Place(node, "sublayer", parent, name)
-            yield _estimated(place, found, slope, own["total"])
+            yield _estimated(place, parts, slope, here["total"])
 
 
 def _inputs_of(node: Node) -> list[tuple[Node, str]]:
@@ -273,27 +273,27 @@ def _inputs_of(node: Node) -> list[tuple[Node, str]]:
 
 
 def _estimated(
-    place: Place, found: dict[str, Probed], slope: Tensor | None, behind: Probed | None
+    place: Place, parts: dict[str, Probed], slope: Tensor | None, behind: Probed | None
 ) -> FlowEntry:
-    whole = found["total"]
+    total = parts["total"]
     amplification, interval = None, None
     if place.kind == "sublayer" and behind is not None and behind.norm_interval[0] > 0:
-        amplification = whole.norm / behind.norm
+        amplification = total.norm / behind.norm
         interval = (
-            whole.norm_interval[0] / behind.norm_interval[1],
-            whole.norm_interval[1] / behind.norm_interval[0],
+            total.norm_interval[0] / behind.norm_interval[1],
+            total.norm_interval[1] / behind.norm_interval[0],
         )
     return FlowEntry(
         **_named(place),
         total=None,
         passed_on=None,
         created_here=None,
-        measures={part: probed.measure for part, probed in found.items()},
-        spectral_norm=math.sqrt(whole.spectral[0] * whole.spectral[1]),
-        spectral_interval=whole.spectral,
+        measures={part: probed.measure for part, probed in parts.items()},
+        spectral_norm=math.sqrt(total.spectral[0] * total.spectral[1]),
+        spectral_interval=total.spectral,
         eigenvalues=None,
-        token_trace=whole.token_trace,
-        token_trace_error=whole.token_error,
+        token_trace=total.token_trace,
+        token_trace_error=total.token_error,
         token_norm=None,
         gradient_scale=float("nan") if slope is None else float(torch.linalg.norm(slope.detach())),
         amplification=amplification,
@@ -366,10 +366,10 @@ class CurvaturePropagationAnalyzer:
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)
-            known = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
-            if name not in known:
-                raise KeyError(f"there is no activation {name!r}; there are {', '.join(known)}.")
-            node = known[name]
+            named = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
+            if name not in named:
+                raise KeyError(f"there is no activation {name!r}; there are {', '.join(named)}.")
+            node = named[name]
             entries = self._entries(problem, batch, captured, lambda other: other is node)[1]
             for entry in entries:
                 if entry.place == "activation":
@@ -405,12 +405,12 @@ class CurvaturePropagationAnalyzer:
                 captured,
                 None if chosen is None else lambda n: n.layer is None or n.layer in chosen,
             )
-            found = list(entries)
+            backwards = list(entries)
             loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
-        found.reverse()  # from the embedding to the head
+        backwards.reverse()  # from the embedding to the head
         flow = CurvatureFlow(
-            sublayers=tuple(e for e in found if e.place == "sublayer"),
-            activations=tuple(e for e in found if e.place == "activation"),
+            sublayers=tuple(e for e in backwards if e.place == "sublayer"),
+            activations=tuple(e for e in backwards if e.place == "activation"),
             method=method,
             loss=loss,
             target=origin,
@@ -452,12 +452,12 @@ class CurvaturePropagationAnalyzer:
         deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
         probes, seed = self.probes, self.seed
         if wanted is None and deep:
-            found = sweep_entries(problem, batch, captured, view, probes=probes, seed=seed)
+            estimated = sweep_entries(problem, batch, captured, view, probes=probes, seed=seed)
         else:
-            found = free_entries(
+            estimated = free_entries(
                 problem, batch, captured, view, probes=probes, seed=seed, wanted=every
             )
-        return "matrix-free", found
+        return "matrix-free", estimated
 
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
@@ -505,13 +505,15 @@ class CurvaturePropagationAnalyzer:
 
 def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:
     """The numbers of the blocks asked for; an int spreads that many from the first to the last."""
-    known = sorted({node.layer for node in captured.nodes if node.layer is not None})
+    present = sorted({node.layer for node in captured.nodes if node.layer is not None})
     if isinstance(layers, int):
         if layers < 1:
             raise ValueError(f"layers is a number of blocks, at least 1, or a list; got {layers}.")
-        places = torch.linspace(len(known) - 1, 0, min(layers, len(known))).round().long().tolist()
-        return {known[place] for place in places} if known else set()
-    unknown = sorted(set(layers) - set(known))
+        places = (
+            torch.linspace(len(present) - 1, 0, min(layers, len(present))).round().long().tolist()
+        )
+        return {present[place] for place in places} if present else set()
+    unknown = sorted(set(layers) - set(present))
     if unknown:
-        raise ValueError(f"there are no blocks {unknown}; there are {known}.")
+        raise ValueError(f"there are no blocks {unknown}; there are {present}.")
     return set(layers)

@@ -72,15 +72,15 @@ def capture(problem: Problem, batch: Batch) -> Capture:
         if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
             return
         key = (tensor.grad_fn, tensor.output_nr)
-        known = seen.get(key)
-        if known is None:
-            known = seen[key] = Node(name, kind, layer, tensor, path)
-            order.append(known)
-        elif known.kind in ("residual", "embedding") and kind not in ("residual", "embedding"):
-            known.aliases.append(known.name)
-            known.name, known.kind, known.layer, known.module = name, kind, layer, path
-        elif name != known.name and name not in known.aliases:
-            known.aliases.append(name)
+        node = seen.get(key)
+        if node is None:
+            node = seen[key] = Node(name, kind, layer, tensor, path)
+            order.append(node)
+        elif node.kind in ("residual", "embedding") and kind not in ("residual", "embedding"):
+            node.aliases.append(node.name)
+            node.name, node.kind, node.layer, node.module = name, kind, layer, path
+        elif name != node.name and name not in node.aliases:
+            node.aliases.append(name)
 
     outputs = _run(problem, batch, anatomy, watched, add)
     nodes = _link(order, seen)
@@ -146,8 +146,8 @@ def block_paths(anatomy: Anatomy) -> dict[int, str]:
     for piece in anatomy.slices:
         if piece.layer is not None:
             parts = piece.parameter.split(".")[:-1]
-            known = paths.get(piece.layer)
-            paths[piece.layer] = parts if known is None else _shared(known, parts)
+            shared = paths.get(piece.layer)
+            paths[piece.layer] = parts if shared is None else _shared(shared, parts)
     return {layer: ".".join(parts) for layer, parts in sorted(paths.items())}
 
 
@@ -161,7 +161,7 @@ def _shared(one: list[str], two: list[str]) -> list[str]:
 def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
     """The modules to watch: every norm, and the last linear map of attention and feed-forward."""
     modules = dict(model.named_modules())
-    found: dict[tuple[str, str], _Watched] = {}
+    watched: dict[tuple[str, str], _Watched] = {}
     attention: dict[tuple[int | None, str], list[str]] = {}
     for piece in anatomy.slices:
         path = piece.parameter.rpartition(".")[0]
@@ -170,25 +170,25 @@ def _watched(model: nn.Module, anatomy: Anatomy) -> list[_Watched]:
         if piece.sublayer == "norm" and not inside_attention:
             # "final_norm.gamma.1", where encoder and decoder have one each, is "final_norm.1"
             name = ".".join(part for part in piece.name.split(".") if part != piece.role)
-            found[path, name] = _Watched(path, name, "norm", piece.layer, take_input=True)
+            watched[path, name] = _Watched(path, name, "norm", piece.layer, take_input=True)
         elif piece.sublayer == "attention":
             kind = "cross_attention" if piece.role.startswith("cross_") else "attention"
             attention.setdefault((piece.layer, kind), []).append(piece.parameter)
             if piece.role.removeprefix("cross_") == "output":
-                found[path, kind] = _Watched(path, prefix + kind, "attention", piece.layer)
+                watched[path, kind] = _Watched(path, prefix + kind, "attention", piece.layer)
         elif piece.sublayer == "ffn" and piece.role == "down":
-            found[path, "ffn"] = _Watched(path, prefix + "ffn", "ffn", piece.layer)
+            watched[path, "ffn"] = _Watched(path, prefix + "ffn", "ffn", piece.layer)
     for (layer, kind), parameters in attention.items():
         prefix = f"blocks.{layer}." if layer is not None else ""
         parts: list[str] = functools.reduce(_shared, [n.split(".")[:-1] for n in parameters])
         path = ".".join(parts)
         # nn.MultiheadAttention never calls its output projection: watch the module itself too.
         if isinstance(modules.get(path), nn.MultiheadAttention) or not any(
-            w.name == prefix + kind for w in found.values()
+            w.name == prefix + kind for w in watched.values()
         ):
-            found = {k: w for k, w in found.items() if w.name != prefix + kind}
-            found[path, kind] = _Watched(path, prefix + kind, "attention", layer)
-    return list(found.values())
+            watched = {k: w for k, w in watched.items() if w.name != prefix + kind}
+            watched[path, kind] = _Watched(path, prefix + kind, "attention", layer)
+    return list(watched.values())
 
 
 @contextlib.contextmanager
@@ -225,24 +225,24 @@ def _first_tensor(tree: Any) -> Tensor | None:
 
 
 def _direct_parents(
-    tensor: Tensor, seen: dict[tuple[Any, int], Node], own: Node | None
+    tensor: Tensor, seen: dict[tuple[Any, int], Node], start_node: Node | None
 ) -> list[Node]:
     """Captured tensors reachable backwards without passing through another captured one."""
-    found: dict[Node, None] = {}
+    parents: dict[Node, None] = {}
     visited: set[Any] = set()
     start: Any = tensor.grad_fn
     stack = [edge for edge in start.next_functions if edge[0] is not None]
     while stack:
         function, number = stack.pop()
-        known = seen.get((function, number))
-        if known is not None and known is not own:
-            found[known] = None
+        node = seen.get((function, number))
+        if node is not None and node is not start_node:
+            parents[node] = None
             continue
         if function in visited:
             continue
         visited.add(function)
         stack.extend(edge for edge in function.next_functions if edge[0] is not None)
-    return list(found)
+    return list(parents)
 
 
 def _link(order: list[Node], seen: dict[tuple[Any, int], Node]) -> list[Node]:
@@ -266,14 +266,14 @@ def _link(order: list[Node], seen: dict[tuple[Any, int], Node]) -> list[Node]:
 
 
 def _ancestors(nodes: list[Node]) -> set[Node]:
-    found: set[Node] = set()
+    ancestors: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             stack.extend(node.parents)
-    return found
+    return ancestors
 
 
 def _name_residuals(nodes: tuple[Node, ...]) -> None:

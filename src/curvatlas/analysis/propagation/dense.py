@@ -118,13 +118,15 @@ def _reaches(node: Node, targets: Sequence[Node]) -> bool:
 def jacobian(node: Node, parents: Sequence[Node], view: SampleView) -> list[Tensor]:
     """∂node/∂parent, (samples, n, n_parent) each."""
     size = view.flat(node.tensor).shape[1]
-    found = [p.tensor.new_zeros(view.count, size, view.flat(p.tensor).shape[1]) for p in parents]
+    jacobians = [
+        p.tensor.new_zeros(view.count, size, view.flat(p.tensor).shape[1]) for p in parents
+    ]
     for place, block in unit_columns(view.count, size, node.tensor):
         slopes = [view.columns(block, node.tensor)]
         parts = pulled([node.tensor], [p.tensor for p in parents], slopes)
-        for target, rows in zip(found, parts, strict=True):
+        for target, rows in zip(jacobians, parts, strict=True):
             target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
-    return found
+    return jacobians
 
 
 def second(
@@ -143,18 +145,18 @@ def second(
 
 
 def gradient_rows(
-    gradient: Tensor | None, own: Tensor, others: Sequence[Tensor], view: SampleView
+    gradient: Tensor | None, tensor: Tensor, others: Sequence[Tensor], view: SampleView
 ) -> list[Tensor]:
-    size = view.flat(own).shape[1]
-    found = [own.new_zeros(view.count, size, view.flat(t).shape[1]) for t in others]
+    size = view.flat(tensor).shape[1]
+    blocks = [tensor.new_zeros(view.count, size, view.flat(t).shape[1]) for t in others]
     if gradient is None or not gradient.requires_grad:
-        return found  # linear in this input
-    for place, block in unit_columns(view.count, size, own):
+        return blocks  # linear in this input
+    for place, block in unit_columns(view.count, size, tensor):
         for target, rows in zip(
-            found, pulled([gradient], others, [view.columns(block, own)]), strict=True
+            blocks, pulled([gradient], others, [view.columns(block, tensor)]), strict=True
         ):
             target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
-    return found
+    return blocks
 
 
 def samples_interact(problem: Problem, batch: Batch, capture: Capture) -> bool:
@@ -205,13 +207,13 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView
     created: dict[Node, Tensor] = {}
 
     def add(p: Node, q: Node, value: Tensor) -> None:
-        known = hessian.get((p, q))
-        hessian[p, q] = value if known is None else known.add_(value)
+        sum_so_far = hessian.get((p, q))
+        hessian[p, q] = value if sum_so_far is None else sum_so_far.add_(value)
 
     yield _seed(problem, batch, capture, view, add, created)
     for node in reversed(capture.nodes):
-        own = hessian.pop((node, node))
-        own = (own + own.transpose(1, 2)) / 2  # rounding only
+        total = hessian.pop((node, node))
+        total = (total + total.transpose(1, 2)) / 2  # rounding only
         slope = view.flat(slopes[node])
         mixed = {q: hessian.pop((node, q)) for p, q in list(hessian) if p is node}
         for q in mixed:
@@ -220,7 +222,7 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView
         parents = node.parents
         jacobians, curvature = _local(node, slope, view)
         for a, p in enumerate(parents):
-            behind = _before(jacobians[a], own)
+            behind = _before(jacobians[a], total)
             for b, q in enumerate(parents):
                 passed = _after(behind, jacobians[b])
                 made = curvature[a][b]
@@ -233,7 +235,7 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView
                 moved = _before(jacobians[a], cross)
                 add(p, q, moved.clone())
                 add(q, p, moved.transpose(1, 2).clone())
-        yield Step(node, own, created.pop(node), through, slope.detach())
+        yield Step(node, total, created.pop(node), through, slope.detach())
 
 
 def _local(
@@ -263,8 +265,8 @@ def output_slopes(problem: Problem, batch: Batch, capture: Capture) -> dict[Node
     """δ = ∂ℓ/∂t at every activation."""
     loss = problem.loss.value(capture.outputs, batch.targets)
     tensors = [node.tensor for node in capture.nodes]
-    found = torch.autograd.grad(loss, tensors, retain_graph=True)
-    return dict(zip(capture.nodes, found, strict=True))
+    slopes = torch.autograd.grad(loss, tensors, retain_graph=True)
+    return dict(zip(capture.nodes, slopes, strict=True))
 
 
 def _seed(
@@ -302,13 +304,13 @@ def _seed_cut(
     cotangents = [d.requires_grad_(True) for d in deltas]
     gradients = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
     through: list[tuple[Node, Tensor, Tensor]] = []
-    for p, own, gradient in zip(nodes, tensors, gradients, strict=True):
-        size = view.flat(own).shape[1]
-        outer = [own.new_zeros(view.count, size, view.flat(t).shape[1]) for t in tensors]
-        inner = gradient_rows(gradient, own, tensors, view)
-        for place, block in unit_columns(view.count, size, own):
+    for p, tensor, gradient in zip(nodes, tensors, gradients, strict=True):
+        size = view.flat(tensor).shape[1]
+        outer = [tensor.new_zeros(view.count, size, view.flat(t).shape[1]) for t in tensors]
+        inner = gradient_rows(gradient, tensor, tensors, view)
+        for place, block in unit_columns(view.count, size, tensor):
             # J e_k at the outputs, weighted by Λ
-            weighted = lam(pulled([gradient], cotangents, [view.columns(block, own)]))
+            weighted = lam(pulled([gradient], cotangents, [view.columns(block, tensor)]))
             for target, rows in zip(outer, pulled(outputs, tensors, weighted), strict=True):
                 target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
         for q, passed, made in zip(nodes, outer, inner, strict=True):

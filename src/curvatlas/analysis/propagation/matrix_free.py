@@ -180,9 +180,9 @@ def pairs_of(sketch: ProbeGroups, samples: int, *, spectral: bool = False) -> Pa
     u, y = (t.reshape(count * len(groups), samples, -1).transpose(0, 1) for t in (u, y))
     dots = (u @ y.mT).cpu().double().numpy()
     dots = dots.reshape(samples, count, len(groups), count, len(groups))
-    own = np.einsum("skglg->sgkl", dots)  # (samples, groups, K, K)
+    same_group = np.einsum("skglg->sgkl", dots)  # (samples, groups, K, K)
     apart = ~np.eye(count, dtype=bool)
-    spread = (own**2 + own * np.swapaxes(own, 2, 3)).sum((0, 1))[apart].mean()
+    spread = (same_group**2 + same_group * np.swapaxes(same_group, 2, 3)).sum((0, 1))[apart].mean()
 
     weights = np.einsum("skglh,slhkg->kl", dots, dots)
     least_variance = 0.0
@@ -190,11 +190,11 @@ def pairs_of(sketch: ProbeGroups, samples: int, *, spectral: bool = False) -> Pa
         images = y.reshape(samples, count, len(groups), -1)[:, :, -1]
         grams = (images @ images.mT).cpu().double().numpy()
         least_variance = 2 / count * float((grams**2).sum(0)[apart].mean())
-        local = (own[:, -1] * np.swapaxes(own[:, -1], 1, 2)).sum(0)
+        local = (same_group[:, -1] * np.swapaxes(same_group[:, -1], 1, 2)).sum(0)
         weights = weights - local + _means(_squares(sketch.fresh[1]))
     return Pairs(
         square=_over_pairs(weights),
-        dots=own[:, 0],
+        dots=same_group[:, 0],
         lengths=_squares(groups[0][1]),
         least_variance=least_variance,
         trace=float(tokens.sum((1, 2)).mean()),
@@ -211,8 +211,8 @@ def pairs_of(sketch: ProbeGroups, samples: int, *, spectral: bool = False) -> Pa
 
 
 def _squares(vectors: Tensor) -> Array:
-    found: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).cpu().double().numpy()
-    return found
+    squares: Array = vectors.reshape(len(vectors), -1).pow(2).sum(1).cpu().double().numpy()
+    return squares
 
 
 def _means(values: Array) -> Array:
@@ -223,9 +223,9 @@ def _over_pairs(weights: Array) -> Deleted:
     """The mean over pairs k ≠ l of a symmetric table."""
     count = len(weights)
     rows = weights.sum(1) - np.diagonal(weights)
-    whole = rows.sum()
-    without = (whole - 2 * rows) / ((count - 1) * (count - 2))
-    return Deleted(float(whole / (count * (count - 1))), without)
+    total = rows.sum()
+    without = (total - 2 * rows) / ((count - 1) * (count - 2))
+    return Deleted(float(total / (count * (count - 1))), without)
 
 
 def _least_spectral(u: Tensor, y: Tensor, count: int, *, fresh: bool) -> float:
@@ -436,12 +436,12 @@ def cuts_of(capture: Capture) -> list[Node]:
             last_reader[place[parent]] = max(last_reader[place[parent]], i)
     for node in capture.last:
         last_reader[place[node]] = len(capture.nodes)
-    found, farthest = [], 0
+    cuts, farthest = [], 0
     for i, node in enumerate(capture.nodes):
         if farthest <= i:
-            found.append(node)
+            cuts.append(node)
         farthest = max(farthest, last_reader[i])
-    return found
+    return cuts
 
 
 class Site:
@@ -474,7 +474,7 @@ class Site:
         return self.pairs.probed(self._anchor)
 
     @functools.cached_property
-    def found(self) -> dict[str, Probed]:
+    def parts(self) -> dict[str, Probed]:
         """Values and intervals of the three parts."""
         if self._created is None:
             return {"total": self.probed, "passed_on": self.probed, "created_here": NOTHING}
@@ -520,15 +520,15 @@ class Sweep:
         """Every activation up to the last cut, backwards, with what is known there."""
         nodes = list(self.capture.nodes)
         place = {node: i for i, node in enumerate(nodes)}
-        known: Site | None = None  # at the cut just reached
+        arrived: Site | None = None  # at the cut just reached
         for j in reversed(range(len(self.cuts))):
             end = self.cuts[j]
-            known = self._arrive(end, j, known)
-            yield end, known
+            arrived = self._arrive(end, j, arrived)
+            yield end, arrived
             start = place[self.cuts[j - 1]] if j else -1
             stretch = nodes[max(start, 0) : place[end]]
-            before: dict[Node, Site] = {end: known}
-            pulled = self._pulled(end, known, [n for n in stretch if not self._single(n)])
+            before: dict[Node, Site] = {end: arrived}
+            pulled = self._pulled(end, arrived, [n for n in stretch if not self._single(n)])
             for node in reversed(stretch):
                 site = pulled.get(node)
                 if site is None:
@@ -536,7 +536,7 @@ class Sweep:
                     site = self.through(reader, node, before[reader])
                 before[node] = site
                 if j and node is self.cuts[j - 1]:
-                    known = site
+                    arrived = site
                 else:
                     yield node, site
 
@@ -560,11 +560,11 @@ class Sweep:
             (passed,) = self._pull(reader, behind.total.departing(), [node])
         signs = self._signs(node)
         created = signs, self._apply(product, signs)
-        found = Site(passed.with_fresh(created), passed, created, self._pairs, self.samples)
+        site = Site(passed.with_fresh(created), passed, created, self._pairs, self.samples)
         single = self._single(node)
         # One is kept for a sublayer alone: the first norm, of small inputs, creates most of all.
-        if found.error <= _TOO_NOISY or not self._spare(node, kept=0 if single else 1):
-            return found
+        if site.error <= _TOO_NOISY or not self._spare(node, kept=0 if single else 1):
+            return site
         if single:
             return self._afresh(node)
         self.anchors.append(node)
@@ -574,24 +574,24 @@ class Sweep:
 
     # --- how the pairs travel ---------------------------------------------------------------------
 
-    def _arrive(self, end: Node, number: int, known: Site | None) -> Site:
+    def _arrive(self, end: Node, number: int, arrived: Site | None) -> Site:
         """At a cut: keep the pairs that came along, or start afresh with products to the end."""
-        if known is None or self._due(number, known):
+        if arrived is None or self._due(number, arrived):
             site = self._afresh(end)
             self._pairs, self._error = site.pairs, site.error
             self._anchor = self._joint = number
             return site
         if self._joint - number < math.ceil(len(self.cuts) / _ANCHORS / _JOINTS):
-            return known
+            return arrived
         self._joint = number
         behind = self.cuts[self._anchor]
         product = self._created_before(behind, end)
-        return self._site(end, ProbeGroups(far=known.total.far), product)
+        return self._site(end, ProbeGroups(far=arrived.total.far), product)
 
-    def _due(self, number: int, known: Site) -> bool:
+    def _due(self, number: int, arrived: Site) -> bool:
         if number == 0 or self._anchor - number >= math.ceil(len(self.cuts) / _ANCHORS):
             return True
-        worse = known.error > _WORSE * max(self._error, 2 / self.probes)
+        worse = arrived.error > _WORSE * max(self._error, 2 / self.probes)
         return worse and self._spare(self.cuts[number])
 
     def _spare(self, node: Node, *, kept: int = 0) -> bool:
@@ -626,11 +626,11 @@ class Sweep:
         """Whether one sublayer alone reads the activation."""
         return len(self.products.readers[node]) == 1 and node not in self.capture.last
 
-    def _pulled(self, end: Node, known: Site, nodes: Sequence[Node]) -> dict[Node, Site]:
+    def _pulled(self, end: Node, behind: Site, nodes: Sequence[Node]) -> dict[Node, Site]:
         """Activations that several sublayers read: from the cut, along all paths at once."""
         if not nodes:
             return {}
-        sketches = self._pull(end, known.total.departing(), nodes)
+        sketches = self._pull(end, behind.total.departing(), nodes)
         return {
             node: self._site(node, travelled, self._created_before(end, node))
             for node, travelled in zip(nodes, sketches, strict=True)
@@ -641,14 +641,14 @@ class Sweep:
         columns = torch.cat([vectors for group in sketch.groups for vectors in group])
         tensors = [node.tensor for node in nodes]
         parts = [pulled([end.tensor], tensors, [part]) for part in self._few(columns)]
-        found = []
+        pulled_back = []
         for k, node in enumerate(nodes):
             moved = torch.cat([part[k].detach() for part in parts])
             moved = moved.reshape(-1, 2, self.probes, *node.tensor.shape)
             groups: list[Group | None] = [(pair[0], pair[1]) for pair in moved]
             far, near = (*groups, None)[:2]
-            found.append(ProbeGroups(far=far, near=near))
-        return found
+            pulled_back.append(ProbeGroups(far=far, near=near))
+        return pulled_back
 
     def _apply(self, product: Product, vectors: Tensor) -> Tensor:
         return torch.cat([product(part).detach() for part in self._few(vectors)])

@@ -86,8 +86,8 @@ class FlowEntry(Result):
         """Share of ‖total‖² between different tokens; None where it was not formed."""
         if self.token_norm is None:
             return None
-        own = float(self.token_norm.double().pow(2).sum())
-        return max(0.0, 1 - own / self.norm**2) if self.norm > 0 else 0.0
+        within_tokens = float(self.token_norm.double().pow(2).sum())
+        return max(0.0, 1 - within_tokens / self.norm**2) if self.norm > 0 else 0.0
 
     def __str__(self) -> str:
         text = f"{self.name}: ‖S‖ = {self.norm:.4g}, tr {self.trace:.4g}"
@@ -130,11 +130,11 @@ class CurvatureFlow(Result):
     def stream(self) -> tuple[FlowEntry, ...]:
         """The residual stream: the embedding and every block's output."""
         layers = sorted({e.layer for e in self.activations if e.layer is not None})
-        found = [e for e in self.activations if "embedding" in (e.name, *e.aliases)][:1]
+        entries = [e for e in self.activations if "embedding" in (e.name, *e.aliases)][:1]
         for layer in layers:
             name = f"blocks.{layer}"
-            found += [e for e in self.activations if name in (e.name, *e.aliases)]
-        return tuple(found)
+            entries += [e for e in self.activations if name in (e.name, *e.aliases)]
+        return tuple(entries)
 
     @property
     def amplification(self) -> float:
@@ -186,5 +186,5 @@ def _find(entries: tuple[FlowEntry, ...], name: str, what: str) -> FlowEntry:
     for entry in entries:
         if name in entry.aliases or name == entry.module:
             return entry
-    known = ", ".join(entry.name for entry in entries)
-    raise KeyError(f"there is no {what} {name!r}; there are {known}.")
+    names = ", ".join(entry.name for entry in entries)
+    raise KeyError(f"there is no {what} {name!r}; there are {names}.")
