@@ -25,6 +25,7 @@ from curvatlas.analysis.conditioning import (
     heterogeneity,
 )
 from curvatlas.analysis.gradient_noise import GradientNoise, gradient_noise
+from curvatlas.analysis.landscape.line import value_and_gradient
 from curvatlas.figures.training import trajectory_figure
 from curvatlas.operators.per_sample import subset
 from curvatlas.problem import Batch, Problem
@@ -421,9 +422,9 @@ class _Trajectory:
 
     def _train(self) -> bool:
         """Run the steps; returns whether the loss left the numbers."""
-        named = dict(self.problem.model.named_parameters())
-        weights = [named[name] for name in self.problem.parameter_names]
-        velocity = [torch.zeros_like(w) for w in weights]
+        problem = self.problem
+        named = dict(problem.model.named_parameters())
+        velocity = torch.zeros_like(problem.parameters)
         draw = self._draws()
         for step in track(range(self.steps + 1), "training", total=self.steps + 1):
             if step in self.at:
@@ -432,33 +433,17 @@ class _Trajectory:
                 self.looks.append(look)
             if step == self.steps:
                 return False
-            value, grads = self._gradient(next(draw))
+            value, gradient = value_and_gradient(problem, problem.parameters, next(draw))
             if not math.isfinite(value) or value > 1e8:
                 return True
             self.losses.append(value)
-            self.norms.append(math.sqrt(sum(float(g.pow(2).sum()) for g in grads)))
+            self.norms.append(float(gradient.norm()))
+            velocity.mul_(self.momentum).add_(gradient)
             with torch.no_grad():
-                for w, v, g in zip(weights, velocity, grads, strict=True):
-                    v.mul_(self.momentum).add_(g)
-                    w.sub_(v, alpha=self.rate)
+                pieces = problem.layout.split(velocity)
+                for name, piece in zip(problem.parameter_names, pieces, strict=True):
+                    named[name].sub_(piece.squeeze(0), alpha=self.rate)
         return False
-
-    def _gradient(self, batches: list[Batch]) -> tuple[float, list[Tensor]]:
-        problem = self.problem
-        total = sum(batch.count for batch in batches)
-        value, sums = 0.0, [torch.zeros_like(p) for p in problem.leaves().values()]
-        with problem.evaluating():
-            for batch in batches:
-                leaves = problem.leaves()
-                loss = problem.loss.value(problem.outputs(batch, leaves), batch.targets)
-                share = batch.count / total
-                grads = torch.autograd.grad(
-                    loss, list(leaves.values()), materialize_grads=True, allow_unused=True
-                )
-                value += share * float(loss.detach())
-                for s, g in zip(sums, grads, strict=True):
-                    s.add_(g, alpha=share)
-        return value, sums
 
     def _draws(self) -> Iterator[list[Batch]]:
         generator = torch.Generator().manual_seed(self.seed)

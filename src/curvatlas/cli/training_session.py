@@ -26,7 +26,7 @@ from curvatlas.training.monitor import Monitor
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 from curvatlas.training.snapshot import Event, Snapshot
 from curvatlas.zoo.datasets import Dataset
-from curvatlas.zoo.training import TrainingHistory, evaluate, loss_of
+from curvatlas.zoo.training import TrainingHistory, evaluate, loss_of, set_rates
 
 # What worked best on the zoo's models in benchmarks/optimizers.py.
 RATES: dict[str, float] = {"curvature": 1.6e-2, "adamw": 1.6e-2, "sgd": 0.1}
@@ -137,10 +137,7 @@ class Session:
         )
 
     def _advance(self) -> float:
-        factor = min(1.0, (self.step + 1) / max(1, self.steps // 20))
-        factor *= 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+        set_rates(self.optimizer, self._rates, self.step, self.steps)
         x, y = self._batch()
         self.optimizer.zero_grad()
         value = loss_of("cross_entropy", self.model(x), y)

@@ -17,6 +17,7 @@ from curvatlas.figures.drawing import (
     SKY,
     YELLOW,
     band,
+    log_map,
     new_figure,
     tidy_log_axes,
 )
@@ -137,20 +138,13 @@ def _scale_name(chosen: AtlasMap) -> str:
 
 def _draw(axes: Any, chosen: AtlasMap, limits: tuple[float, float], *, first: bool) -> Any:
     values = chosen.values.double().numpy()
-    if chosen.quantity != "coupling":
-        alive = (values > 0) & ((chosen.low > 0).numpy() | (chosen.high == chosen.low).numpy())
-        values = np.log10(np.where(alive, values, np.nan))  # grey: zero up to rounding
-    import matplotlib
-
-    colours = matplotlib.colormaps[_MAP].with_extremes(bad="0.8")
-    image = axes.imshow(
-        values,
-        vmin=limits[0],
-        vmax=limits[1],
-        cmap=colours,
-        interpolation="nearest",
-        aspect="equal",
-    )
+    if chosen.quantity == "coupling":
+        image = axes.imshow(
+            values, vmin=limits[0], vmax=limits[1], cmap=_MAP, interpolation="nearest"
+        )
+    else:
+        alive = (values > 0) & ((chosen.low > 0) | (chosen.high == chosen.low)).numpy()
+        image = log_map(axes, values, alive, limits=limits, aspect="equal")
     _label(axes, chosen.names, first=first)
     return image
 

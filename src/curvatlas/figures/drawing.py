@@ -107,3 +107,23 @@ def thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
     """Every k-th place and its name, so that at most ``most`` are written."""
     places = list(range(0, len(names), max(-(-len(names) // most), 1)))
     return places, [names[i] for i in places]
+
+
+def log_map(
+    axes: Any,
+    values: Array,
+    alive: Any,
+    *,
+    limits: tuple[float | None, float | None] = (None, None),
+    aspect: str = "auto",
+) -> Any:
+    """log10 of a matrix, grey where it is not ``alive``."""
+    import matplotlib
+
+    exponents = np.where(alive, np.log10(np.where(alive, values, 1.0)), np.nan)
+    # survives colour blindness and grey printing
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="0.8")
+    low, high = limits
+    return axes.imshow(
+        exponents, cmap=colours, vmin=low, vmax=high, interpolation="nearest", aspect=aspect
+    )

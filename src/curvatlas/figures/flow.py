@@ -15,6 +15,7 @@ from curvatlas.figures.drawing import (
     PathLike,
     band,
     error_bars,
+    log_map,
     new_figure,
     plain_numbers,
     saved,
@@ -120,16 +121,13 @@ def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
         names = [str(layer) for layer in layers]
         title = "curvature at each sublayer's input"
         axes.set_xlabel("layer")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exponents = np.log10(values)
-    exponents[~np.isfinite(exponents)] = np.nan
-    axes.set_facecolor("0.8")
-    image = axes.imshow(exponents, cmap="viridis", aspect="auto")
+    alive = np.isfinite(values) & (values > 0)
+    image = log_map(axes, values, alive)
     axes.set_yticks(*thinned(rows, 24), fontsize=7)
     axes.set_xticks(*thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
     axes.set_title(title, fontsize=10)
     label = "log$_{10}$ ‖S‖$_F$"
-    if np.isnan(exponents).any():
+    if not alive.all():
         label += "\ngrey: not told from zero"
     figure.colorbar(image, ax=axes, label=label, shrink=0.9)
 

@@ -14,6 +14,7 @@ from curvatlas.figures.drawing import (
     PINK,
     PathLike,
     band,
+    log_map,
     new_figure,
     saved,
     thinned,
@@ -97,17 +98,10 @@ def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
     chosen = atlas.view(view)
     values = chosen.values.double().numpy()
     alive = (values > 0) & (chosen.low.double().numpy() > 0)  # the rest is zero up to its interval
-    with np.errstate(divide="ignore"):
-        logs = np.where(alive, np.log10(np.where(alive, values, 1.0)), np.nan)
-    top = float(np.nanmax(logs)) if alive.any() else 0.0
-    import matplotlib as mpl
-
-    colours = mpl.colormaps["viridis"].with_extremes(bad="0.8")
-    low = max(float(np.nanmin(logs)), top - _DECADES) if alive.any() else -1.0
-    # "auto": the layout engine cuts labels of axes whose shape is fixed
-    image = axes.imshow(
-        logs, cmap=colours, vmin=low, vmax=top, interpolation="nearest", aspect="auto"
-    )
+    top = float(np.log10(values[alive].max())) if alive.any() else 0.0
+    low = max(float(np.log10(values[alive].min())), top - _DECADES) if alive.any() else -1.0
+    # "auto" shape: the layout engine cuts labels of axes whose shape is fixed
+    image = log_map(axes, values, alive, limits=(low, top))
     places, labels = thinned(_short(chosen.names), _MOST_NAMES)
     axes.set_xticks(places, labels, rotation=90, fontsize=7.5)
     axes.set_yticks(places, labels, fontsize=7.5)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from curvatlas.budget import readable
 
@@ -215,41 +215,21 @@ def amounts_of(task: Task) -> tuple[float, float, float, float]:
 
 # --- shapes that are asked for ------------------------------------------------------------------
 
-SMOLLM2_135M = TransformerShape(
-    layers=30,
-    width=576,
-    hidden=1536,
-    heads=9,
-    key_value_heads=3,
-    vocabulary=49152,
-    gated=True,
-    tied=True,
-)
-LLAMA_1B = TransformerShape(
-    layers=16,
-    width=2048,
-    hidden=8192,
-    heads=32,
-    key_value_heads=8,
-    vocabulary=128256,
-    gated=True,
-    tied=True,
-)
-LLAMA_8B = TransformerShape(
-    layers=32,
-    width=4096,
-    hidden=14336,
-    heads=32,
-    key_value_heads=8,
-    vocabulary=128256,
-    gated=True,
-)
-LLAMA_70B = TransformerShape(
-    layers=80,
-    width=8192,
-    hidden=28672,
-    heads=64,
-    key_value_heads=8,
-    vocabulary=128256,
-    gated=True,
-)
+
+def _llama(
+    layers: int, width: int, hidden: int, heads: int, *, tied: bool = False
+) -> TransformerShape:
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "width": width,
+        "hidden": hidden,
+        "heads": heads,
+        "tied": tied,
+    }
+    return TransformerShape(**sizes, key_value_heads=8, vocabulary=128256, gated=True)
+
+
+LLAMA_1B = _llama(16, 2048, 8192, 32, tied=True)
+LLAMA_8B = _llama(32, 4096, 14336, 32)
+LLAMA_70B = _llama(80, 8192, 28672, 64)
+SMOLLM2_135M = replace(_llama(30, 576, 1536, 9, tied=True), key_value_heads=3, vocabulary=49152)

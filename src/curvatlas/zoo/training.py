@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +45,22 @@ def loss_of(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if isinstance(loss, str):
         raise ValueError(f"loss must be 'cross_entropy', 'mse' or a callable, got {loss!r}.")
     return loss(outputs, targets)
+
+
+def set_rates(
+    optimizer: torch.optim.Optimizer,
+    rates: Sequence[float],
+    step: int,
+    steps: int,
+    schedule: Literal["cosine", "constant"] = "cosine",
+) -> None:
+    """Each group's share of its rate at one step: warm-up, then cosine decay or none."""
+    # Warm-up over the first twentieth: post-norm blocks diverge at full rate from step 0.
+    factor = min(1.0, (step + 1) / max(1, steps // 20))
+    if schedule == "cosine":
+        factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
 
 
 def train(
@@ -90,12 +106,7 @@ def train(
     was_training = model.training
     model.train()
     for step in track(range(steps), "training", total=steps):
-        # Warm-up over the first twentieth: post-norm blocks diverge at full rate from step 0.
-        factor = min(1.0, (step + 1) / max(1, steps // 20))
-        if schedule == "cosine":
-            factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group, rate in zip(update.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
+        set_rates(update, rates, step, steps, schedule)
         chosen = next(draw)
         value = loss_of(loss, model(inputs[chosen]), targets[chosen])
         losses.append(value.item())

@@ -25,7 +25,7 @@ from curvatlas.progress import bar
 Array = NDArray[np.float64]
 
 # The variance is itself estimated from M pairs, with a relative error near √(2/M). Adding twice
-# that keeps 95 % coverage for spectra from flat to rank one (tests/analysis/atlas/test_statistics).
+# that keeps 95 % coverage for spectra from flat to rank one (tests/analysis/atlas/test_sketch).
 _CAUTION = 2.0
 
 

@@ -106,6 +106,25 @@ class Line:
         return [float(v) for v in (total / problem.normaliser).tolist()]
 
 
+def value_and_gradient(
+    problem: Problem, weights: Tensor, batches: Sequence[Batch] | None = None
+) -> tuple[float, Tensor]:
+    """L(w) and ∇L(w), (P,), over ``batches`` (default: all); the model's own weights stay."""
+    layout = problem.layout
+    pieces = dict(zip(layout.names, layout.split(weights), strict=True))
+    chosen = problem.batches() if batches is None else batches
+    total = torch.zeros(layout.size + 1, dtype=problem.dtype, device=problem.device)
+    with problem.evaluating():
+        for batch in chosen:
+            leaves = {n: p.squeeze(0).detach().requires_grad_(True) for n, p in pieces.items()}
+            loss = problem.loss.value(problem.outputs(batch, leaves), batch.targets)
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            total[:-1].add_(layout.join(grads, like=total), alpha=batch.count)
+            total[-1] += batch.count * loss.detach()
+    total /= problem.normaliser if batches is None else sum(batch.count for batch in batches)
+    return float(total[-1]), total[:-1]
+
+
 class Difference:
     """φ(t) = L_b(θ + t d) − L_a(θ + t d): two losses on one line (k and k + 1 samples, …)."""
 

@@ -28,6 +28,7 @@ from curvatlas.analysis.landscape.line import (
     fourth_derivative_bound,
     third_by_differences,
     towards,
+    value_and_gradient,
     within,
 )
 from curvatlas.analysis.landscape.taylor_result import (
@@ -169,21 +170,7 @@ class Descent:
 
     def at(self, weights: Tensor) -> tuple[float, Tensor]:
         """L(w) and ∇L(w), (P,)."""
-        problem, layout = self.problem, self.problem.layout
-        pieces = {
-            name: piece.squeeze(0)
-            for name, piece in zip(layout.names, layout.split(weights), strict=True)
-        }
-        total = torch.zeros(layout.size + 1, dtype=problem.dtype, device=problem.device)
-        with problem.evaluating():
-            for batch in problem.batches():
-                leaves = {n: p.detach().requires_grad_(True) for n, p in pieces.items()}
-                loss = problem.loss.value(problem.outputs(batch, leaves), batch.targets)
-                grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                total[:-1].add_(layout.join(grads, like=total), alpha=batch.count)
-                total[-1] += batch.count * loss.detach()
-        total /= problem.normaliser
-        return float(total[-1]), total[:-1]
+        return value_and_gradient(self.problem, weights)
 
     def run(
         self, steps: int, rate: float, momentum: float = 0.0, *, what: str = "gradient descent"
