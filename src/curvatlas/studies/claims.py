@@ -20,7 +20,7 @@ import torch
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.analysis.propagation.capture import capture
-from curvatlas.analysis.propagation.dense import SampleView, propagate
+from curvatlas.analysis.propagation.dense import propagate
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
@@ -389,19 +389,19 @@ def norm_slope(problem: Problem) -> float:
     points: list[tuple[float, float]] = []
     with problem.evaluating():
         captured = capture(problem, batch)
-        view = SampleView(batch.length)
-        for step in propagate(problem, batch, captured, view):
+        samples = batch.length
+        for step in propagate(problem, batch, captured, samples):
             if step.node.kind != "norm":
                 continue
             parent, _, made = step.through[0]
             width = parent.tensor.shape[-1]
             tokens = made.shape[1] // width
-            token_blocks = made.reshape(view.count, tokens, width, tokens, width).diagonal(
+            token_blocks = made.reshape(samples, tokens, width, tokens, width).diagonal(
                 dim1=1, dim2=3
             )
             created = token_blocks.pow(2).sum((1, 2)).sqrt()  # (samples, tokens)
-            slope = step.slope.reshape(view.count, tokens, width).norm(dim=-1)
-            variance = parent.tensor.detach().reshape(view.count, tokens, width)
+            slope = step.slope.reshape(samples, tokens, width).norm(dim=-1)
+            variance = parent.tensor.detach().reshape(samples, tokens, width)
             variance = variance.var(-1, unbiased=False)
             alive = (slope > 0) & (created > 0)
             x, y = variance[alive].log(), (created[alive] / slope[alive]).log()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.exact import largest_singular
 from curvatlas.analysis.propagation.capture import Capture, Node, capture
 from curvatlas.analysis.propagation.dense import (
-    SampleView,
     Step,
     is_sum,
     propagate,
@@ -68,24 +67,24 @@ def dense_entries(
     problem: Problem,
     batch: Batch,
     capture: Capture,
-    view: SampleView,
+    samples: int,
     *,
     keep: bool,
     wanted: Wanted,
 ) -> Iterator[FlowEntry]:
     """Entries from the loss backwards: each sublayer after the activation it puts out."""
     total = len(capture.nodes) + 1
-    for step in track(propagate(problem, batch, capture, view), "propagation", total=total):
+    for step in track(propagate(problem, batch, capture, samples), "propagation", total=total):
         if not wanted(step.node):
             continue
         if step.total is not None and step.created is not None:
             place = Place(step.node, "activation", step.node, step.node.name)
             passed = step.total - step.created
-            yield _dense(place, passed, step.created, step.slope, view, None, keep)
-        yield from _sublayer_entries(step, view, keep)
+            yield _dense(place, passed, step.created, step.slope, samples, None, keep)
+        yield from _sublayer_entries(step, samples, keep)
 
 
-def _sublayer_entries(step: Step, view: SampleView, keep: bool) -> Iterator[FlowEntry]:
+def _sublayer_entries(step: Step, samples: int, keep: bool) -> Iterator[FlowEntry]:
     behind = None if step.total is None else float(torch.linalg.norm(step.total))
     through = step.through
     if step.node.kind == "residual":
@@ -93,7 +92,7 @@ def _sublayer_entries(step: Step, view: SampleView, keep: bool) -> Iterator[Flow
     for node, passed, made in through:
         name = step.node.name if len(through) == 1 else f"{step.node.name} ← {node.name}"
         place = Place(step.node, "sublayer", node, name)
-        yield _dense(place, passed, made, step.slope, view, behind, keep)
+        yield _dense(place, passed, made, step.slope, samples, behind, keep)
 
 
 def _dense(
@@ -101,15 +100,15 @@ def _dense(
     passed: Tensor,
     made: Tensor,
     slope: Tensor,
-    view: SampleView,
+    samples: int,
     behind: float | None,
     keep: bool,
 ) -> FlowEntry:
     total = passed + made
     matrices = dict(zip(_PARTS, (total, passed, made), strict=True))
-    tokens = tokens_of(place.at.tensor, view.count)
+    tokens = tokens_of(place.at.tensor, samples)
     width = total.shape[1] // tokens
-    blocks = total.reshape(view.count, tokens, width, tokens, width)
+    blocks = total.reshape(samples, tokens, width, tokens, width)
     token_blocks = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
     values = torch.linalg.eigvalsh(total) if total.shape[1] <= _SPECTRUM_UP_TO else None
     if values is not None:
@@ -169,7 +168,7 @@ def free_entries(
     problem: Problem,
     batch: Batch,
     capture: Capture,
-    view: SampleView,
+    samples: int,
     *,
     probes: int,
     seed: int,
@@ -195,7 +194,7 @@ def free_entries(
 
     def entry(place: Place, probes_there: Probes) -> FlowEntry:
         basis, images = probes_there
-        probed = [probe(image, basis, view.count) for image in images]
+        probed = [probe(image, basis, samples) for image in images]
         behind.setdefault(place.node, probed[0])  # the activation comes before its sublayers
         parts = dict(zip(_PARTS, probed, strict=True))
         slope = products.slopes.get(place.node)
@@ -230,7 +229,7 @@ def free_entries(
 
 
 def sweep_entries(
-    problem: Problem, batch: Batch, capture: Capture, view: SampleView, *, probes: int, seed: int
+    problem: Problem, batch: Batch, capture: Capture, samples: int, *, probes: int, seed: int
 ) -> Iterator[FlowEntry]:
     """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
 
@@ -239,14 +238,14 @@ def sweep_entries(
     """
     products = FreeProducts(problem, batch, capture)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    sweep = Sweep(products, view.count, probes=SWEPT * probes, generator=generator)
+    sweep = Sweep(products, samples, probes=SWEPT * probes, generator=generator)
     reached = capture.nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
     beyond = set(capture.nodes[reached + 1 :])
     yield from free_entries(
         problem,
         batch,
         capture,
-        view,
+        samples,
         probes=probes,
         seed=seed + 1,
         products=products,
@@ -439,23 +438,25 @@ class CurvaturePropagationAnalyzer:
     ) -> tuple[str, Iterator[FlowEntry]]:
         """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
         every = wanted or (lambda _: True)
-        view = SampleView(1 if samples_interact(problem, batch, captured) else batch.length)
-        largest = max(node.tensor.numel() // view.count for node in captured.nodes)
+        samples = 1 if samples_interact(problem, batch, captured) else batch.length
+        largest = max(node.tensor.numel() // samples for node in captured.nodes)
         room = default_budget(problem.device) if self.budget is None else parse_bytes(self.budget)
-        one = view.count * largest**2 * problem.dtype.itemsize
+        one = samples * largest**2 * problem.dtype.itemsize
         fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
         if self.method == "dense" or (self.method == "auto" and fits):
             everything = 6 * len(captured.nodes) * one
             keep = everything <= room
-            return "dense", dense_entries(problem, batch, captured, view, keep=keep, wanted=every)
+            return "dense", dense_entries(
+                problem, batch, captured, samples, keep=keep, wanted=every
+            )
         blocks = len({node.layer for node in captured.nodes if node.layer is not None})
         deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
         probes, seed = self.probes, self.seed
         if wanted is None and deep:
-            estimated = sweep_entries(problem, batch, captured, view, probes=probes, seed=seed)
+            estimated = sweep_entries(problem, batch, captured, samples, probes=probes, seed=seed)
         else:
             estimated = free_entries(
-                problem, batch, captured, view, probes=probes, seed=seed, wanted=every
+                problem, batch, captured, samples, probes=probes, seed=seed, wanted=every
             )
         return "matrix-free", estimated
 

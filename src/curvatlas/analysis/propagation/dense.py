@@ -27,20 +27,6 @@ from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvat
 _COLUMNS = 64  # cotangents through one vmapped pass
 
 
-class SampleView:
-    """How tensors are seen: (samples, n), or one sample when the samples interact."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        return tensor.reshape(self.count, -1)
-
-    def columns(self, columns: Tensor, like: Tensor) -> Tensor:
-        """(K, samples, n) → (K, *shape)."""
-        return columns.reshape(-1, *like.shape)
-
-
 def pulled(
     roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -52,14 +38,27 @@ def pulled(
     ]
 
 
-def unit_columns(samples: int, size: int, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Unit vectors, the same in every sample: (K, samples, size) at a time."""
+def matrices(
+    product: Callable[[Tensor], Sequence[Tensor]],
+    tensor: Tensor,
+    others: Sequence[Tensor],
+    samples: int,
+) -> list[Tensor]:
+    """Rows of bilinear forms, (samples, n, n_other) for each of ``others``.
+
+    product: K directions (K, *tensor) → (K, *other) each. Every sample gets the same unit vectors,
+    as samples that interact are seen as one.
+    """
+    size = tensor.numel() // samples
+    blocks = [tensor.new_zeros(samples, size, t.numel() // samples) for t in others]
     for start in range(0, size, _COLUMNS):
-        stop = min(start + _COLUMNS, size)
-        block = like.new_zeros(stop - start, samples, size)
-        for k in range(stop - start):
-            block[k, :, start + k] = 1
-        yield slice(start, stop), block
+        units = tensor.new_zeros(min(_COLUMNS, size - start), 1, size)
+        units[:, 0, start:].fill_diagonal_(1)
+        directions = units.expand(-1, samples, -1).reshape(-1, *tensor.shape)
+        for block, rows in zip(blocks, product(directions), strict=True):
+            by_sample = rows.reshape(len(rows), samples, -1).transpose(0, 1)
+            block[:, start : start + len(rows)] = by_sample
+    return blocks
 
 
 def is_sum(node: Node) -> bool:
@@ -115,50 +114,6 @@ def _reaches(node: Node, targets: Sequence[Node]) -> bool:
     return False
 
 
-def jacobian(node: Node, parents: Sequence[Node], view: SampleView) -> list[Tensor]:
-    """∂node/∂parent, (samples, n, n_parent) each."""
-    size = view.flat(node.tensor).shape[1]
-    jacobians = [
-        p.tensor.new_zeros(view.count, size, view.flat(p.tensor).shape[1]) for p in parents
-    ]
-    for place, block in unit_columns(view.count, size, node.tensor):
-        slopes = [view.columns(block, node.tensor)]
-        parts = pulled([node.tensor], [p.tensor for p in parents], slopes)
-        for target, rows in zip(jacobians, parts, strict=True):
-            target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
-    return jacobians
-
-
-def second(
-    node: Node, parents: Sequence[Node], slope: Tensor, view: SampleView
-) -> list[list[Tensor]]:
-    """C_pq = Σ_k δ_k ∂²f_k/∂p∂q, (samples, n_p, n_q), for all pairs of parents."""
-    tensors = [p.tensor for p in parents]
-    gradients = torch.autograd.grad(
-        node.tensor,
-        tensors,
-        slope.reshape(node.tensor.shape),
-        create_graph=True,
-        allow_unused=True,
-    )
-    return [gradient_rows(g, p, tensors, view) for g, p in zip(gradients, tensors, strict=True)]
-
-
-def gradient_rows(
-    gradient: Tensor | None, tensor: Tensor, others: Sequence[Tensor], view: SampleView
-) -> list[Tensor]:
-    size = view.flat(tensor).shape[1]
-    blocks = [tensor.new_zeros(view.count, size, view.flat(t).shape[1]) for t in others]
-    if gradient is None or not gradient.requires_grad:
-        return blocks  # linear in this input
-    for place, block in unit_columns(view.count, size, tensor):
-        for target, rows in zip(
-            blocks, pulled([gradient], others, [view.columns(block, tensor)]), strict=True
-        ):
-            target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
-    return blocks
-
-
 def samples_interact(problem: Problem, batch: Batch, capture: Capture) -> bool:
     """Whether one sample's part of the loss depends on another sample's first activation.
 
@@ -200,7 +155,7 @@ class Step:
     slope: Tensor  # δ, (samples, n)
 
 
-def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView) -> Iterator[Step]:
+def propagate(problem: Problem, batch: Batch, capture: Capture, samples: int) -> Iterator[Step]:
     """Eliminate every activation, last first; inside ``problem.evaluating()``."""
     slopes = output_slopes(problem, batch, capture)
     hessian: dict[tuple[Node, Node], Tensor] = {}
@@ -210,17 +165,17 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView
         sum_so_far = hessian.get((p, q))
         hessian[p, q] = value if sum_so_far is None else sum_so_far.add_(value)
 
-    yield _seed(problem, batch, capture, view, add, created)
+    yield _seed(problem, batch, capture, samples, add, created)
     for node in reversed(capture.nodes):
         total = hessian.pop((node, node))
         total = (total + total.transpose(1, 2)) / 2  # rounding only
-        slope = view.flat(slopes[node])
+        slope = slopes[node].reshape(samples, -1)
         mixed = {q: hessian.pop((node, q)) for p, q in list(hessian) if p is node}
         for q in mixed:
             hessian.pop((q, node))
         through: list[tuple[Node, Tensor, Tensor]] = []
         parents = node.parents
-        jacobians, curvature = _local(node, slope, view)
+        jacobians, curvature = _local(node, slope, samples)
         for a, p in enumerate(parents):
             behind = _before(jacobians[a], total)
             for b, q in enumerate(parents):
@@ -239,7 +194,7 @@ def propagate(problem: Problem, batch: Batch, capture: Capture, view: SampleView
 
 
 def _local(
-    node: Node, slope: Tensor, view: SampleView
+    node: Node, slope: Tensor, samples: int
 ) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
     """Jacobians (None: identity) and second derivatives (None: zero) of the node's function."""
     parents = node.parents
@@ -247,10 +202,29 @@ def _local(
         return [None] * len(parents), [[None] * len(parents) for _ in parents]
     if not parents:
         return [], []
+    tensors = [parent.tensor for parent in parents]
     with cut(parents):
-        jacobians = jacobian(node, parents, view)
-        curvature = second(node, parents, slope, view)
+        jacobians = matrices(
+            lambda c: pulled([node.tensor], tensors, [c]), node.tensor, tensors, samples
+        )
+        gradients = torch.autograd.grad(
+            node.tensor,
+            tensors,
+            slope.reshape(node.tensor.shape),
+            create_graph=True,
+            materialize_grads=True,
+        )
+        curvature = [
+            _second(g, t, tensors, samples) for g, t in zip(gradients, tensors, strict=True)
+        ]
     return [*jacobians], [[*row] for row in curvature]
+
+
+def _second(
+    gradient: Tensor, tensor: Tensor, others: Sequence[Tensor], samples: int
+) -> list[Tensor]:
+    """∂(Jᵀδ)/∂other of the gradient at ``tensor``: Σ_k δ_k ∂²f_k, (samples, n, n_other) each."""
+    return matrices(lambda c: pulled([gradient], others, [c]), tensor, others, samples)
 
 
 def _before(jacobian: Tensor | None, matrix: Tensor) -> Tensor:
@@ -273,7 +247,7 @@ def _seed(
     problem: Problem,
     batch: Batch,
     capture: Capture,
-    view: SampleView,
+    samples: int,
     add: Callable[[Node, Node, Tensor], None],
     created: dict[Node, Tensor],
 ) -> Step:
@@ -285,14 +259,14 @@ def _seed(
     lam = output_curvature(problem.loss, outputs, rebuild, batch.targets)
     nodes = list(capture.last)
     with cut(nodes):
-        through = _seed_cut(view, add, created, nodes, outputs, deltas, lam)
-    slope = torch.cat([view.flat(d.detach()) for d in deltas], dim=1)
+        through = _seed_cut(samples, add, created, nodes, outputs, deltas, lam)
+    slope = torch.cat([d.detach().reshape(samples, -1) for d in deltas], dim=1)
     head = Node("head", "head", None, capture.outputs, parents=nodes)
     return Step(head, None, None, through, slope)
 
 
 def _seed_cut(
-    view: SampleView,
+    samples: int,
     add: Callable[[Node, Node, Tensor], None],
     created: dict[Node, Tensor],
     nodes: list[Node],
@@ -305,14 +279,13 @@ def _seed_cut(
     gradients = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
     through: list[tuple[Node, Tensor, Tensor]] = []
     for p, tensor, gradient in zip(nodes, tensors, gradients, strict=True):
-        size = view.flat(tensor).shape[1]
-        outer = [tensor.new_zeros(view.count, size, view.flat(t).shape[1]) for t in tensors]
-        inner = gradient_rows(gradient, tensor, tensors, view)
-        for place, block in unit_columns(view.count, size, tensor):
-            # J e_k at the outputs, weighted by Λ
-            weighted = lam(pulled([gradient], cotangents, [view.columns(block, tensor)]))
-            for target, rows in zip(outer, pulled(outputs, tensors, weighted), strict=True):
-                target[:, place] = rows.reshape(len(rows), view.count, -1).transpose(0, 1)
+        inner = _second(gradient, tensor, tensors, samples)
+
+        def outer_product(directions: Tensor, gradient: Tensor = gradient) -> list[Tensor]:
+            moved = pulled([gradient], cotangents, [directions])  # J v at the outputs
+            return pulled(outputs, tensors, lam(moved))
+
+        outer = matrices(outer_product, tensor, tensors, samples)
         for q, passed, made in zip(nodes, outer, inner, strict=True):
             add(p, q, passed + made)
             if p is q:
