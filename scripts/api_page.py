@@ -17,6 +17,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
 # package of the defining module → heading, in the order of the data's way through the library
 _GROUPS = {
+    "surveying": "Survey",
     "problem": "Problem",
     "anatomy": "Anatomy",
     "operators": "Operators",
@@ -25,11 +26,13 @@ _GROUPS = {
     "engines": "Closed forms",
     "theory": "Theory",
     "analysis": "Analysis",
+    "scaling": "Analysis",
     "training": "Training",
     "figures": "Figures",
     "linear_operator": "Operators",
     "studies": "Studies",
     "results": "Results",
+    "runs": "Results",
 }
 # modules that users call by their own name, with what belongs to their interface
 _MODULES = {
@@ -63,8 +66,11 @@ def render() -> str:
 
 def _grouped() -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {heading: [] for heading in _GROUPS.values()}
-    for name, module in sorted(curvatlas._PUBLIC.items()):
-        package = module.split(".")[1]
+    for name in curvatlas.__all__:
+        value = getattr(curvatlas, name)
+        if inspect.ismodule(value):
+            continue
+        package = value.__module__.split(".")[1]
         groups.setdefault(_GROUPS.get(package, package.capitalize()), []).append(name)
     return {heading: names for heading, names in groups.items() if names}
 

@@ -138,8 +138,7 @@ BART_SIZES = {
 
 
 def _hf_vit() -> Case:
-    from transformers import ViTConfig as HFViTConfig
-    from transformers import ViTForImageClassification
+    from transformers import ViTConfig as HFViTConfig, ViTForImageClassification
 
     config = HFViTConfig(
         hidden_size=8,

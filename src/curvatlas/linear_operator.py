@@ -10,10 +10,11 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
@@ -89,6 +90,14 @@ class LinearOperator:
         """The problem whose flat vector the rows (axis 0) or columns (axis 1) stand for, if any."""
         return None
 
+    @overload
+    def __matmul__(self, right: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, right: LinearOperator) -> LinearOperator: ...
+    @overload
+    def __matmul__(self, right: NDArray[Any]) -> NDArray[Any]: ...
+    @overload
+    def __matmul__(self, right: Sequence[Tensor] | Mapping[str, Tensor]) -> Any: ...
     def __matmul__(self, right: Any) -> Any:
         """``op @ v`` for (n,) or (n, K) tensors, NumPy arrays alike; ``A @ B`` for an operator.
 

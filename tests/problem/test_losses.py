@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas.errors import ProblemError
-from oracles import hessian as hessian_of
-from oracles import outer_hessian
+from oracles import hessian as hessian_of, outer_hessian
 
 SIZES = (5, 1, 4)  # samples of the batches
 WIDTH = 4  # outputs, or classes

@@ -9,8 +9,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from curvatlas.report.charts import linear_scale, log_scale, symlog_scale, tick_label
 from curvatlas.report.markup import Markup, join, json_block, number, table, tag

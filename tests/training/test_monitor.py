@@ -17,8 +17,13 @@ from torch import Tensor, nn
 import curvatlas as ca
 from curvatlas import results
 from curvatlas.errors import NonFiniteError
-from curvatlas.training import LinesTracker, TensorBoardTracker, Thresholds, WandbTracker
-from curvatlas.training import monitor as monitor_module
+from curvatlas.training import (
+    LinesTracker,
+    TensorBoardTracker,
+    Thresholds,
+    WandbTracker,
+    monitor as monitor_module,
+)
 from curvatlas.training.snapshot import Snapshot, events_of
 
 

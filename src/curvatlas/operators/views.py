@@ -149,7 +149,7 @@ class _Part:
             offset += sizes[name]
         self._sizes = [sizes[name] for name in self.names]
         self._total = offset
-        self.size = sum(piece.size for piece in slices)
+        self.size: int = sum(piece.size for piece in slices)
         whole = [p.parameter for p in slices] == self.names and self.size == offset
         whole = whole and all(isinstance(piece, Slice) for piece in slices)  # others: any order
         # Positions of the wanted entries among the concatenated parameters; None: all, in order.

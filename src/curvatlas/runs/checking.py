@@ -16,8 +16,7 @@ from pathlib import Path
 from curvatlas import files
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
 from curvatlas.results import Result, brief
-from curvatlas.runs import loading
-from curvatlas.runs import manifest as manifests
+from curvatlas.runs import loading, manifest as manifests
 from curvatlas.runs.manifest import FolderLock, Manifest, is_locked
 from curvatlas.spectra.checkpoint import missing_entries, parts_on_disk, step_of
 

@@ -21,8 +21,7 @@ import torch
 from curvatlas import __version__, files, parallel
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, previous, write_json
 from curvatlas.results import Result, brief, parse
-from curvatlas.runs import checking, loading
-from curvatlas.runs import manifest as manifests
+from curvatlas.runs import checking, loading, manifest as manifests
 from curvatlas.runs.loading import LoadedRun
 from curvatlas.runs.manifest import LOCK_NAME, FolderLock, Manifest, StepEntry
 

@@ -98,7 +98,7 @@ class Rows:
         """op · row i, as this process's part."""
         row = self.row(i).to(op.device)
         if self.shards is None:
-            return (op @ row).to(self.tensor.device)  # type: ignore[no-any-return]
+            return (op @ row).to(self.tensor.device)
         return op.sharded_matvec(row, self.shards).to(self.tensor.device)
 
     # --- sums over a row -------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""The public names and where they are defined; ``__init__.py`` loads each on its first use."""
+
+from . import (
+    analysis as analysis,
+    anatomy as anatomy,
+    closed_form as closed_form,
+    engines as engines,
+    figures as figures,
+    operators as operators,
+    parallel as parallel,
+    problem as problem,
+    report as report,
+    runs as runs,
+    spectra as spectra,
+    theory as theory,
+    training as training,
+    zoo as zoo,
+)
+from .analysis.analyzer import (
+    FullHessianAnalysis as FullHessianAnalysis,
+    LayerWiseCurvature as LayerWiseCurvature,
+    TransformerHessianAnalyzer as TransformerHessianAnalyzer,
+)
+from .analysis.atlas.attention import (
+    AttentionCurvature as AttentionCurvature,
+    analyze_attention_curvature as analyze_attention_curvature,
+)
+from .analysis.atlas.layerwise import (
+    ModuleWiseCurvature as ModuleWiseCurvature,
+    module_wise_curvature as module_wise_curvature,
+)
+from .analysis.atlas.mapping import atlas as atlas
+from .analysis.atlas.result import (
+    Atlas as Atlas,
+    AtlasMap as AtlasMap,
+    RankedBlock as RankedBlock,
+)
+from .analysis.conditioning import EffectiveConditioning as EffectiveConditioning
+from .analysis.diagnostics import (
+    ConvergenceDiagnostics as ConvergenceDiagnostics,
+    ConvergenceTrajectory as ConvergenceTrajectory,
+)
+from .analysis.landscape.convergence import (
+    LandscapeConvergence as LandscapeConvergence,
+    landscape_convergence as landscape_convergence,
+)
+from .analysis.landscape.taylor import TaylorExpansionAnalyzer as TaylorExpansionAnalyzer
+from .analysis.landscape.taylor_result import (
+    CriticalLearningRate as CriticalLearningRate,
+    ObservedCurvature as ObservedCurvature,
+    PredictedTrajectory as PredictedTrajectory,
+    TaylorExpansion as TaylorExpansion,
+    TrustRadius as TrustRadius,
+)
+from .analysis.propagation.analyzer import (
+    CurvaturePropagationAnalyzer as CurvaturePropagationAnalyzer,
+)
+from .analysis.propagation.result import (
+    CurvatureFlow as CurvatureFlow,
+    FlowEntry as FlowEntry,
+)
+from .anatomy import (
+    Anatomy as Anatomy,
+    Selection as Selection,
+    Slice as Slice,
+    anatomy_of as anatomy_of,
+)
+from .closed_form.attention import (
+    AttentionMoments as AttentionMoments,
+    SelfAttentionHessian as SelfAttentionHessian,
+)
+from .closed_form.block import TransformerBlockHessian as TransformerBlockHessian
+from .closed_form.derivatives import BlockDerivatives as BlockDerivatives
+from .closed_form.feed_forward import (
+    FeedForwardJacobians as FeedForwardJacobians,
+    FFNHessian as FFNHessian,
+)
+from .closed_form.layer_norm import (
+    LayerNormHessian as LayerNormHessian,
+    NormVerification as NormVerification,
+    RMSNormHessian as RMSNormHessian,
+    verify_layernorm_hessian as verify_layernorm_hessian,
+)
+from .closed_form.result import BlockHessian as BlockHessian
+from .engines.tangent.head import Readout as Readout
+from .engines.tangent.stack import (
+    BlockStack as BlockStack,
+    LinearisedStack as LinearisedStack,
+)
+from .figures import (
+    plot_scaling_law_predictions as plot_scaling_law_predictions,
+    visualize_curvature_flow as visualize_curvature_flow,
+    visualize_hessian_spectrum as visualize_hessian_spectrum,
+)
+from .linear_operator import (
+    BlockDiagonalOperator as BlockDiagonalOperator,
+    DiagonalOperator as DiagonalOperator,
+    IdentityOperator as IdentityOperator,
+    KroneckerOperator as KroneckerOperator,
+    LinearOperator as LinearOperator,
+    MatrixOperator as MatrixOperator,
+    Tags as Tags,
+)
+from .operators.curvature import (
+    CurvatureOperator as CurvatureOperator,
+    FunctionalHessian as FunctionalHessian,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+)
+from .operators.fisher import Fisher as Fisher
+from .operators.jacobian import Jacobian as Jacobian
+from .operators.kfac import (
+    EKFAC as EKFAC,
+    KFAC as KFAC,
+)
+from .problem import Problem as Problem
+from .results import (
+    Result as Result,
+    load as load,
+)
+from .runs import LoadedRun as LoadedRun
+from .scaling.analyzer import ScalingLawAnalyzer as ScalingLawAnalyzer
+from .scaling.result import (
+    DatasetPrediction as DatasetPrediction,
+    PredictionComparison as PredictionComparison,
+    ScalingGrid as ScalingGrid,
+)
+from .spectra.density import spectral_density as spectral_density
+from .spectra.density_result import SpectralDensity as SpectralDensity
+from .spectra.diagonal import (
+    DiagonalEstimate as DiagonalEstimate,
+    diagonal as diagonal,
+)
+from .spectra.eigen_result import Eigenpairs as Eigenpairs
+from .spectra.eigenpairs import eigenpairs as eigenpairs
+from .spectra.estimate import Estimate as Estimate
+from .spectra.functions import (
+    FunctionProduct as FunctionProduct,
+    log_determinant as log_determinant,
+    matrix_function as matrix_function,
+    quadratic_form as quadratic_form,
+    trace_function as trace_function,
+)
+from .spectra.norms import (
+    frobenius_norm as frobenius_norm,
+    spectral_norm as spectral_norm,
+)
+from .spectra.preconditioners import (
+    LowRankInverse as LowRankInverse,
+    cholesky_preconditioner as cholesky_preconditioner,
+    nystrom_preconditioner as nystrom_preconditioner,
+)
+from .spectra.solve import (
+    Solution as Solution,
+    inverse as inverse,
+    inverse_diagonal as inverse_diagonal,
+    least_squares as least_squares,
+    solve as solve,
+)
+from .spectra.summary import (
+    CurvatureSummary as CurvatureSummary,
+    DensityComparison as DensityComparison,
+    Participation as Participation,
+    compare_densities as compare_densities,
+    curvature_summary as curvature_summary,
+    participation as participation,
+)
+from .spectra.trace import trace as trace
+from .spectra.trust_region import (
+    NewtonStep as NewtonStep,
+    newton_step as newton_step,
+)
+from .studies.claims import (
+    ClaimReport as ClaimReport,
+    examine_claims as examine_claims,
+)
+from .surveying import survey as survey
+from .training.monitor import Monitor as Monitor
+from .training.optimizer import (
+    AdaptedStep as AdaptedStep,
+    CurvatureAwareOptimizer as CurvatureAwareOptimizer,
+    LocalCurvature as LocalCurvature,
+)
+from .training.pruning import (
+    Pruning as Pruning,
+    QuantizationSensitivity as QuantizationSensitivity,
+    prune as prune,
+    quantization_sensitivity as quantization_sensitivity,
+)
+from .training.snapshot import (
+    CurvatureHistory as CurvatureHistory,
+    Snapshot as Snapshot,
+    Thresholds as Thresholds,
+)
+
+__version__: str
