@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from curvatlas.theory.statements import Outcome
-
 if TYPE_CHECKING:
     from curvatlas.theory.norm_bounds import CurvatureBounds
+    from curvatlas.theory.statements import Outcome
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
