@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.closed_form.families import Workspace
 from curvatlas.engines.tangent.stack import BlockStack
 
 CASES = {

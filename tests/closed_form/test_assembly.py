@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from curvatlas.closed_form import assembly, derivatives, families
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.closed_form.families import Workspace
 
 OWNERS = (assembly, derivatives, families)
 

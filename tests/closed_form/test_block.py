@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import jax_fixtures
 from batched_oracles import parts
 from curvatlas.closed_form import derivatives
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.losses import PooledCrossEntropy
 from curvatlas.engines.tangent.structure import BlockSpec

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
+from curvatlas.closed_form import derivatives
 from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.closed_form.feed_forward import FFNHessian
@@ -203,3 +204,15 @@ def test_a_checkpoint_of_one_closed_form_is_refused_for_another(tmp_path: object
 def test_a_dense_result_is_copied_and_compared_like_other_results() -> None:
     result = _block().compute_block_hessian(*_data())._complete()
     assert torch.equal(copy.deepcopy(result).H, result.H)
+
+
+def test_a_block_whose_tensors_do_not_fit_is_multiplied_through_full_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = _block().derivatives(*_data())
+    kept = found["up_weight", "query_weight"]
+    monkeypatch.setattr(derivatives, "default_budget", lambda device: 1000)
+    lean = found["up_weight", "query_weight"]
+    assert type(lean) is not type(kept)
+    assert _close(lean.dense(), found.block("up_weight", "query_weight"))
+    assert _close(kept.dense(), lean.dense())

@@ -55,7 +55,7 @@ def test_every_pair_of_entries_is_bounded(seed: int) -> None:
     assert -values[0] <= low * ROUNDING + floor
 
 
-def test_the_contract_on_looseness_is_kept_with_room() -> None:
+def test_the_bound_stays_within_four_of_the_truth_and_two_in_the_median() -> None:
     for kind in KINDS:
         ratios = []
         for seed in range(11):

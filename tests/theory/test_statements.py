@@ -25,7 +25,7 @@ ALL = [
     pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name in SLOW else [])
     for s in all_statements()
 ]
-# What the issue lists as the least to cover; a topic that vanishes is noticed here.
+# The least to cover: a topic that vanishes is noticed here.
 REQUIRED = {
     "attention-outer-blocks", "attention-functional-blocks", "attention-key-blocks",
     "softmax-derivative", "attention-moments", "layer-norm-jacobian", "layer-norm-hessian",

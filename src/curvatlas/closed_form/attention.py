@@ -7,14 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.block import ClosedFormBlock, block_hessian, combine_masks
+from curvatlas.closed_form.block import ClosedFormBlock, combine_masks
 from curvatlas.closed_form.evaluation import evaluate
-from curvatlas.closed_form.families import Workspace
-from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.block import check_spec, weight_shapes
-from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.structure import BlockSpec
-from curvatlas.linear_operator import Part
 from curvatlas.results import Result
 
 
@@ -36,6 +32,12 @@ class SelfAttentionHessian(ClosedFormBlock):
 
     ``output_projection=None``: a single head of value size d_model has none, others have one.
     ``softmax=False``: A = QKᵀ/√d_k on the allowed positions (linear attention).
+
+    For one head, MSE with c = 2/(L d) and s = 1/√d_k (derivations §4, compact form of §9):
+
+        QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
+
+    and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``.
     """
 
     def __init__(
@@ -77,31 +79,7 @@ class SelfAttentionHessian(ClosedFormBlock):
             names = {name for name in names if not name.endswith("_bias")}
         super().__init__(spec, frozenset(names), dropout=dropout)
 
-    def compute_attention_hessian(
-        self,
-        x: Tensor,
-        target: Tensor,
-        loss: str | OutputLoss = "mse",
-        *,
-        part: Part = "total",
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        budget: int | float | str | None = None,
-        out: Tensor | None = None,
-        workspace: Workspace | None = None,
-    ) -> BlockHessian:
-        r"""Loss, attention weights and every block QQ, QK, …, VV (OO) of the Hessian.
-
-        For one head, MSE with c = 2/(L d) and s = 1/√d_k (derivations §4, compact form of §9):
-
-            QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
-
-        and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``.
-        """
-        derivatives = self.derivatives(
-            x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
-        )
-        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
+    compute_attention_hessian = ClosedFormBlock.compute_hessian
 
     def moments(
         self,

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvatlas.budget import parse_bytes
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.closed_form.evaluation import evaluate
-from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
 from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
@@ -305,6 +305,30 @@ class ClosedFormBlock(nn.Module):
         kind = BlockDerivatives if self.spec.rope_base is None else ColumnDerivatives
         return kind(evaluation, seeds, linearise, budget=limit)
 
+    def compute_hessian(
+        self,
+        x: Tensor,
+        target: Tensor,
+        loss: str | OutputLoss = "mse",
+        *,
+        part: Part = "total",
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        budget: int | float | str | None = None,
+        out: Tensor | None = None,
+        workspace: Workspace | None = None,
+    ) -> BlockHessian:
+        r"""The Hessian of the loss over all parameters, H = H_o + H_f.
+
+        H_o = Jᵀ Λ J and H_f = Σ_z δ_z ∂²Z_z with δ = ∂ℓ/∂Z, Λ = ∂²ℓ/∂Z² at the output Z. ``part``
+        is assembled at once (into ``out`` (P, P) when given, with the scratch memory of
+        ``workspace``: reuse both and nothing is allocated), the others when first read.
+        """
+        derivatives = self.derivatives(
+            x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
+        )
+        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
+
     def _refuse_dropout(self) -> None:
         if self.training and self.dropout > 0:
             raise ValueError(
@@ -374,29 +398,7 @@ class TransformerBlockHessian(ClosedFormBlock):
             names -= {"norm1_bias", "norm2_bias"}
         super().__init__(spec, frozenset(names), dropout=dropout)
 
-    def compute_block_hessian(
-        self,
-        x: Tensor,
-        target: Tensor,
-        loss: str | OutputLoss = "mse",
-        *,
-        part: Part = "total",
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        budget: int | float | str | None = None,
-        out: Tensor | None = None,
-        workspace: Workspace | None = None,
-    ) -> BlockHessian:
-        r"""The Hessian of the loss over all parameters, H = H_o + H_f.
-
-        H_o = Jᵀ Λ J and H_f = Σ_z δ_z ∂²Z_z with δ = ∂ℓ/∂Z, Λ = ∂²ℓ/∂Z² at the output Z. ``part``
-        is assembled at once (into ``out`` (P, P) when given, with the scratch memory of
-        ``workspace``: reuse both and nothing is allocated), the others when first read.
-        """
-        derivatives = self.derivatives(
-            x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
-        )
-        return block_hessian(derivatives, part=part, out=out, workspace=workspace)
+    compute_block_hessian = ClosedFormBlock.compute_hessian
 
 
 def block_hessian(

@@ -16,19 +16,16 @@ import torch
 from torch import Tensor
 
 from curvatlas.budget import available_bytes, default_budget, readable
-from curvatlas.closed_form.assembly import add_block, mirror
-from curvatlas.closed_form.evaluation import Evaluation
-from curvatlas.closed_form.families import (
-    Family,
+from curvatlas.closed_form.assembly import (
     Operands,
-    Pair,
-    Segment,
     Workspace,
-    build_families,
-    parameter_offsets,
+    add_block,
+    mirror,
     prepare,
     token_last,
 )
+from curvatlas.closed_form.evaluation import Evaluation
+from curvatlas.closed_form.families import Family, Pair, Segment, build_families, parameter_offsets
 from curvatlas.closed_form.terms import Terms
 from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
@@ -144,10 +141,8 @@ def _affine_twice(n: Tensor, lam: Tensor, gamma: bool, beta: bool) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def add_diagonal(out: Tensor, terms: Terms, f: Family) -> None:
-    """Add the chunk's share of the family's diagonal to ``out`` (P,)."""
-    core = core_diagonal(terms, f)
-    squares = terms.activation(f).square()
+def add_diagonal(out: Tensor, f: Family, core: Tensor, squares: Tensor) -> None:
+    """Add Σ_i M_i[r, r] α_i[a]² to ``out`` (P,), from ``core`` (n, r) and ``squares`` (n, a)."""
     for segment in f.segments:
         part = core[:, slice(*segment.core)].mT @ squares[:, slice(*segment.activation)]
         part = part.mT if segment.activation_major else part
@@ -531,12 +526,10 @@ class BlockDerivatives(DecomposedHessian):
                 "this loss is token-wise and its outer part has no low-rank factor: "
                 "use a pooled or class-token loss, or dense(part='outer')."
             )
-        return pulled_factor(self.seeds.factor(), self.families, self.size, self._everything())
-
-    def _everything(self) -> Terms:
-        """Terms of the whole batch; of them a factor reads only first derivatives."""
+        # of the terms of the whole batch a factor reads only first derivatives
         batch = slice(0, self.evaluation.samples), slice(0, self.evaluation.length)
-        return self._terms(*batch, "outer")
+        terms = self._terms(*batch, "outer")
+        return pulled_factor(self.seeds.factor(), self.families, self.size, terms)
 
     def outer_factor(self) -> Tensor:
         """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (derivations §10)."""
@@ -555,21 +548,14 @@ class BlockDerivatives(DecomposedHessian):
         if not (coupled and part == "outer"):
             for terms in self.chunks("functional" if coupled else part, tokens=tokens):
                 for f in self.families:
-                    self._add_diagonal(out, terms, f)
+                    add_diagonal(out, f, core_diagonal(terms, f), terms.activation(f).square())
+                    for g in self.families:  # heads that share a weight: twice their cross block's
+                        if f.head < g.head and _same_place(f, g):
+                            core = 2.0 * terms.pair(f, g).core.diagonal(dim1=1, dim2=2)
+                            add_diagonal(out, f, core, terms.activation(f) * terms.activation(g))
         if coupled and part != "functional":
             out += self.outer_factor().square().sum(1)
         return out
-
-    def _add_diagonal(self, out: Tensor, terms: Terms, f: Family) -> None:
-        add_diagonal(out, terms, f)
-        for g in self.families:  # heads that share a weight: their cross block has a diagonal too
-            if g.kind == f.kind and f.head < g.head and g.segments[0].start == f.segments[0].start:
-                core = terms.pair(f, g).core.diagonal(dim1=1, dim2=2)
-                both = terms.activation(f) * terms.activation(g)
-                for segment in f.segments:
-                    cut = core[:, slice(*segment.core)].mT @ both[:, slice(*segment.activation)]
-                    cut = cut.mT if segment.activation_major else cut
-                    out[segment.rows] += 2.0 * cut.reshape(-1)
 
     def traces(self, part: Part = "total") -> dict[str, float]:
         """The exact trace of every diagonal block."""
@@ -619,8 +605,13 @@ class BlockDerivatives(DecomposedHessian):
                             squares[a, b] += share  # (head h, head h') and its mirror image
 
     def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
-        """The operator of block (a, b), its per-token tensors kept: far cheaper than a full one."""
+        """The operator of block (a, b), its per-token tensors kept where they fit in memory: far
+        cheaper than a full product."""
         self.offset(a), self.offset(b)  # raises on unknown names
+        tokens = self.evaluation.samples * self.evaluation.length
+        numbers = tokens * sum(f.size * g.size for f, g, _ in self._pairs_of(a, b))
+        if numbers * self.dtype.itemsize > default_budget(self.device):
+            return super().block_product(a, b, part)
         coupled = self.seeds.couples_tokens and part != "functional"
         chosen: list[tuple[PairPart, bool]] = []
         if not (coupled and part == "outer"):

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.block import block_hessian
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.closed_form.evaluation import Evaluation, evaluate_feed_forward
-from curvatlas.closed_form.families import Workspace
 from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.block import LinearisedFeedForward
 from curvatlas.engines.tangent.feed_forward import check_activation

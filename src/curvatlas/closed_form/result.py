@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.linear_operator import (
     PARTS,
     LinearOperator,
@@ -57,7 +58,7 @@ class ZeroStructure(Result):
 
 
 @dataclass(kw_only=True, eq=False)
-class BlockHessian(Result, MatrixOperator):
+class BlockHessian(Result, MatrixOperator, DecomposedHessian):
     """Hessian of a loss over the parameters ``names``, in the order of the flat vector.
 
     It is the operator of H (``ca.eigenpairs(result)``); ``outer`` and ``functional`` are those of
@@ -92,16 +93,6 @@ class BlockHessian(Result, MatrixOperator):
         """H, H_o or H_f as an operator."""
         require_part(part)
         return self if part == "total" else MatrixOperator(self.part(part), tags=self.tags)
-
-    @property
-    def outer(self) -> LinearOperator:
-        """The operator of H_o."""
-        return self.operator("outer")
-
-    @property
-    def functional(self) -> LinearOperator:
-        """The operator of H_f."""
-        return self.operator("functional")
 
     @property
     def H(self) -> Tensor:
@@ -156,12 +147,6 @@ class BlockHessian(Result, MatrixOperator):
                 break
             start += self.block_sizes[other]
         return start, self.block_sizes[full]
-
-    def _places(self, selector: Any, *, axis: int) -> Tensor:
-        if isinstance(selector, str):
-            start, size = self.offset(selector)
-            return torch.arange(start, start + size)
-        return super()._places(selector, axis=axis)
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
         """Block (a, b) as a view (size of a, size of b)."""

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.evaluation import Evaluation, NormState
-from curvatlas.closed_form.families import Workspace
 from curvatlas.engines.tangent.norm import norm_jacobian, norm_jacobian_product, norm_second
 
 Take = Callable[[Tensor], Tensor]  # (B, L, ·) → the chunk's (n, ·)

@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.evaluation import Evaluation
-from curvatlas.closed_form.families import Family, Pair, Workspace, with_one
+from curvatlas.closed_form.families import Family, Pair, with_one
 from curvatlas.closed_form.moments import AdjointMoments, HeadMoments, Moments
 from curvatlas.closed_form.tail import Tail
 

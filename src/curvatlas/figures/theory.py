@@ -64,7 +64,7 @@ def bounds_figure(found: CurvatureBounds) -> Any:
 
 
 def looseness_figure(outcome: Outcome) -> Any:
-    """Distribution of bound/true by kind of block, with the contract's lines."""
+    """Distribution of bound/true by kind of block, with what is allowed."""
     figure, (axis,) = new_figure(7.0, 3.6)
     ratios: dict[str, list[float]] = outcome.series["ratios"]
     axis.boxplot(list(ratios.values()), whis=(0, 100), widths=0.5)
