@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result
 
 Array = NDArray[np.float64]
-Interval = tuple[float, float]
 # parameters (B, p) → log model (B, n) and its Jacobian (B, n, p)
 LogModel = Callable[[Array], tuple[Array, Array]]
 

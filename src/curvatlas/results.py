@@ -30,6 +30,7 @@ from curvatlas import files
 from curvatlas.files import parse_json
 
 R = TypeVar("R", bound="Result")
+Interval = tuple[float, float]  # low and high, at 95 % unless said otherwise
 
 _SCHEMA = 2
 _HEADER = "curvatlas"  # entry of the metadata that holds everything but the tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.problem.fingerprint import content
+from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.spectra.eigen_result import Eigenpairs
@@ -26,8 +26,6 @@ from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
 from curvatlas.spectra.summary import participation
 from curvatlas.spectra.trace import trace
-
-Loss = str | Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ class TransformerHessianAnalyzer:
         self,
         model: nn.Module,
         *,
-        loss: Loss = "cross_entropy",
+        loss: LossLike = "cross_entropy",
         seed: int = 0,
         folder: str | os.PathLike[str] | None = None,
         distributed: bool | None = None,

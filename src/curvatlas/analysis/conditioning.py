@@ -17,13 +17,11 @@ from curvatlas.anatomy import Slice
 from curvatlas.figures.training import conditioning_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,9 @@ from curvatlas.analysis.landscape.line import value_and_gradient
 from curvatlas.figures.training import trajectory_figure
 from curvatlas.operators.per_sample import subset
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Result
-
-Interval = tuple[float, float]
+from curvatlas.results import Interval, Result
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
 SADDLE = 0.1  # |λmin|/λmax from which negative curvature competes with positive
@@ -247,9 +246,6 @@ def is_post_norm(model: nn.Module) -> bool:
     return bool(told) and not any(told)
 
 
-Loss = str | Callable[[Any, Any], Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rate(Result):
     """Slope of a logarithm over steps, with its 95 % interval."""
@@ -315,7 +311,7 @@ class ConvergenceTrajectory(Result):
 class ConvergenceDiagnostics:
     """Measures what decides whether and how fast a model trains; data go to the methods."""
 
-    def __init__(self, model: nn.Module, *, loss: Loss = "cross_entropy") -> None:
+    def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
         self.model = model
         self.loss = loss
 
@@ -324,7 +320,7 @@ class ConvergenceDiagnostics:
         x: Any,
         y: Any = None,
         *,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
         learning_rate: float | None = None,
         products: int = 80,
         layers: bool = True,
@@ -346,7 +342,7 @@ class ConvergenceDiagnostics:
         batch_size: int | None = None,
         looks: int = 4,
         products: int = 60,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
         in_place: bool = False,
         seed: int = 0,
     ) -> ConvergenceTrajectory:
@@ -363,7 +359,7 @@ class ConvergenceDiagnostics:
             problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed
         ).result()
 
-    def _problem(self, model: nn.Module, data: Any, loss: Loss | None) -> Problem:
+    def _problem(self, model: nn.Module, data: Any, loss: LossLike | None) -> Problem:
         return Problem(model, self.loss if loss is None else loss, data)
 
 

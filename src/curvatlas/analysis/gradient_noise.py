@@ -19,9 +19,7 @@ from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import sample_gradients
 from curvatlas.problem import Problem
-from curvatlas.results import Result
-
-Interval = tuple[float, float]
+from curvatlas.results import Interval, Result
 
 
 @dataclass(frozen=True, kw_only=True)

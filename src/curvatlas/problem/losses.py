@@ -108,6 +108,9 @@ class Loss:
         )
 
 
+LossLike = str | Callable[[Any, Any], Tensor] | Loss  # what ``Problem`` takes
+
+
 def main_tensor(raw: Any, purpose: str) -> Tensor:
     """The tensor a built-in loss reads: the return value, its logits, or its first tensor."""
     if isinstance(raw, Tensor):

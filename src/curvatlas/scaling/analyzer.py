@@ -27,6 +27,7 @@ from curvatlas.fits import PlanePowerLaw, plane_power_law, scaling_law
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import sample_losses
 from curvatlas.problem import Problem
+from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.runs import Run, subject
 from curvatlas.scaling.result import (
@@ -46,7 +47,6 @@ from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits
 from curvatlas.zoo.training import evaluate, train
 
-Loss = str | Callable[[Any, Any], Tensor]
 Data = Dataset | tuple[Tensor, Tensor] | None
 
 _LOOKS = 20  # times the validation loss is looked at in training
@@ -56,7 +56,7 @@ class ScalingLawAnalyzer:
     """Trains models that ``model_factory(size)`` makes, on growing data, and fits what it sees."""
 
     def __init__(
-        self, model_factory: Callable[[Any], nn.Module], *, loss: Loss = "cross_entropy"
+        self, model_factory: Callable[[Any], nn.Module], *, loss: LossLike = "cross_entropy"
     ) -> None:
         self.model_factory = model_factory
         self.loss = loss
@@ -68,7 +68,7 @@ class ScalingLawAnalyzer:
         data: Any,
         targets: Any = None,
         *,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
         rtol: float = 1e-3,
         seed: int = 0,
     ) -> Estimate:
@@ -90,7 +90,7 @@ class ScalingLawAnalyzer:
         curvature_samples: int = 192,
         products: int = 60,
         seed: int = 0,
-        loss: Loss | None = None,
+        loss: LossLike | None = None,
     ) -> ScalingGrid:
         """Train every pair of sizes, measure loss and curvature, fit the laws.
 

@@ -12,9 +12,7 @@ from scipy import stats
 
 from curvatlas.figures.scaling import grid_figure
 from curvatlas.fits import Array, PlanePowerLaw, ScalingLaw, plane_power_law, scaling_law
-from curvatlas.results import Result
-
-Interval = tuple[float, float]
+from curvatlas.results import Interval, Result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from curvatlas.anatomy import anatomy_of
 from curvatlas.operators import Hessian
-from curvatlas.problem import Loss, Problem
+from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
+from curvatlas.problem.losses import LossLike
 from curvatlas.problem.named_losses import as_loss
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
 from curvatlas.training.monitor import leaving_no_trace
@@ -187,9 +188,6 @@ class Control:
         self.last_rate, self.last_slope = rate, slope
 
 
-Interval = tuple[float, float]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalCurvature(Result):
     """The Hessian of one batch at the present weights."""
@@ -316,7 +314,7 @@ class CurvatureAwareOptimizer(Optimizer):
         model: nn.Module | Iterable[Any],
         base_lr: float = 5e-3,
         *,
-        loss: str | Callable[[Any, Any], Tensor] | Loss = "cross_entropy",
+        loss: LossLike = "cross_entropy",
         momentum: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvatlas.figures.training import history_figure
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result
 
 if TYPE_CHECKING:
     from curvatlas.training.monitor import Monitor
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)

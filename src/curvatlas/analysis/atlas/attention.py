@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from curvatlas.errors import ProblemError
 from curvatlas.figures.atlas import attention_figure
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
+from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Result
-
-Loss = str | Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,7 @@ def analyze_attention_curvature(
     model: nn.Module,
     data: Any,
     *,
-    loss: Loss | None = None,
+    loss: LossLike | None = None,
     heads: bool = False,
     biases: bool = True,
     rtol: float = 0.05,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from curvatlas.operators.per_sample import count_samples, root_gradients
 from curvatlas.precision import sum_in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import call
+from curvatlas.problem.losses import LossLike
 from curvatlas.progress import bar, track
 from curvatlas.results import Result
 from curvatlas.spectra.estimate import Estimate
@@ -302,7 +302,7 @@ def module_wise_curvature(
     x: Any,
     y: Any,
     *,
-    loss: str | Callable[[Any, Any], Tensor] = "cross_entropy",
+    loss: LossLike = "cross_entropy",
     probes: int = 8,
     seed: int = 0,
     budget: int | str | None = None,

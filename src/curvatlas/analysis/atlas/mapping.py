@@ -26,9 +26,10 @@ from curvatlas.analysis.atlas.result import (
     blocks_of,
     groups_of,
 )
-from curvatlas.analysis.atlas.sketch import Array, Energy, Sketch
+from curvatlas.analysis.atlas.sketch import Energy, Sketch
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.engines.tangent.reading import UnmappedModuleError
+from curvatlas.fits import Array
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import Problem

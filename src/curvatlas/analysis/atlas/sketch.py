@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.stats import chi2
 from torch import Tensor
 
 from curvatlas.analysis.atlas.result import Block
+from curvatlas.fits import Array
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.precision import in_float64
 from curvatlas.progress import bar
-
-Array = NDArray[np.float64]
 
 # The variance is itself estimated from M pairs, with a relative error near √(2/M). Adding twice
 # that keeps 95 % coverage for spectra from flat to rank one (tests/analysis/atlas/test_sketch).

@@ -33,13 +33,12 @@ from curvatlas.operators.per_sample import (
 )
 from curvatlas.problem import Problem
 from curvatlas.progress import track
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.norms import spectral_norm
 from curvatlas.spectra.summary import compare_densities
 
-Interval = tuple[float, float]
 _PER_DECADE = 8
 _FIRST = 10  # fits start here: below, single samples decide
 _AT_ONCE = 1024  # samples whose vectors are in memory together

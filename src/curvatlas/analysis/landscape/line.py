@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from curvatlas import parallel
@@ -23,7 +22,6 @@ from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import check_finite_loss
 from curvatlas.problem.smooth_norms import SmoothNorms
 
-Array = NDArray[np.float64]
 Displacement = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | nn.Module
 
 

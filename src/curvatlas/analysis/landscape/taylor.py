@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.landscape.line import (
-    Array,
     Difference,
     Displacement,
     Line,
@@ -38,9 +37,11 @@ from curvatlas.analysis.landscape.taylor_result import (
     TaylorExpansion,
     TrustRadius,
 )
+from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
-from curvatlas.problem import Loss, Problem
+from curvatlas.problem import Problem
+from curvatlas.problem.losses import LossLike
 from curvatlas.problem.parameters import Parameters
 from curvatlas.progress import track
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -364,9 +365,6 @@ def _growth(
     half = steps // 2
     early, late = amplitude[:half].max(), amplitude[half:].max()
     return float((late / early) ** (1 / max(half, 1)))
-
-
-LossLike = str | Callable[[Any, Any], Tensor] | Loss
 
 
 class TaylorExpansionAnalyzer:

@@ -13,9 +13,7 @@ from curvatlas.figures.landscape import (
     observed_figure,
     predicted_figure,
 )
-from curvatlas.results import Result
-
-Interval = tuple[float, float]
+from curvatlas.results import Interval, Result
 
 
 @dataclass(frozen=True, kw_only=True)

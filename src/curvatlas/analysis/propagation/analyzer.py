@@ -34,7 +34,7 @@ from curvatlas.figures.flow import plot_flow
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call, evaluation
-from curvatlas.problem.losses import Loss, main_tensor
+from curvatlas.problem.losses import LossLike, main_tensor
 from curvatlas.progress import track
 
 _SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
@@ -331,7 +331,7 @@ class CurvaturePropagationAnalyzer:
     def __init__(
         self,
         model: nn.Module,
-        loss: str | Callable[[Any, Any], Tensor] | Loss | None = None,
+        loss: LossLike | None = None,
         *,
         budget: int | str | None = None,
         probes: int = 8,

@@ -25,18 +25,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from curvatlas.analysis.atlas.sketch import Energy, energy_of
 from curvatlas.analysis.propagation.capture import Capture, Node
 from curvatlas.analysis.propagation.dense import cut, is_sum, pulled
 from curvatlas.analysis.propagation.result import Measure
+from curvatlas.fits import Array
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 
-Array = NDArray[np.float64]
 Group = tuple[Tensor, Tensor]  # u and y, (K, *shape of the activation) each
 Product = Callable[[Tensor], Tensor]  # of K vectors in the activation's shape: (K, *shape)
 TAIL = 2.2  # a quadratic form in few probes has heavier tails than a normal number

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.figures.flow import plot_flow
-from curvatlas.results import Result
-
-Interval = tuple[float, float]
+from curvatlas.results import Interval, Result
 
 
 @dataclass(frozen=True, kw_only=True)
