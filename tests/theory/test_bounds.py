@@ -18,7 +18,6 @@ from curvatlas.theory.reference import KINDS, SingleHead, draw_case, head_as_blo
 from curvatlas.theory.token_bound import (
     entry_bounds,
     entry_columns,
-    has_norms,
     rows_by_backward,
     rows_by_products,
 )
@@ -37,10 +36,7 @@ def test_every_pair_of_entries_is_bounded(seed: int) -> None:
     seeds = resolve_loss(case.loss).seeds(
         reference.block_output(case.spec, case.weights, case.x), case.target
     )
-    rows = None
-    if has_norms(case.weights):
-        rows = lambda: rows_by_products(case.spec, case.weights, case.x, seeds)  # noqa: E731
-    found = entry_bounds(case.spec, case.weights, case.x, seeds, norm_rows=rows)
+    found = entry_bounds(case.spec, case.weights, case.x, seeds)
     columns = entry_columns(case.spec, case.weights)
     assert set(columns) == set(found.names)
     assert sum(len(c) for c in columns.values()) == len(hessian)  # all parameters are covered

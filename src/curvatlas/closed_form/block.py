@@ -211,19 +211,11 @@ class ClosedFormBlock(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}.")
         self.spec, self.dropout = spec, float(dropout)
-        for name, shape in weight_shapes(spec).items():
+        shapes = weight_shapes(spec)
+        for name in WEIGHT_NAMES:  # named_parameters() follows the order of registration
             if name in names:
-                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-        # named_parameters() follows the order of registration, which is that of WEIGHT_NAMES
-        self._order()
+                self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])))
         self.reset_parameters()
-
-    def _order(self) -> None:
-        held = dict(self._parameters)
-        self._parameters.clear()
-        for name in WEIGHT_NAMES:
-            if name in held:
-                self._parameters[name] = held[name]
 
     def reset_parameters(self) -> None:
         """Uniform weights of variance 1/(3·inputs), zero biases, unit gains."""

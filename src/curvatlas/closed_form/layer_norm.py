@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import functional
+from torch.func import functional_call
 
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
 from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
@@ -197,26 +201,26 @@ def verify_layernorm_hessian(
         for parameter in layer.parameters():
             parameter.add_(random(d_model))
     x, target, cotangent = random(length, d_model), random(length, d_model), random(length, d_model)
-    point = x.clone().requires_grad_(True)
-    rows = [_gradient(y, [point]) for y in layer(point).reshape(-1)]
-    jacobian = torch.stack(rows).view(length, d_model, length, d_model)
-    blocks = torch.stack([jacobian[i, :, i] for i in range(length)])
-    tensor = torch.stack(
-        [
-            torch.stack([_second(layer, x[i], _unit(d_model, a, x)) for a in range(d_model)])
-            for i in range(length)
-        ]
-    )
-    contraction = torch.stack([_second(layer, x[i], cotangent[i]) for i in range(length)])
-    parameters: list[Tensor] = list(layer.parameters())
-    loss = (layer(x) - target).square().mean()
-    first = _gradient(loss, parameters, create_graph=True)
-    weight = torch.stack([_gradient(entry, parameters) for entry in first])
+    names = [name for name, _ in layer.named_parameters()]
+
+    def loss(*values: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+        return (outputs - target).square().mean()
+
+    # reverse over reverse: torch.func.hessian is silently wrong through normalisations
+    jacobian: Callable[..., Any] = functional.jacobian
+    hessian: Callable[..., Any] = functional.hessian
+    tensor = [jacobian(partial(jacobian, layer, create_graph=True), token) for token in x]
+    contraction = [
+        hessian(lambda t, v=v: (layer(t) * v).sum(), token)
+        for token, v in zip(x, cotangent, strict=True)
+    ]
+    weight = [torch.cat(row, 1) for row in hessian(loss, tuple(layer.parameters()))]
     compared = (
-        (layer.compute_jacobian(x), blocks),
-        (layer.compute_hessian(x), tensor),
-        (layer.compute_hessian(x, cotangent=cotangent), contraction),
-        (layer.compute_hessian_wrt_weight(x, target).H, weight),
+        (layer.compute_jacobian(x), torch.stack([jacobian(layer, token) for token in x])),
+        (layer.compute_hessian(x), torch.stack(tensor)),
+        (layer.compute_hessian(x, cotangent=cotangent), torch.stack(contraction)),
+        (layer.compute_hessian_wrt_weight(x, target).H, torch.cat(weight)),
     )
     errors = [float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in compared]
     tolerance = 200 * torch.finfo(dtype).eps
@@ -228,20 +232,3 @@ def verify_layernorm_hessian(
         tolerance=tolerance,
         passed=max(errors) <= tolerance,
     )
-
-
-def _unit(d: int, a: int, like: Tensor) -> Tensor:
-    unit = torch.zeros(d, dtype=like.dtype)
-    unit[a] = 1.0
-    return unit
-
-
-def _second(layer: LayerNormHessian, token: Tensor, cotangent: Tensor) -> Tensor:
-    point = token.clone().requires_grad_(True)
-    first = _gradient((layer(point) * cotangent).sum(), [point], create_graph=True)
-    return torch.stack([_gradient(entry, [point]) for entry in first])
-
-
-def _gradient(value: Tensor, points: list[Tensor], *, create_graph: bool = False) -> Tensor:
-    gradients = torch.autograd.grad(value, points, retain_graph=True, create_graph=create_graph)
-    return torch.cat([g.reshape(-1) for g in gradients])

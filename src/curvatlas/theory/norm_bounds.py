@@ -18,13 +18,7 @@ from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.results import Result
 from curvatlas.theory import reference
 from curvatlas.theory.reference import SingleHead
-from curvatlas.theory.token_bound import (
-    entry_bounds,
-    exact_norm,
-    has_norms,
-    rows_by_products,
-    stack_token_bound,
-)
+from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
 
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
@@ -394,18 +388,7 @@ def bounds(
     else:
         spec, weights = layers[0]
         seeds = resolved.seeds(linearise(spec, weights, x, mask).output, target)
-        entries = entry_bounds(
-            spec,
-            weights,
-            x,
-            seeds,
-            mask=mask,
-            norm_rows=(
-                (lambda: rows_by_products(spec, weights, x, seeds, mask))
-                if has_norms(weights)
-                else None
-            ),
-        )
+        entries = entry_bounds(spec, weights, x, seeds, mask=mask)
         names, matrix, token = entries.names, entries.matrix, float(entries.norm())
         exact = exact_norm(layers, x, target, resolved, mask)
     data_names, data_matrix, chain = data_free_matrix(layers, x, seeds, mask)

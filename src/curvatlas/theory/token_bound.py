@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -170,14 +171,10 @@ def exact_norm(
     return float(pairs.values.abs().max())
 
 
-def has_norms(weights: Weights) -> bool:
-    return any(name.startswith("norm") for name in weights)
-
-
 def rows_by_products(
     spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None = None
 ) -> Tensor:
-    """(#norm, P) by one batched closed-form product over all γ and β; x (n, L, d)."""
+    """Rows of γ and β (#norm, P), columns in ``WEIGHT_NAMES`` order, by one batched product."""
     block = linearise(spec, weights, x, mask)
     block.gradient(seeds.delta)
     names = [n for n in block.names if n.startswith("norm")]
@@ -318,7 +315,7 @@ def entry_bounds(
 ) -> EntryBounds:
     """All bounds of a block at inputs x (n, L, d) under a token-wise loss.
 
-    ``norm_rows`` gives the Hessian's rows of γ and β (#norm, P), columns in ``WEIGHT_NAMES`` order.
+    ``norm_rows`` gives the Hessian's rows of γ and β instead of ``rows_by_products``.
     """
     if spec.rope_base is not None or not spec.softmax:
         raise ValueError(
@@ -348,8 +345,9 @@ def entry_bounds(
     bounds = EntryBounds(tuple(names), torch.stack([torch.stack(row) for row in rows]), high, low)
     if spec.kv_heads != spec.n_heads:
         bounds = tie_groups(bounds, spec)
-    if norm_rows is not None:
-        bounds = append_norms(bounds, norm_rows(), spec, weights)
+    if any(name.startswith("norm") for name in weights):
+        rows_of = norm_rows or partial(rows_by_products, spec, weights, x, seeds, mask)
+        bounds = append_norms(bounds, rows_of(), spec, weights)
     return bounds
 
 
@@ -427,13 +425,6 @@ def _no_curvature(like: Tensor, delta: Tensor) -> Seeds:
     return Seeds.from_blocks(value=like.new_zeros(()), delta=delta, blocks=blocks)
 
 
-def _entry(
-    spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None
-) -> EntryBounds:
-    rows = (lambda: rows_by_products(spec, weights, x, seeds, mask)) if has_norms(weights) else None
-    return entry_bounds(spec, weights, x, seeds, mask=mask, norm_rows=rows)
-
-
 def stack_token_bound(
     layers: Sequence[tuple[BlockSpec, Weights]],
     x: Tensor,
@@ -468,9 +459,11 @@ def stack_token_bound(
     for a, (spec, weights) in enumerate(layers):
         through = _jacobian_rows(blocks[a], size)  # ∂h_a/∂θ_a as (Nd, P_a)
         gram = through @ through.T
-        functional = _entry(spec, weights, inputs[a], _no_curvature(z, deltas[a + 1]), mask)
+        functional = entry_bounds(
+            spec, weights, inputs[a], _no_curvature(z, deltas[a + 1]), mask=mask
+        )
         if a == count - 1:
-            bounds = _entry(spec, weights, inputs[a], seeds, mask)
+            bounds = entry_bounds(spec, weights, inputs[a], seeds, mask=mask)
             ends[:, a] = torch.stack(bounds.ends())
         else:
             ends[:, a] = _sandwich(curvatures[a], gram) + torch.stack(functional.ends())

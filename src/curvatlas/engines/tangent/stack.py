@@ -14,7 +14,7 @@ the order of ``WEIGHT_NAMES``, then the readout, then, if asked for, the stack's
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -127,44 +127,37 @@ class Chain:
         flat = None if moved is None else moved.flatten(1, 2)
         return states, self.readout.push(flat, tangents.get(READOUT, {}), self.space)
 
-    def pull_readout(
+    def pull(
         self,
         rate: Tensor | None,
-        tangent: ReadoutTangent | None,
-        into: dict[str, Tensor],
-        *,
-        accumulate: bool,
-    ) -> Tensor | None:
-        """Rδ of the last block's output; fills ``into`` or adds to it."""
-        backward = BackwardPass(self.space, frozenset(into), into, accumulate=accumulate)
-        rate = self.readout.pull(rate, tangent, backward)
-        for name, slot in into.items():
-            if name not in backward.rates and not accumulate:
-                slot.zero_()
-        return rate
-
-    def pull_block(
-        self,
-        index: int,
-        rate: Tensor | None,
-        tangent: BlockTangent | None,
-        into: dict[str, Tensor],
+        states: list[BlockTangent | None] | None,
+        readout: ReadoutTangent | None,
+        into: Callable[[int], dict[str, Tensor]],
         *,
         needs_input: bool,
         accumulate: bool,
     ) -> Tensor | None:
-        """Rδ of the input (K, n·L, d) from that of the output; fills ``into`` or adds to it."""
-        block = self.blocks[index]
-        shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
-        _, back = block.pull(
-            shaped,
-            tangent,
-            wanted=into,
-            needs_input=needs_input,
-            into=into,
-            accumulate=accumulate,
-        )
-        return None if back is None else back.flatten(1, 2)
+        """Rδ of the input (K, n·L, d) from that of the outputs; ``into(group)`` are the slots that
+        take the rates of a group's weights, or have them added."""
+        slots = into(READOUT)
+        backward = BackwardPass(self.space, frozenset(slots), slots, accumulate=accumulate)
+        rate = self.readout.pull(rate, readout, backward)
+        for name, slot in slots.items():
+            if name not in backward.rates and not accumulate:
+                slot.zero_()
+        for index, block in reversed(list(enumerate(self.blocks))):
+            shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
+            slots = into(index)
+            _, back = block.pull(
+                shaped,
+                None if states is None else states[index],
+                wanted=slots,
+                needs_input=index > 0 or needs_input,
+                into=slots,
+                accumulate=accumulate,
+            )
+            rate = None if back is None else back.flatten(1, 2)
+        return rate
 
 
 def with_sample_axis(targets: Tensor, readout: Readout) -> Tensor:
@@ -348,18 +341,14 @@ class LinearisedStack(DecomposedHessian):
         flat: Tensor,
     ) -> None:
         """One chain's backward pass: writes (the first chain) or adds to ``flat`` (K, P)."""
-        chain = self.chains[number]
-        into, more = _views(flat, self._groups.get(READOUT, [])), number > 0
-        rate = chain.pull_readout(rate, readout, into, accumulate=more)
-        for index in reversed(range(len(chain.blocks))):
-            rate = chain.pull_block(
-                index,
-                rate,
-                None if states is None else states[index],
-                _views(flat, self._groups.get(index, [])),
-                needs_input=index > 0 or self.include_input,
-                accumulate=more,
-            )
+        rate = self.chains[number].pull(
+            rate,
+            states,
+            readout,
+            lambda group: _views(flat, self._groups.get(group, [])),
+            needs_input=self.include_input,
+            accumulate=number > 0,
+        )
         if self.include_input:
             target = self._input(flat, number)
             assert target is not None

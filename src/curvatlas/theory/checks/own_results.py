@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from curvatlas.theory.statements import (
     worst,
 )
 from curvatlas.theory.third_order import Jet, directional_derivatives, normalize_jet
-from curvatlas.theory.token_bound import entry_bounds, has_norms, rows_by_backward
+from curvatlas.theory.token_bound import entry_bounds, rows_by_backward
 
 _SLACK = 1.0 + 1e-9  # rounding
 
@@ -49,9 +50,7 @@ def climb_token_bound(case: Case, steps: int) -> tuple[float, Case]:
         true = reference.spectral_norm(
             reference.hessian(value, list(c.weights.values()), graph=True)
         )
-        rows = None
-        if has_norms(c.weights):
-            rows = lambda: rows_by_backward(c.spec, c.weights, c.x, loss, c.target)  # noqa: E731
+        rows = partial(rows_by_backward, c.spec, c.weights, c.x, loss, c.target)
         result = entry_bounds(c.spec, c.weights, c.x, loss.seeds(z, c.target), norm_rows=rows)
         return true / result.norm()
 
