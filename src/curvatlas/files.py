@@ -21,7 +21,7 @@ import stat
 import tempfile
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,6 +88,19 @@ def remove_partial(target: Path) -> None:
 def previous(target: Path) -> Path:
     """Where the state before the last one stands."""
     return target.with_name(target.name + PREVIOUS_SUFFIX)
+
+
+def write_keeping_previous(target: Path, write: Callable[[], object]) -> None:
+    """``write`` with the state before it kept, where the disk has room for both."""
+    try:
+        write()
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        # A limit on the size of one file (EFBIG) is not lifted by removing another.
+        if cause.errno not in (errno.ENOSPC, errno.EDQUOT) or not previous(target).exists():
+            raise
+        previous(target).unlink()  # room for the new state matters more than the way back
+        write()
 
 
 def write_bytes(target: Path, content: bytes, *, keep_previous: bool = False) -> None:

@@ -6,7 +6,7 @@ before the last one stays beside it, and is taken when the last one is damaged.
 
 from __future__ import annotations
 
-import errno
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvatlas.files import previous
+from curvatlas.files import previous, write_keeping_previous
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.runs.subject import of_data, of_model
@@ -168,16 +168,9 @@ class Session:
 
     def _store(self, path: Path) -> None:
         """Write the state; one that cannot be written costs the training nothing: it goes on."""
-        state = self.state()
+        save = functools.partial(self.state().save, path, keep_previous=True)
         try:
-            try:
-                state.save(path, keep_previous=True)
-            except OSError as error:
-                older = previous(path)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
-                    raise
-                older.unlink()  # room for the new state matters more than the way back
-                state.save(path, keep_previous=True)
+            write_keeping_previous(path, save)
         except OSError as error:
             kept = "the last one written stays valid" if path.exists() else "none was written yet"
             warnings.warn(

@@ -17,7 +17,7 @@ step. A kill at any moment leaves the last complete step; the one before it stay
 
 from __future__ import annotations
 
-import errno
+import functools
 import glob
 import json
 import os
@@ -257,17 +257,8 @@ class Checkpoint:
 
 
 def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the file, keeping the one before it where the disk has room for both."""
-    try:
-        files.write(path, tensors, metadata, keep_previous=True)
-    except OSError as error:
-        older = previous(path)
-        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-        # A limit on the size of one file (EFBIG) is not lifted by removing another.
-        if cause.errno not in (errno.ENOSPC, errno.EDQUOT) or not older.exists():
-            raise
-        older.unlink()  # room for the new state matters more than the way back behind the last
-        files.write(path, tensors, metadata, keep_previous=True)
+    write = functools.partial(files.write, path, tensors, metadata, keep_previous=True)
+    files.write_keeping_previous(path, write)
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
