@@ -4,7 +4,7 @@
     python examples/vit_atlas.py --output vit-atlas --full   # the paper's width: minutes
 
 Writes PNGs of the entry heat map, the role maps and the curvature flow; prints the tables. With
---claims the papers' claims are examined as well.
+--claims the papers' claims are examined and the model is compared with others as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from curvatlas.analysis.atlas.exact import entries
 from curvatlas.figures.atlas import compare_atlases
 from curvatlas.studies.claims import examine_claims
 from curvatlas.studies.comparisons import (
+    compare_checkpoints,
     compare_input_scale,
     compare_norm_placement,
     compare_training,
@@ -38,12 +39,13 @@ def main() -> None:
     batch = data.train.take(samples)
     model = reference_vit(seed=0, d_model=width)
     analyzer = ca.CurvaturePropagationAnalyzer(model, "cross_entropy")
-    atlases = {}
+    atlases, weights = {}, {}
     for stage, trained in (("initialisation", 0), ("trained", steps)):
         if trained:
             print(train(model, data, steps=trained))
         problem = ca.Problem(model, "cross_entropy", (batch.inputs, batch.targets))
         atlases[stage] = ca.atlas(problem)
+        weights[stage] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         print(f"--- {stage}\n{atlases[stage]}")
         flow = analyzer.analyze_curvature_flow(batch.inputs[:4], batch.targets[:4], step=trained)
         print(flow)
@@ -54,6 +56,7 @@ def main() -> None:
     print(compare_norm_placement(samples=samples, seeds=seeds))
     if options.claims:
         print(examine_claims("digits"))
+        print(compare_checkpoints(model, weights, "cross_entropy", tuple(batch)))
         for compare in (compare_input_scale, compare_with_mlp, compare_training):
             print(compare(samples=samples, seeds=seeds))
     print(f"figures in {options.output}")
