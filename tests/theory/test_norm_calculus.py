@@ -9,6 +9,7 @@ from curvatlas.engines.tangent.losses import resolve_loss
 from curvatlas.theory import reference
 from curvatlas.theory.norm_bounds import data_free_matrix
 from curvatlas.theory.reference import KINDS, draw_case
+from theory_cases import true_hessian
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -17,7 +18,7 @@ def test_every_group_bound_dominates_its_block(seed: int) -> None:
     z = reference.block_output(case.spec, case.weights, case.x)
     seeds = resolve_loss(case.loss).seeds(z, case.target)
     groups, matrix, chain = data_free_matrix([(case.spec, case.weights)], case.x, seeds, None)
-    hessian = case.true_hessian()
+    hessian = true_hessian(case)
     start, places = 0, {g: [] for g in groups}  # type: ignore[var-annotated]
     for name, weight in case.weights.items():
         group = name.rsplit("_", 1)[0].replace("gate", "up")

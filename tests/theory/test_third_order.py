@@ -10,6 +10,7 @@ from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.reference import KINDS, draw_case
 from curvatlas.theory.third_order import directional_derivatives
+from theory_cases import stack_output, true_hessian
 
 
 def _stack(seed: int) -> tuple[list[tuple[BlockSpec, dict[str, Tensor]]], Tensor, Tensor]:
@@ -40,7 +41,7 @@ def test_a_stack_along_weights_and_input_matches_finite_differences(seed: int) -
                 )
                 start += size
             moved.append((spec, new))
-        return float(reference.loss_of("mse", y)(reference.stack_output(moved, x + t * move)))
+        return float(reference.loss_of("mse", y)(stack_output(moved, x + t * move)))
 
     h = 4e-3
     f = {k: loss(k * h) for k in range(-3, 4)}
@@ -54,7 +55,7 @@ def test_a_stack_along_weights_and_input_matches_finite_differences(seed: int) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_derivative_is_the_quadratic_form_of_the_hessian(kind: str) -> None:
     case = draw_case(torch.Generator().manual_seed(11), kind)
-    hessian = case.true_hessian()
+    hessian = true_hessian(case)
     v = torch.randn(len(hessian), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = directional_derivatives(
         (case.spec, case.weights), case.x, case.target, v, loss=case.loss

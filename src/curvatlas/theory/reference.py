@@ -1,8 +1,9 @@
 """The independent reference of every check: a plain forward pass, differentiated twice.
 
-Nothing here shares code with ``curvatlas.closed_form``. Normalisation is written out by hand and
-second derivatives are reverse over reverse: ``torch.func.hessian`` is silently wrong through
-LayerNorm.
+Kept apart from the engines and closed forms on purpose: ``curvatlas verify`` compares them with it.
+Normalisation is written out by hand and second derivatives are reverse over reverse:
+``torch.func.hessian`` is silently wrong through LayerNorm. Only the section on our closed forms,
+at the end, calls what is under test.
 """
 
 from __future__ import annotations
@@ -233,12 +234,6 @@ def block_output(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
     return affine_norm(y + feed_forward(spec, weights, y), weights, "norm2", spec)
 
 
-def stack_output(layers: Sequence[tuple[BlockSpec, Weights]], x: Tensor) -> Tensor:
-    for spec, weights in layers:
-        x = block_output(spec, weights, x)
-    return x
-
-
 def loss_of(kind: str, target: Tensor) -> LossFunction:
     """ "mse": ‖Z − Y‖²/(n L d); "cross_entropy": mean over tokens, integer targets."""
     if kind == "mse":
@@ -370,12 +365,6 @@ class Case:
     x: Tensor
     target: Tensor
     loss: str
-
-    def true_hessian(self) -> Tensor:
-        weights = tracked(self.weights)
-        z = block_output(self.spec, weights, self.x)
-        value = loss_of(self.loss, self.target)(z)
-        return hessian(value, list(weights.values()))
 
 
 def draw_case(generator: torch.Generator, kind: str, *, small: bool = False) -> Case:

@@ -8,6 +8,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
 from curvatlas.theory import reference
+from curvatlas.theory.checks.growth import slope
 from curvatlas.theory.reference import normal
 from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, log_log, spread
 
@@ -143,9 +144,7 @@ def difference_slope(losses: Tensor) -> tuple[float, Tensor, Tensor]:
     difference = (running[:, 1:] - running[:, :-1]).abs().mean(0)
     k = counts[1:]
     keep = k >= 20
-    x, y = k[keep].log(), difference[keep].log()
-    x, y = x - x.mean(), y - y.mean()
-    return float((x @ y) / (x @ x)), k, difference
+    return slope(k[keep].tolist(), difference[keep].tolist()), k, difference
 
 
 @check("loss-difference-slope", plot=lines_figure)

@@ -21,6 +21,7 @@ from curvatlas.theory.token_bound import (
     rows_by_backward,
     rows_by_products,
 )
+from theory_cases import stack_output, true_hessian
 
 ROUNDING = 1 + 1e-9
 
@@ -32,7 +33,7 @@ def generator(seed: int) -> torch.Generator:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_pair_of_entries_is_bounded(seed: int) -> None:
     case = draw_case(generator(100 + seed), KINDS[seed % 3])
-    hessian = case.true_hessian()
+    hessian = true_hessian(case)
     seeds = resolve_loss(case.loss).seeds(
         reference.block_output(case.spec, case.weights, case.x), case.target
     )
@@ -173,7 +174,7 @@ def test_a_stack_is_bounded_over_all_its_parameters(norm_first: bool) -> None:
     found = ca.theory.bounds(layers, x, y)
     tracked = [(s, reference.tracked(w)) for s, w in layers]
     params = [p for _, w in tracked for p in w.values()]
-    value = reference.loss_of("mse", y)(reference.stack_output(tracked, x))
+    value = reference.loss_of("mse", y)(stack_output(tracked, x))
     exact = float(reference.spectral_norm(reference.hessian(value, params)))
     assert found.exact == pytest.approx(exact, rel=1e-9)
     assert exact <= found.token_structured * ROUNDING <= 6 * exact
