@@ -57,6 +57,7 @@ noise: cross terms average out), one for "empirical", which then is the Fisher m
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -79,12 +80,9 @@ from curvatlas.problem.evaluation import listed
 _GRADIENT_BYTES = 2**26  # gradients D_ic of one layer that exist at the same time
 
 
-# --- blocks -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class KroneckerBlock:
-    """U diag(λ) Uᵀ with U = U_G ⊗ U_A, acting on [W b] of one layer."""
+class Block:
+    """U diag(λ) Uᵀ with U = U_G ⊗ U_A, acting on [W b] of one layer; [γ β] of a norm is one row."""
 
     name: str  # of the module
     weight: slice | None  # places in the flat vector; None: held fixed
@@ -95,25 +93,27 @@ class KroneckerBlock:
     values: Tensor  # λ (out, in [+ 1])
 
     def gather(self, columns: Tensor) -> Tensor:
-        """(n, K) → (K, out, in [+ 1])."""
-        out, count, parts = self.values.shape[0], columns.shape[1], []
+        """(P, K) → (K, out, in [+ 1])."""
+        out, count, parts = len(self.values), columns.shape[1], []
         if self.weight is not None:
             flat = columns[self.weight].T
             parts.append(
                 flat.reshape(count, -1, out).mT if self.transposed else flat.reshape(count, out, -1)
             )
         if self.bias is not None:
-            parts.append(columns[self.bias].T.unsqueeze(-1))
+            parts.append(columns[self.bias].T.reshape(count, out, -1))
         return torch.cat(parts, 2)
 
     def scatter(self, matrices: Tensor, result: Tensor) -> None:
-        """The inverse of ``gather``, into ``result`` (n, K)."""
+        """The inverse of ``gather``, into ``result`` (P, K)."""
+        count, out, width = matrices.shape
+        last = 0 if self.bias is None else (self.bias.stop - self.bias.start) // out
+        weights, biases = torch.split(matrices, [width - last, last], dim=2)
         if self.weight is not None:
-            weights = matrices if self.bias is None else matrices[:, :, :-1]
             stored = weights.mT if self.transposed else weights
-            result[self.weight] = stored.reshape(len(matrices), -1).T
+            result[self.weight] = stored.reshape(count, -1).T
         if self.bias is not None:
-            result[self.bias] = matrices[:, :, -1].T
+            result[self.bias] = biases.reshape(count, -1).T
 
     def apply(self, matrices: Tensor) -> Tensor:
         """U diag(λ) Uᵀ on (K, out, in)."""
@@ -126,47 +126,6 @@ class KroneckerBlock:
         """The matrix's diagonal, (out, in [+ 1])."""
         entries = self.values if self.left is None else self.left.pow(2) @ self.values
         return entries if self.right is None else entries @ self.right.pow(2).T
-
-
-@dataclass(frozen=True)
-class GainBlock:
-    """V diag(λ) Vᵀ on [γ, β] of a norm: the exact block, or its diagonal (V = I)."""
-
-    name: str
-    weight: slice | None
-    bias: slice | None
-    vectors: Tensor | None  # V (n, n); None: the identity
-    values: Tensor  # λ (n,)
-
-    def gather(self, columns: Tensor) -> Tensor:
-        """(P, K) → (K, n)."""
-        places = [place for place in (self.weight, self.bias) if place is not None]
-        return torch.cat([columns[place] for place in places]).T
-
-    def scatter(self, rows: Tensor, result: Tensor) -> None:
-        """The inverse of ``gather``, into ``result`` (P, K)."""
-        start = 0
-        for place in (self.weight, self.bias):
-            if place is not None:
-                size = place.stop - place.start
-                result[place] = rows[:, start : start + size].T
-                start += size
-
-    def apply(self, rows: Tensor) -> Tensor:
-        """V diag(λ) Vᵀ on (K, n)."""
-        if self.vectors is None:
-            return rows * self.values
-        return (rows @ self.vectors * self.values) @ self.vectors.T
-
-    def diagonal(self) -> Tensor:
-        """The matrix's diagonal, (n,)."""
-        return self.values if self.vectors is None else self.vectors.pow(2) @ self.values
-
-
-Block = KroneckerBlock | GainBlock
-
-
-# --- the operators ------------------------------------------------------------------------------
 
 
 class BlockwiseOperator(LinearOperator):
@@ -239,11 +198,9 @@ class KFAC(BlockwiseOperator):
 
     approximation: what is summed where a weight is shared over positions m,
         "expand"  A = mean_m â_m â_mᵀ,    G = Σ_ic Σ_m g_icm g_icmᵀ;
-        "reduce"  A = mean_n ā_n ā_nᵀ,    G = Σ_ic (Σ_m g_icm)(Σ_m g_icm)ᵀ,
-        â_m (in + 1,) the inputs with 1 appended, ā_n their mean over sample n, and g_icm (out,) the
-        column f_ic of target i's curvature, pulled back to y_m.
-    kind: Σ_c f_ic f_icᵀ is Λ_i ("exact": Gauss-Newton), the mean over ``samples`` targets drawn
-        with ``seed`` ("mc") or the observed target's r_i r_iᵀ ("empirical"), as in ``ca.Fisher``.
+        "reduce"  A = mean_n ā_n ā_nᵀ,    G = Σ_ic (Σ_m g_icm)(Σ_m g_icm)ᵀ.
+    kind: Gauss-Newton ("exact"), the mean over ``samples`` targets drawn with ``seed`` ("mc"), or
+        the observed targets ("empirical"), as in ``ca.Fisher``.
     per: pull back the columns of every target on their own, or ("mc", "empirical") of every sample
         together, which is one backward pass a draw instead of one for each target and draw.
     norms: gain and shift of norms by their "exact" block (2d × 2d) or its "diagonal".
@@ -284,8 +241,10 @@ class KFAC(BlockwiseOperator):
         with problem.evaluating():
             sums = _block_sums(self, passes)
             blocks = {key: entry.block(problem) for key, entry in sums.items()}
-            kept = _corrected(passes, blocks) if self.corrected else list(blocks.values())
-        self.blocks = tuple(kept)
+            if self.corrected:
+                products = [key for key, entry in sums.items() if not entry.gain]
+                blocks |= _corrected(passes, {key: blocks[key] for key in products})
+        self.blocks = tuple(blocks.values())
         self.uncovered = tuple(n for n in problem.parameter_names if n in passes.unexplained)
         self._warn_and_check()
 
@@ -365,10 +324,10 @@ class EKFAC(KFAC):
     corrected = True
 
 
-# --- what belongs to a block --------------------------------------------------------------------
+# --- KFAC's factors -----------------------------------------------------------------------------
 
 Key = tuple[str | None, str | None]  # a block's weight and bias
-Way = tuple[str, bool]  # kind of use, and whether it stores the weight (in, out)
+Form = tuple[bool, bool]  # of uses that are pooled: embeddings; whether the weight is (in, out)
 
 
 def _block_keys(uses: Sequence[Use]) -> dict[Key, list[int]]:
@@ -389,15 +348,15 @@ def _block_keys(uses: Sequence[Use]) -> dict[Key, list[int]]:
     return keys
 
 
-def _ways(run: SampleRun, key: Key, numbers: Sequence[int]) -> dict[Way, list[int]]:
+def _by_form(run: SampleRun, key: Key, numbers: Sequence[int]) -> dict[Form, list[int]]:
     """Uses that are pooled: the same kind of map, the weight stored in the same way."""
-    ways: dict[Way, list[int]] = {}
+    forms: dict[Form, list[int]] = {}
     for number in numbers:
         use = run.uses[number]
-        kind = "embedding" if use.kind == "embedding" else "linear"
         # Without the weight there is only â = 1, and no way to store it.
-        ways.setdefault((kind, use.transposed and key[0] is not None), []).append(number)
-    return ways
+        form = use.kind == "embedding", use.transposed and key[0] is not None
+        forms.setdefault(form, []).append(number)
+    return forms
 
 
 def _layer_name(key: Key) -> str:
@@ -409,22 +368,8 @@ def _layer_name(key: Key) -> str:
     return module if last == "weight" else weight
 
 
-def _without_padding(run: SampleRun, number: int, slopes: Tensor) -> Tensor:
-    """(K, S, M, out), zero where an embedding reads its padding index."""
-    use = run.uses[number]
-    if use.padding is None:
-        return slopes
-    return slopes * (run.inputs(number) != use.padding).unsqueeze(-1)
-
-
 def _total(terms: Iterable[Tensor]) -> Tensor:
-    first, *others = terms
-    for other in others:
-        first = first + other
-    return first
-
-
-# --- KFAC's factors -----------------------------------------------------------------------------
+    return functools.reduce(torch.add, terms)
 
 
 @dataclass
@@ -437,26 +382,24 @@ class _Pool:
 
 
 class _BlockSums:
-    """What the passes add up for one block."""
+    """What the passes add up for one block: A and G, or the second moment of a norm's [γ β]."""
 
     def __init__(self, key: Key, *, gain: bool, reduces: bool, diagonal_gain: bool) -> None:
         self.key, self.gain = key, gain
         self._reduces, self._diagonal_gain = reduces, diagonal_gain
-        self._pools: dict[Way, _Pool] = {}
-        self._second_moment: Tensor | None = None  # of a gain: (n, n), or (n,) its diagonal
+        self._pools: dict[Form, _Pool] = {}
+        self._second_moment: Tensor | None = None  # (n, n), or (n,) its diagonal
 
     def add_inputs(self, run: SampleRun, numbers: Sequence[int]) -> None:
         """Add to A, of layers that have one."""
-        if self.gain:
-            return
-        for way, some in _ways(run, self.key, numbers).items():
-            if way[0] == "embedding":
+        for form, some in {} if self.gain else _by_form(run, self.key, numbers).items():
+            if form[0]:
                 for number in some:
-                    self._add_counts(run, way, number)
+                    self._add_counts(run, form, number)
                 continue
-            rows = [self._rows(run, number) for number in some]  # (S, M, in) each
+            rows = [run.with_one(number, self.key) for number in some]  # (S, M, in) each
             out = run.uses[some[0]].width
-            pool = self._pool(way, (rows[0].shape[-1],) * 2, out, like=rows[0])
+            pool = self._pool(form, (rows[0].shape[-1],) * 2, out, like=rows[0])
             if self._reduces:
                 means = _total(r.sum(1) for r in rows) / sum(r.shape[1] for r in rows)
                 rows = [means.unsqueeze(1)]
@@ -465,21 +408,17 @@ class _BlockSums:
                 pool.inputs += flat.T @ flat
                 pool.positions += len(flat)
 
-    def _rows(self, run: SampleRun, number: int) -> Tensor:
-        weight, bias = self.key
-        return run.with_one(number, weight=weight is not None, bias=bias is not None)
-
-    def _add_counts(self, run: SampleRun, way: Way, number: int) -> None:
+    def _add_counts(self, run: SampleRun, form: Form, number: int) -> None:
         use, indices = run.uses[number], run.inputs(number).reshape(-1)
         table = run.recorded.leaves[str(use.weight)].detach()
         if use.padding is not None:
             indices = indices[indices != use.padding]
-        pool = self._pool(way, (table.numel() // use.width,), use.width, like=table)
+        pool = self._pool(form, (table.numel() // use.width,), use.width, like=table)
         pool.inputs += torch.bincount(indices, minlength=len(pool.inputs))
         pool.positions += len(indices)
 
-    def _pool(self, way: Way, inputs: tuple[int, ...], out: int, *, like: Tensor) -> _Pool:
-        if way not in self._pools:
+    def _pool(self, form: Form, inputs: tuple[int, ...], out: int, *, like: Tensor) -> _Pool:
+        if form not in self._pools:
             # Eigenvectors, and eigh's copies in float64, come on top of the factors.
             size = 4 * (torch.Size(inputs).numel() + out * out) * like.dtype.itemsize
             if like.device.type == "cpu" and size > available_bytes():
@@ -488,8 +427,8 @@ class _BlockSums:
                     f"{out} outputs) take {readable(size)}: hold it fixed with "
                     "Problem(parameters=...)."
                 )
-            self._pools[way] = _Pool(like.new_zeros(inputs), like.new_zeros(out, out))
-        return self._pools[way]
+            self._pools[form] = _Pool(like.new_zeros(inputs), like.new_zeros(out, out))
+        return self._pools[form]
 
     def add_slopes(self, run: SampleRun, numbers: Sequence[int], slopes: list[Tensor]) -> None:
         """Add to G, or to the second moment of a gain; slopes: (K, S, M, out) a use."""
@@ -498,13 +437,13 @@ class _BlockSums:
             before = self._second_moment
             self._second_moment = moment if before is None else before + moment
             return
-        for way, some in _ways(run, self.key, numbers).items():
-            terms = [_without_padding(run, number, slopes[number]) for number in some]
-            if self._reduces and way[0] != "embedding":
+        for form, some in _by_form(run, self.key, numbers).items():
+            terms = [slopes[number] for number in some]
+            if self._reduces and not form[0]:
                 terms = [_total(term.sum(2, keepdim=True) for term in terms)]
             for term in terms:
                 flat = term.flatten(0, 2)
-                self._pools[way].outputs += flat.T @ flat
+                self._pools[form].outputs += flat.T @ flat
 
     def _gain_moment(self, run: SampleRun, numbers: Sequence[int], slopes: list[Tensor]) -> Tensor:
         """Σ d dᵀ, or its diagonal, for the gradients d of [γ, β]."""
@@ -522,44 +461,42 @@ class _BlockSums:
     def block(self, problem: Problem) -> Block:
         """The block with KFAC's eigenvectors and eigenvalues."""
         layout = problem.layout
-        starts = dict(zip(layout.names, layout.starts, strict=True))
-        sizes = dict(zip(layout.names, layout.sizes, strict=True))
-        weight, bias = (
-            None if name is None else slice(starts[name], starts[name] + sizes[name])
-            for name in self.key
-        )
-        name = _layer_name(self.key)
+        places = {
+            name: slice(start, start + size)
+            for name, start, size in zip(layout.names, layout.starts, layout.sizes, strict=True)
+        }
+        weight, bias = (None if name is None else places[name] for name in self.key)
+        transposed = not self.gain and all(form[1] for form in self._pools)
+        left: Tensor | None = None
         if self.gain:
             assert self._second_moment is not None
-            values, vectors = _eigen(self._second_moment)
-            return GainBlock(name, weight, bias, vectors, values)
-        transposed = all(way[1] for way in self._pools)
-        left, right, values = self._eigenbasis(transposed)
-        return KroneckerBlock(name, weight, bias, transposed, left, right, values)
+            values, right = _eigen(self._second_moment)
+            values = values.unsqueeze(0)
+        else:
+            left, right, values = self._eigenbasis(transposed)
+        return Block(_layer_name(self.key), weight, bias, transposed, left, right, values)
 
     def _eigenbasis(self, transposed: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """U_G, U_A and λ of G ⊗ A, or of a sum of such products for a weight used in two ways."""
         sides = []
-        for way, pool in self._pools.items():
+        for form, pool in self._pools.items():
             pair = (pool.outputs, pool.inputs / max(pool.positions, 1.0))
-            sides.append(pair if way[1] == transposed else pair[::-1])
+            sides.append(pair if form[1] == transposed else pair[::-1])
         if len(sides) == 1:
             (left_values, left), (right_values, right) = map(_eigen, sides[0])
             return left, right, left_values[:, None] * right_values
-        matrices = [(_matrix(left), _matrix(right)) for left, right in sides]
-        traces = [(float(left.trace()), float(right.trace())) for left, right in matrices]
+        matrices = [[f.diag() if f.ndim == 1 else f for f in pair] for pair in sides]
         bases = []
         for side in range(2):
             # Factors of trace one, weighted by the traces of their products.
-            mean = _total(
-                pair[side] * trace[1 - side] for pair, trace in zip(matrices, traces, strict=True)
-            )
+            mean = _total(pair[side] * float(pair[1 - side].trace()) for pair in matrices)
             bases.append(torch.linalg.eigh(in_float64(mean))[1].to(mean.dtype).to(mean.device))
+        left_basis, right_basis = bases
         values = _total(
-            _diagonal_in(bases[0], left)[:, None] * _diagonal_in(bases[1], right)
+            _diagonal_in(left_basis, left)[:, None] * _diagonal_in(right_basis, right)
             for left, right in matrices
         )
-        return bases[0], bases[1], values
+        return left_basis, right_basis, values
 
 
 def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -569,10 +506,6 @@ def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
     values, vectors = torch.linalg.eigh(in_float64(factor))
     values, vectors = (t.to(factor.dtype).to(factor.device) for t in (values, vectors))
     return values.clamp_min(0), vectors
-
-
-def _matrix(factor: Tensor) -> Tensor:
-    return factor.diag() if factor.ndim == 1 else factor
 
 
 def _diagonal_in(basis: Tensor, matrix: Tensor) -> Tensor:
@@ -611,12 +544,10 @@ def _block_sums(operator: KFAC, passes: PulledColumns) -> dict[Key, _BlockSums]:
 # --- EKFAC's eigenvalues ------------------------------------------------------------------------
 
 
-def _corrected(passes: PulledColumns, blocks: dict[Key, Block]) -> list[Block]:
-    """The blocks with λ = Σ_ic (U_Gᵀ D_ic U_A)²; those of gains are exact as they are."""
+def _corrected(passes: PulledColumns, blocks: dict[Key, Block]) -> dict[Key, Block]:
+    """The blocks with λ = Σ_ic (U_Gᵀ D_ic U_A)²."""
     exact = {
-        key: replace(block, values=torch.zeros_like(block.values))
-        for key, block in blocks.items()
-        if isinstance(block, KroneckerBlock)
+        key: replace(block, values=torch.zeros_like(block.values)) for key, block in blocks.items()
     }
     for run in passes:
         keys = _block_keys(run.uses)
@@ -624,11 +555,11 @@ def _corrected(passes: PulledColumns, blocks: dict[Key, Block]) -> list[Block]:
             for key, numbers in keys.items():
                 if key in exact:
                     exact[key].values.add_(_squares(run, key, exact[key], numbers, slopes))
-    return [exact.get(key, block) for key, block in blocks.items()]
+    return exact
 
 
 def _squares(
-    run: SampleRun, key: Key, block: KroneckerBlock, numbers: Sequence[int], slopes: list[Tensor]
+    run: SampleRun, key: Key, block: Block, numbers: Sequence[int], slopes: list[Tensor]
 ) -> Tensor:
     """Σ (U_Gᵀ D U_A)² over some columns, like ``block.values``."""
     if block.right is None:
@@ -640,8 +571,7 @@ def _squares(
         return left.T @ right
     total = torch.zeros_like(block.values)
     count = len(slopes[numbers[0]])
-    size = run.samples * total.numel() * total.dtype.itemsize
-    step = max(1, _GRADIENT_BYTES // size)
+    step = max(1, _GRADIENT_BYTES // (run.samples * total.numel() * total.dtype.itemsize))
     for start in range(0, count, step):
         some = slice(start, min(start + step, count))
         gradients = _total(
@@ -654,7 +584,7 @@ def _squares(
 
 
 def _turned(
-    run: SampleRun, key: Key, block: KroneckerBlock, number: int, slopes: Tensor
+    run: SampleRun, key: Key, block: Block, number: int, slopes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """l and r with U_Gᵀ D U_A = Σ_m l_m r_mᵀ: (K or 1, S, M, out) and (K or 1, S, M, in)."""
     assert block.left is not None
@@ -662,22 +592,19 @@ def _turned(
     use = run.uses[number]
     swapped = key[0] is not None and use.transposed != block.transposed
     near, far = (block.right, block.left) if swapped else (block.left, block.right)
-    g = _without_padding(run, number, slopes) @ near
-    if use.kind == "embedding":
-        a = far[run.inputs(number)]
-    else:
-        a = run.with_one(number, weight=key[0] is not None, bias=key[1] is not None) @ far
-    a = a.unsqueeze(0)
-    return (a, g) if swapped else (g, a)
+    embeds = use.kind == "embedding"
+    a = far[run.inputs(number)] if embeds else run.with_one(number, key) @ far
+    pair = slopes @ near, a.unsqueeze(0)
+    return pair[::-1] if swapped else pair
 
 
 def _embedding_squares(
-    run: SampleRun, block: KroneckerBlock, numbers: Sequence[int], slopes: list[Tensor]
+    run: SampleRun, block: Block, numbers: Sequence[int], slopes: list[Tensor]
 ) -> Tensor:
     """The same for embeddings alone, U_A = I: columns of D are sums over equal indices."""
     assert block.left is not None
     indices = torch.cat([run.inputs(number) for number in numbers], 1)  # (S, M)
-    g = torch.cat([_without_padding(run, n, slopes[n]) for n in numbers], 2) @ block.left
+    g = torch.cat([slopes[number] for number in numbers], 2) @ block.left
     rows = block.values.shape[1]
     sample = torch.arange(len(indices), device=indices.device).unsqueeze(1)
     pairs = sample * rows + indices  # of a sample and the row it reads

@@ -35,6 +35,7 @@ from curvatlas.engines.autograd.pull import pull
 from curvatlas.problem import Batch, Problem
 
 Kind = Literal["linear", "embedding", "gain"]
+Sizes = tuple[int, ...]  # of a kernel, its stride or dilation, an axis each
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class Use:
         return torch.Size([self.shape[axis] for axis in self.features]).numel()
 
     def slopes(self, pulled: Tensor) -> Tensor:
-        """(K, *y) → (K, *grid, out)."""
+        """(K, *y) → (K, *grid, out), zero where an embedding reads its padding index."""
         count = len(self.features)
         last = pulled.movedim(self.features, tuple(range(-count, 0))).flatten(-count)
+        if self.padding is not None:
+            last = last * (self.read() != self.padding).unsqueeze(-1)
         if self.rows is None:
             return last
         start, total = self.rows
@@ -119,19 +122,19 @@ class UseRecorder(TorchFunctionMode):
             return result
         together = weight.rows == bias.rows or None in (weight.name, bias.name)
         pairs = [(weight, bias)] if together else [(weight, _Place()), (_Place(), bias)]
-        for own_weight, own_bias in pairs:
+        for held_weight, held_bias in pairs:
             self.uses.append(
                 Use(
                     kind=call.kind,
-                    weight=own_weight.name,
-                    bias=own_bias.name,
-                    transposed=call.transposed != own_weight.flipped,
+                    weight=held_weight.name,
+                    bias=held_bias.name,
+                    transposed=call.transposed != held_weight.flipped,
                     edge=get_gradient_edge(result),
                     shape=result.shape,
                     features=call.features(result),
                     read=call.read,
                     padding=call.padding,
-                    rows=own_bias.rows if own_weight.name is None else own_weight.rows,
+                    rows=held_bias.rows if held_weight.name is None else held_weight.rows,
                 )
             )
         # A copy goes on: the result may be changed in place (ReLU), and its node must stay y's.
@@ -250,8 +253,6 @@ def _parameter_slopes(
         return
     if use.kind == "embedding":
         indices = use.read().reshape(-1)
-        if use.padding is not None:
-            g = g * (indices != use.padding).unsqueeze(-1)
         shape = leaves[use.weight].shape
         rows = g.new_zeros(shape.numel() // g.shape[-1], g.shape[-1]).index_add_(0, indices, g)
         yield use.weight, rows.reshape(shape), float(g.norm(dim=1).sum())
@@ -315,9 +316,9 @@ def _convolution(axes: int) -> Callable[..., _Call]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> _Call:
-        def several(value: Any) -> list[int]:
-            listed = [value] * axes if isinstance(value, int) else list(value)
-            return listed * axes if len(listed) == 1 else listed
+        def several(value: Any) -> Sizes:
+            sizes = (value,) if isinstance(value, int) else tuple(value)
+            return sizes * axes if len(sizes) == 1 else sizes
 
         refusal = None
         if groups != 1:
@@ -325,7 +326,7 @@ def _convolution(axes: int) -> Callable[..., _Call]:
                 f"{{name}} belongs to a convolution with groups={groups}: its patches do not share "
                 "one Kronecker product; hold it fixed with Problem(parameters=...)."
             )
-        kernel, steps, spread = list(weight.shape[2:]), several(stride), several(dilation)
+        kernel, steps, spread = tuple(weight.shape[2:]), several(stride), several(dilation)
         image = input.detach()
 
         def read() -> Tensor:
@@ -338,32 +339,25 @@ def _convolution(axes: int) -> Callable[..., _Call]:
     return read_call
 
 
-def _patches(
-    image: Tensor, kernel: list[int], stride: list[int], padding: Any, dilation: list[int]
-) -> Tensor:
+def _patches(image: Tensor, kernel: Sizes, stride: Sizes, padding: Any, dilation: Sizes) -> Tensor:
     """([B,] C, *pixels) → ([B,] *pixels of the output, C·kernel), ordered like the weight."""
     axes = len(kernel)
+    reach = [spread * (size - 1) for spread, size in zip(dilation, kernel, strict=True)]
     sides: list[int] = []  # of F.pad: last axis first
     for axis in reversed(range(axes)):
-        reach = dilation[axis] * (kernel[axis] - 1)
         if padding == "same":
-            sides += [reach // 2, reach - reach // 2]
+            sides += [reach[axis] // 2, reach[axis] - reach[axis] // 2]
         elif padding == "valid":
             sides += [0, 0]
         else:
-            amount = padding if isinstance(padding, int) else padding[axis % len(padding)]
-            sides += [amount, amount]
-    windows = F.pad(image, sides)
-    batched = windows.ndim - axes - 1  # 1 with samples, else 0
-    for axis in range(axes):
-        place = batched + 1 + axis
-        count = windows.shape[place] - dilation[axis] * (kernel[axis] - 1)
-        starts = torch.arange(0, count, stride[axis], device=image.device)
-        offsets = torch.arange(kernel[axis], device=image.device) * dilation[axis]
-        taken = windows.index_select(place, (starts[:, None] + offsets).reshape(-1))
-        shape = (*taken.shape[:place], len(starts), len(offsets), *taken.shape[place + 1 :])
-        windows = taken.reshape(shape).movedim(place + 1, -1)
-    return windows.movedim(batched, -1 - axes).flatten(-1 - axes)
+            sides += [padding if isinstance(padding, int) else padding[axis % len(padding)]] * 2
+    padded = F.pad(image, sides)
+    grid = [(padded.shape[a - axes] - reach[a] - 1) // stride[a] + 1 for a in range(axes)]
+    if axes == 1:  # F.unfold takes images alone: a line is one of a single row
+        padded = padded.unsqueeze(-2)
+        kernel, stride, dilation = ((1, *sizes) for sizes in (kernel, stride, dilation))
+    rows = F.unfold(padded, kernel, dilation=dilation, stride=stride).mT
+    return rows.reshape(*rows.shape[:-2], *grid, rows.shape[-1])
 
 
 def _embedding(

@@ -85,14 +85,13 @@ class SampleRun:
             return self._by_sample(use.read().unsqueeze(-1), number).squeeze(-1)
         return self._by_sample(use.read(), number)
 
-    def with_one(self, number: int, *, weight: bool, bias: bool) -> Tensor:
-        """â_m (S, M, in [+ 1]): the input for a weight, 1 for a bias."""
+    def with_one(self, number: int, key: tuple[str | None, str | None]) -> Tensor:
+        """â_m (S, M, in [+ 1]) of a weight and a bias: the input for the first, 1 for the other."""
+        weight, bias = key
         ones = self.recorded.outputs.detach().new_ones(*self.uses[number].grid, 1)
-        one = self._by_sample(ones, number)
-        if not weight:
-            return one
-        rows = self.inputs(number)
-        return torch.cat([rows, one], -1) if bias else rows
+        parts = [] if weight is None else [self.inputs(number)]
+        parts += [] if bias is None else [self._by_sample(ones, number)]
+        return torch.cat(parts, -1)
 
     def slopes(self) -> Iterator[list[Tensor]]:
         """g_icm, K columns at a time: one (K, S, M, out) a use. Once only."""
@@ -274,9 +273,7 @@ def _splits_along(recorded: RecordedPass, axis: int) -> list[Split] | None:
     outputs = recorded.outputs.detach()
     size = outputs.shape[axis]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        outputs
-    )
+    noise = _noise(outputs, generator)
     plain = recorded.pulled(noise.unsqueeze(0))
     fitting = [list(_candidates(use.grid, axis, size)) for use in recorded.uses]
     for _ in range(2):  # places beyond the number of powers share them: drawn anew
@@ -366,22 +363,14 @@ def _root_columns(
             f"{_MOST_CLASSES}): use kind='mc' or 'empirical', or ca.GaussNewton with ca.solve."
         )
     units = torch.eye(classes, dtype=outputs.dtype, device=outputs.device).view(classes, *shape)
+    roots: Tensor | None = None
     if loss.root_product(outputs, batch.targets, torch.zeros_like(outputs)) is None:
         rows = [product(unit.expand_as(outputs).clone()).reshape(-1, classes) for unit in units]
         blocks = in_float64(torch.stack(rows, -1))  # (targets, C, C)
         values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
-        roots = (
-            (vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
-            .to(outputs.dtype)
-            .to(outputs.device)
-        )
-    else:
-        roots = None
+        roots = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(outputs.dtype)
     # The factor is used target by target: it must be all of Λ.
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(
-        outputs
-    )
+    probe = _noise(outputs, torch.Generator().manual_seed(0))
     last = tuple(range(-target_axes, 0))
     applied = torch.zeros_like(outputs)
     for place, unit in enumerate(units):
@@ -389,7 +378,7 @@ def _root_columns(
             column = loss.root_product(outputs, batch.targets, unit.expand_as(outputs).clone())
             assert column is not None
         else:
-            column = roots[..., place].reshape(outputs.shape)
+            column = roots[..., place].reshape(outputs.shape).to(outputs.device)
         inner = column * probe
         applied += column * (inner.sum(last, keepdim=True) if last else inner)
         yield column
@@ -400,3 +389,8 @@ def _root_columns(
             f"the curvature of the loss {loss.name!r} is not that of separate targets: {name} "
             "knows no factor of it. Use ca.GaussNewton with ca.solve instead."
         )
+
+
+def _noise(like: Tensor, random: torch.Generator) -> Tensor:
+    """Normal numbers, drawn on the CPU in float64: the same on every device."""
+    return torch.randn(like.shape, generator=random, dtype=torch.float64, device="cpu").to(like)
