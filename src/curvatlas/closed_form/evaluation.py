@@ -73,7 +73,7 @@ def evaluate(
     *,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Evaluation:
-    """Run the block at x (B, L, d); ``mask`` as in ``products.linearise``.
+    """Run the block at x (B, L, d); ``mask`` as in ``LinearisedBlock``.
 
     Differentiable by autograd when the weights are, so it is also the modules' ``forward``.
     ``drop`` acts on A, on the hidden units and on both sublayers' outputs.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import linearise
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.engines.tangent.norm import normalize
 from curvatlas.engines.tangent.stack import BlockStack
@@ -387,7 +387,7 @@ def bounds(
         names, matrix, token, exact, seeds = stack_token_bound(layers, x, target, resolved, mask)
     else:
         spec, weights = layers[0]
-        seeds = resolved.seeds(linearise(spec, weights, x, mask).output, target)
+        seeds = resolved.seeds(LinearisedBlock(spec, weights, x, mask).output, target)
         entries = entry_bounds(spec, weights, x, seeds, mask=mask)
         names, matrix, token = entries.names, entries.matrix, float(entries.norm())
         exact = exact_norm(layers, x, target, resolved, mask)
@@ -504,7 +504,7 @@ def data_free_matrix(
     }
     y, z = calculus.constant(x.double()), x
     for prefix, (spec, weights) in zip(prefixes, layers, strict=True):
-        block = linearise(spec, weights, z, mask)
+        block = LinearisedBlock(spec, weights, z, mask)
         y = through_block(
             calculus, y, spec, weights, smallest_deviations(spec, weights, z, mask), prefix
         )
@@ -538,9 +538,9 @@ def smallest_deviations(
     attention = {n: w for n, w in weights.items() if n.split("_")[0] in _ATTENTION}
     if spec.norm_first:
         front = {n: w for n, w in weights.items() if n.startswith("norm1")}
-        u = linearise(half, attention | front, x, mask).output
+        u = LinearisedBlock(half, attention | front, x, mask).output
         return {"norm1": smallest(x), "norm2": smallest(u)}
-    u = linearise(replace(half, norm="none"), attention, x, mask).output
+    u = LinearisedBlock(replace(half, norm="none"), attention, x, mask).output
     y = reference.affine_norm(u, weights, "norm1", spec)
     smallest_of = {"norm1": smallest(u)}
     if spec.d_ff is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.closed_form.families import Family, Pair, build_families
 from curvatlas.closed_form.terms import Terms
-from curvatlas.engines.tangent.block import LinearisedBlock, linearise
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.losses import OutputLoss, Seeds
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
@@ -175,7 +175,7 @@ def rows_by_products(
     spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None = None
 ) -> Tensor:
     """Rows of γ and β (#norm, P), columns in ``WEIGHT_NAMES`` order, by one batched product."""
-    block = linearise(spec, weights, x, mask)
+    block = LinearisedBlock(spec, weights, x, mask)
     block.gradient(seeds.delta)
     names = [n for n in block.names if n.startswith("norm")]
     total = sum(weights[n].numel() for n in names)
@@ -446,7 +446,7 @@ def stack_token_bound(
     blocks, inputs, z = [], [], x
     for spec, weights in layers:
         inputs.append(z)
-        blocks.append(linearise(spec, weights, z, mask))
+        blocks.append(LinearisedBlock(spec, weights, z, mask))
         z = blocks[-1].output
     seeds = loss.seeds(z, target)
     deltas = [seeds.delta]

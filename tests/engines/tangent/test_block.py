@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import linearise
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.losses import TokenSquaredError
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, relative_error
@@ -65,7 +65,7 @@ def test_products_equal_double_backward_for_any_mixture_of_options(start: int) -
         directions = _directions(case, count, seed)
         target = torch.randn_like(case.x.detach())
         want = _oracle(case, target, directions)
-        got = linearise(case.spec, case.weights, case.x, case.keys)
+        got = LinearisedBlock(case.spec, case.weights, case.x, case.keys)
         seeds = TokenSquaredError().seeds(got.output, target)
         tangents = dict(zip(case.weights, directions[:-1], strict=True))
         grads, delta_x = got.gradient(seeds.delta)
@@ -92,7 +92,7 @@ def _whole_case() -> Case:
 
 def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None:
     case = _whole_case()
-    got = linearise(case.spec, case.weights, case.x, case.keys)
+    got = LinearisedBlock(case.spec, case.weights, case.x, case.keys)
     seeds = TokenSquaredError().seeds(got.output, torch.randn_like(got.output))
     got.gradient(seeds.delta)
     for column, weight in case.weights.items():
@@ -111,7 +111,7 @@ def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None
 
 def test_products_are_symmetric() -> None:
     case = _whole_case()
-    got = linearise(case.spec, case.weights, case.x, case.keys)
+    got = LinearisedBlock(case.spec, case.weights, case.x, case.keys)
     seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
     got.gradient(seeds.delta)
     u, v = (_directions(case, 1, seed) for seed in (1, 2))
@@ -132,7 +132,7 @@ def _spec_case(**options: object) -> tuple[BlockSpec, dict[str, Tensor], Tensor]
 
 def test_one_token_alone_has_no_query_or_key_curvature() -> None:
     spec, weights, x = _spec_case()
-    got = linearise(spec, weights, x[:, :1])
+    got = LinearisedBlock(spec, weights, x[:, :1])
     seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
     got.gradient(seeds.delta)
     v = {name: torch.randn(1, *w.shape, dtype=torch.float64) for name, w in weights.items()}
@@ -147,7 +147,7 @@ def test_padding_and_pair_masks_that_say_the_same_give_the_same() -> None:
     keys = torch.tensor([[True, True, False], [True, False, True]])
     pairs = keys.unsqueeze(1).expand(2, 3, 3)
     added = torch.zeros(2, 3, 3, dtype=torch.float64).masked_fill(~pairs, -torch.inf)
-    outputs = [linearise(spec, weights, x, mask).output for mask in (keys, pairs, added)]
+    outputs = [LinearisedBlock(spec, weights, x, mask).output for mask in (keys, pairs, added)]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
     assert relative_error(outputs[0], block(spec, weights, x, keys).detach()) <= TOLERANCE
@@ -185,13 +185,13 @@ def test_wrong_blocks_are_refused_in_one_line(change: dict, message: str) -> Non
     if change.get("options", {}).get("eps") == 0.0:  # pre-norm sees the constant tokens themselves
         spec = replace(spec, norm_first=True)
     with pytest.raises((ValueError, TypeError), match=message) as caught:
-        linearise(spec, weights, x, change.get("mask"))
+        LinearisedBlock(spec, weights, x, change.get("mask"))
     assert "\n" not in str(caught.value)
 
 
 def test_wrong_directions_are_refused() -> None:
     spec, weights, x = _spec_case()
-    got = linearise(spec, weights, x)
+    got = LinearisedBlock(spec, weights, x)
     good = torch.zeros(2, *weights["query_weight"].shape, dtype=torch.float64)
     wrong = [
         ({}, None, "no direction"),
@@ -218,5 +218,5 @@ def test_relu_at_exactly_zero_counts_as_off() -> None:
     with torch.no_grad():
         weights["up_weight"].zero_()
         weights["up_bias"].zero_()
-    grads, _ = linearise(spec, weights, x).gradient(torch.ones_like(x))
+    grads, _ = LinearisedBlock(spec, weights, x).gradient(torch.ones_like(x))
     assert float(grads["up_weight"].abs().max()) == 0.0

@@ -1,9 +1,9 @@
 r"""Matrix-free derivatives of one Transformer block, written out by hand (derivations §11).
 
-``linearise`` evaluates a block once and keeps its activations; every product after that is a
+``LinearisedBlock`` evaluates a block once and keeps its activations; every product after that is a
 sequence of matrix products and few elementwise passes, no autograd graph anywhere:
 
-    block = linearise(spec, weights, x)            # block.output (n, L, d)
+    block = LinearisedBlock(spec, weights, x)      # block.output (n, L, d)
     gradients, delta_x = block.gradient(delta)     # keeps the adjoints too
     moved = block.push(tangents, x_dot)            # J v
     rates, rate_x = block.pull(rate, moved)        # R{gradient}: H v for rate = Λ J v
@@ -311,19 +311,11 @@ class BlockTangent:
     directions: int
 
 
-def linearise(
-    spec: BlockSpec, weights: Weights, x: Tensor, mask: Tensor | None = None
-) -> LinearisedBlock:
-    """Evaluate the block at x (n, L, d) or (L, d) and keep what its derivatives need.
+class LinearisedBlock:
+    """A block at inputs x (n, L, d) or (L, d), with what its derivatives need.
 
     ``mask`` is boolean with True where attention is allowed, (n, L) for padding keys or (n, L, L),
     or floating and added to the logits; ``spec.causal`` comes on top.
-    """
-    return LinearisedBlock(spec, weights, x, mask)
-
-
-class LinearisedBlock:
-    """A block at one input; see ``linearise``.
 
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
     workspace every result lives in a buffer that the next product overwrites. Neighbours that share
@@ -398,21 +390,11 @@ class LinearisedBlock:
         rates = self._complete(backward, 1)
         return {name: value[0] for name, value in rates.items()}, rate[0].view(self.shape)
 
-    def push(
-        self,
-        tangents: Weights,
-        x_dot: Tensor | None = None,
-        *,
-        x_dot_again: FormedTangent | None = None,
-    ) -> BlockTangent:
-        """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d).
-
-        ``x_dot_again`` gives the input's tangent (K, N, d) once more on the backward pass, for a
-        caller whose ``x_dot`` does not live that long.
-        """
+    def push(self, tangents: Weights, x_dot: Tensor | None = None) -> BlockTangent:
+        """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d)."""
         dtype = next(iter(self.weights.values())).dtype
         directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
-        return self.push_checked(tangents, x_dot, directions, x_dot_again)
+        return self.push_checked(tangents, x_dot, directions, None)
 
     def push_checked(
         self,
@@ -421,7 +403,8 @@ class LinearisedBlock:
         directions: int,
         x_dot_again: FormedTangent | None,
     ) -> BlockTangent:
-        """``push`` of tangents that are known to fit."""
+        """``push`` of tangents that fit. ``x_dot_again`` gives the input's tangent (K, N, d) once
+        more on the backward pass, for a caller whose ``x_dot`` does not live that long."""
         moved = None if x_dot is None else self._tokens(x_dot)
         tokens = moved
         again = x_dot_again if x_dot_again is not None else lambda _: tokens
