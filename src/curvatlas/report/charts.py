@@ -1,4 +1,4 @@
-"""Static SVG figures that report.js makes interactive: lines, points, intervals, stems, bars.
+"""Static SVG figures that report.js makes interactive: charts of curves, and heat maps.
 
 Marks are drawn in the coordinates of the plotting area and carry what a reader sees on hover; the
 axes tell their scale in data attributes. Without JavaScript the figure is complete and readable.
@@ -6,21 +6,17 @@ axes tell their scale in data attributes. Without JavaScript the figure is compl
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Iterable, Sequence
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from curvatlas.report.markup import Markup, join, number, superscript, tag
+from curvatlas.report.markup import Markup, join, json_block, number, superscript, table, tag
 
-# -------------------------------------------------------------------------------------------------
-# Axes: from numbers to places between 0 and 1, and the ticks a person reads.
-#
-# ``report.js`` holds the same three functions, so that a zoomed figure gets new ticks; a browser
-# test
-# compares the two.
-# -------------------------------------------------------------------------------------------------
-
+# --- axes: report.js holds the same functions, so that a zoomed figure gets new ticks ------------
 
 Kind = Literal["linear", "log", "symlog"]
 
@@ -112,6 +108,12 @@ def symlog_scale(values: Iterable[float], *, decades: float = 3.0) -> Scale:
     )
 
 
+def fitting_scale(values: Sequence[float]) -> Scale:
+    """Logarithmic where the values are positive and far apart, else linear."""
+    wide = min(values) > 0 and max(values) > 20 * min(values)
+    return log_scale(values) if wide else linear_scale(values)
+
+
 def _range(values: Iterable[float]) -> tuple[float, float]:
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -127,11 +129,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
             step *= factor
             break
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [_clean(index * step) for index in range(first, last + 1)]
-
-
-def _clean(value: float) -> float:
-    return float(f"{value:.12g}")
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def _thinned(values: list[float], most: int = 7) -> list[float]:
@@ -142,6 +140,8 @@ def _thinned(values: list[float], most: int = 7) -> list[float]:
     anchor = values.index(0.0) if 0.0 in values else 0
     return [value for index, value in enumerate(values) if (index - anchor) % every == 0]
 
+
+# --- curves --------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 480, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 50
@@ -169,8 +169,8 @@ class Series:
 def chart(
     series: Sequence[Series],
     *,
-    x_scale: Scale,
-    y_scale: Scale,
+    x_scale: Scale | Callable[[list[float]], Scale],
+    y_scale: Scale | Callable[[list[float]], Scale],
     x_label: str,
     y_label: str,
     title: str,
@@ -179,8 +179,13 @@ def chart(
 ) -> Markup:
     """One figure with its caption and legend; ``description`` says in words what it shows.
 
-    ``x_names``: names for x = 0, 1, 2 … instead of numbers.
+    x_scale, y_scale: an axis, or what makes one of all the series' numbers.
+    x_names: names for x = 0, 1, 2 … instead of numbers.
     """
+    if not isinstance(x_scale, Scale):
+        x_scale = x_scale([x for one in series for x in one.x])
+    if not isinstance(y_scale, Scale):
+        y_scale = y_scale([y for one in series for y in one.y])
     marks = [_marks(one, x_scale, y_scale) for one in series]
     zero = _zero_lines(x_scale, y_scale)
     picture = _frame(
@@ -260,8 +265,13 @@ def _frame(
             "g",
             tag("path", d=area, class_="area"),
             # a nested svg clips what is zoomed out of the area, without identifiers to collide
-            tag("svg", tag("g", marks, class_="marks"), width=AREA_WIDTH, height=AREA_HEIGHT,
-                class_="clip"),
+            tag(
+                "svg",
+                tag("g", marks, class_="marks"),
+                width=AREA_WIDTH,
+                height=AREA_HEIGHT,
+                class_="clip",
+            ),
             axes,
             transform=f"translate({_LEFT},{_TOP})",
             class_="plot",
@@ -273,7 +283,7 @@ def _frame(
         viewBox=f"0 0 {WIDTH} {HEIGHT + extra}",
         role="img",
         aria_label=title,
-    )  # fmt: skip
+    )
 
 
 def scale_attributes(which: str, scale: Scale) -> dict[str, object]:
@@ -342,9 +352,15 @@ def _marks(series: Series, x_scale: Scale, y_scale: Scale) -> Markup:
         # A stroke of no length with round ends is a dot that zooming does not stretch.
         hidden = " hidden-dot" if series.style in ("line", "area", "bars") else ""
         shapes.append(
-            tag("path", tag("title", labels[index]), d=f"M{x:.2f},{y:.2f}h0",
-                class_=f"dot{hidden}", data_x=f"{x:.2f}", data_y=f"{y:.2f}")
-        )  # fmt: skip
+            tag(
+                "path",
+                tag("title", labels[index]),
+                d=f"M{x:.2f},{y:.2f}h0",
+                class_=f"dot{hidden}",
+                data_x=f"{x:.2f}",
+                data_y=f"{y:.2f}",
+            )
+        )
     return tag("g", shapes, class_=f"series c{series.colour % 6}")
 
 
@@ -352,8 +368,238 @@ def _legend(series: Sequence[Series]) -> Markup | None:
     if len(series) < 2:
         return None
     items = [
-        tag("li", tag("span", class_="key", aria_hidden="true"), one.name,
-            class_=f"c{one.colour % 6}")
+        tag(
+            "li",
+            tag("span", class_="key", aria_hidden="true"),
+            one.name,
+            class_=f"c{one.colour % 6}",
+        )
         for one in series
-    ]  # fmt: skip
+    ]
     return tag("ul", items, class_="legend")
+
+
+# --- heat maps: one pixel a cell, named rows and columns, a colour bar --------------------------
+
+# Colours that survive colour blindness, dark screens and grey printers: samples of viridis and of
+# a blue-white-red scale, evenly spaced; in between linear.
+_SEQUENTIAL = (
+    "440154",
+    "472d7b",
+    "3b528b",
+    "2c728e",
+    "21918c",
+    "28ae80",
+    "5ec962",
+    "addc30",
+    "fde725",
+)
+_DIVERGING = (
+    "053061",
+    "2166ac",
+    "4393c3",
+    "92c5de",
+    "f7f7f7",
+    "f4a582",
+    "d6604d",
+    "b2182b",
+    "67001f",
+)
+_MISSING = (150, 150, 150)  # grey, for what was not computed
+
+RGB = tuple[int, int, int]
+
+
+_CELL_LIMITS = (14, 34)  # smallest and largest side of a cell, in the figure's units
+_WIDEST = 620
+_BAR_WIDTH, _GAP = 14, 18
+_LABEL_WIDTH = 7.4  # of one character of a label
+_MOST_LABELS = 64  # beyond that only every second, third … row is named
+
+Matrix = Sequence[Sequence[float | None]]
+
+
+def heatmap(
+    values: Matrix,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+    description: str,
+    identifier: str,
+    signed: bool = False,
+    limits: tuple[float, float] | None = None,
+    notes: Sequence[Sequence[str | None]] | None = None,
+) -> Markup:
+    """One heat map. ``signed``: diverging colours around zero, else a logarithmic scale.
+
+    None and NaN are cells that were not computed (grey). ``limits`` fixes the colour scale, so that
+    several maps can be compared. ``notes`` are added to what hovering says, such as an interval.
+    """
+    scale = _colour_scale(values, signed, limits)
+    side = min(max(_WIDEST / max(len(columns), 1), _CELL_LIMITS[0]), _CELL_LIMITS[1])
+    width, height = side * len(columns), side * len(rows)
+    left = 14 + _LABEL_WIDTH * max((len(name) for name in rows), default=0)
+    bottom = 18 + 0.78 * _LABEL_WIDTH * max((len(name) for name in columns), default=0)
+    pixels = [[_colour(value, scale, signed) for value in row] for row in values]
+    image = tag(
+        "image",
+        href=_png(pixels),
+        width=f"{width:.2f}",
+        height=f"{height:.2f}",
+        preserveAspectRatio="none",
+        class_="cells",
+    )
+    total_width = left + width + _GAP + _BAR_WIDTH + 64
+    total_height = 8 + height + bottom
+    picture = tag(
+        "svg",
+        tag("title", f"{title}. {description}"),
+        tag(
+            "g",
+            tag(
+                "svg",
+                tag("g", image, class_="marks"),
+                width=f"{width:.2f}",
+                height=f"{height:.2f}",
+                class_="clip",
+            ),
+            _names("y", rows, side, height),
+            _names("x", columns, side, height),
+            transform=f"translate({left:.1f},8)",
+            class_="plot",
+            data_width=f"{width:.2f}",
+            data_height=f"{height:.2f}",
+            data_cells=identifier,
+        ),
+        _colour_bar(scale, signed, left + width + _GAP, height),
+        viewBox=f"0 0 {total_width:.0f} {total_height:.0f}",
+        style=_width(total_width),
+        role="img",
+        aria_label=f"{title}. {description}",
+    )
+    data = {
+        "rows": list(rows),
+        "columns": list(columns),
+        "values": [[_plain(value) for value in row] for row in values],
+        "notes": [list(row) for row in notes] if notes is not None else None,
+    }
+    scrolling = tag("div", picture, class_="scroll")
+    return figure(
+        Markup(scrolling + json_block(identifier, data)),
+        title=title,
+        description=description,
+        wide=True,
+    )
+
+
+def _width(natural: float) -> str:
+    """Labels stay readable: the picture is never shrunk far, narrow screens scroll it."""
+    return f"max-width:{1.35 * natural:.0f}px;min-width:{min(0.85 * natural, 900):.0f}px"
+
+
+def common_limits(matrices: Sequence[Matrix], *, signed: bool) -> tuple[float, float]:
+    """Limits that make several maps comparable."""
+    scales = [_colour_scale(matrix, signed, None) for matrix in matrices]
+    return min(s.low for s in scales), max(s.high for s in scales)
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _colour_scale(values: Matrix, signed: bool, limits: tuple[float, float] | None) -> Scale:
+    computed = [v for row in values for v in row if v is not None and math.isfinite(v)]
+    if signed:
+        reach = max((abs(v) for v in computed), default=0.0) or 1.0
+        low, high = limits or (-reach, reach)
+        return Scale(kind="linear", low=low, high=high)
+    positive = [v for v in computed if v > 0]
+    if not positive:
+        return linear_scale([0.0, 1.0])
+    scale = log_scale(positive)
+    # Below a millionth of the largest all cells look alike, so the colours are spent above it.
+    low, high = limits or (max(scale.low, scale.high * 1e-6), scale.high)
+    return Scale(kind="log", low=low, high=high)
+
+
+def _colour(value: float | None, scale: Scale, signed: bool) -> RGB:
+    if value is None or not math.isfinite(value):
+        return _MISSING
+    if signed:
+        return _ramp(_DIVERGING, scale.place(value))
+    shown = value > 0 or scale.kind == "linear"
+    return _ramp(_SEQUENTIAL, scale.place(value) if shown else 0.0)
+
+
+def _names(which: str, names: Sequence[str], side: float, height: float) -> Markup:
+    every = math.ceil(len(names) / _MOST_LABELS)
+    ticks = []
+    for index, name in enumerate(names):
+        if index % every:
+            continue
+        place = (index + 0.5) * side
+        if which == "y":
+            label = tag("text", name, x=-7, dy="0.32em", text_anchor="end")
+            moved = f"translate(0,{place:.2f})"
+        else:
+            label = tag("text", name, transform="rotate(-48)", x=-6, y=9, text_anchor="end")
+            moved = f"translate({place:.2f},{height:.2f})"
+        ticks.append(tag("g", label, class_="tick", transform=moved, data_at=f"{place:.2f}"))
+    return tag("g", ticks, class_=f"axis {which}", data_kind="names")
+
+
+def _colour_bar(scale: Scale, signed: bool, left: float, height: float) -> Markup:
+    height = max(height, 90)
+    samples = _DIVERGING if signed else _SEQUENTIAL
+    pixels = [[_ramp(samples, 1 - row / 63)] for row in range(64)]
+    bar = tag(
+        "image",
+        href=_png(pixels),
+        width=_BAR_WIDTH,
+        height=f"{height:.1f}",
+        preserveAspectRatio="none",
+    )
+    ticks = [
+        tag("text", label, x=_BAR_WIDTH + 5, y=f"{height * (1 - scale.place(v)):.1f}", dy="0.32em")
+        for v, label in scale.ticks()
+        if 0 <= scale.place(v) <= 1
+    ]
+    return tag("g", bar, ticks, transform=f"translate({left:.1f},8)", class_="colour-bar")
+
+
+def cell_table(
+    values: Matrix, *, rows: Sequence[str], columns: Sequence[str], caption: str
+) -> Markup:
+    """The numbers of a small map, for readers who do not see it."""
+    body: list[list[object]] = [
+        [name, *(number(v) if v is not None else "–" for v in row)]
+        for name, row in zip(rows, values, strict=True)
+    ]
+    return table(["", *columns], body, caption=caption)
+
+
+def _png(pixels: list[list[RGB]]) -> Markup:
+    """A picture of one pixel a cell as a data address (PNG, 8-bit RGB)."""
+    height, width = len(pixels), len(pixels[0]) if pixels else 0
+    raw = b"".join(b"\x00" + bytes(channel for p in row for channel in p) for row in pixels)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    content += chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+    return Markup("data:image/png;base64," + base64.b64encode(content).decode())
+
+
+def _ramp(samples: tuple[str, ...], place: float) -> RGB:
+    if not math.isfinite(place):
+        return _MISSING
+    position = min(max(place, 0.0), 1.0) * (len(samples) - 1)
+    index = min(int(position), len(samples) - 2)
+    share = position - index
+    one, two = bytes.fromhex(samples[index]), bytes.fromhex(samples[index + 1])
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(one, two, strict=True))
+    return red, green, blue

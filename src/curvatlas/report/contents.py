@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from curvatlas.report.markup import Markup, number
+from curvatlas.report.markup import Markup, number, tag
 from curvatlas.results import brief
 from curvatlas.runs.loading import LoadedRun
 
@@ -33,8 +33,7 @@ class Entry:
     @property
     def part(self) -> str:
         """total, outer or functional; total when the name does not say."""
-        found = [word for word in self.name.split(".") if word in PARTS]
-        return found[0] if found else "total"
+        return next((word for word in self.name.split(".") if word in PARTS), "total")
 
     @property
     def stage(self) -> str:
@@ -56,8 +55,8 @@ class Contents:
 
     def of_quantity(self, quantity: str) -> list[Entry]:
         """Estimated numbers of one quantity, such as "trace"."""
-        found = self.of_kind("Estimate")
-        return [entry for entry in found if entry.content.get("quantity") == quantity]
+        estimates = self.of_kind("Estimate")
+        return [entry for entry in estimates if entry.content.get("quantity") == quantity]
 
     def find(self, kind: str, *, stage: str, part: str) -> dict[str, Any] | None:
         """The content of one result, or None."""
@@ -97,8 +96,19 @@ def subject_name(contents: Contents) -> str:
 
 def stage_words(stage: str) -> str:
     """``initial`` → "at initialisation"; other names as they are."""
-    known = {"initial": "at initialisation", "trained": "after training", "model": "", "": ""}
-    return known.get(stage, stage)
+    words = {"initial": "at initialisation", "trained": "after training", "model": ""}
+    return words.get(stage, stage)
+
+
+def stage_heading(stage: str) -> Markup | None:
+    """The words of a stage as a heading; none where there is only one."""
+    words = stage_words(stage)
+    return tag("h3", capitalised(words)) if words else None
+
+
+def capitalised(words: str) -> str:
+    """The first letter large, the others as they are."""
+    return words[:1].upper() + words[1:]
 
 
 def as_number(value: Any) -> float | None:
@@ -148,8 +158,8 @@ def numbers(values: Any) -> list[float]:
     """A list of JSON numbers as floats; [] when it is not one."""
     if not isinstance(values, list):
         return []
-    found = [as_number(value) for value in values]
-    return [value for value in found if value is not None] if None not in found else []
+    floats = [as_number(value) for value in values]
+    return [value for value in floats if value is not None] if None not in floats else []
 
 
 def eigenvalues(content: dict[str, Any]) -> Iterator[tuple[float, tuple[float, float]]]:
@@ -158,5 +168,5 @@ def eigenvalues(content: dict[str, Any]) -> Iterator[tuple[float, tuple[float, f
     bounds = content.get("interval")
     lows, highs = (numbers(side) for side in bounds) if isinstance(bounds, list) else ([], [])
     for index, value in enumerate(values):
-        known = index < len(lows) and index < len(highs)
-        yield value, (lows[index], highs[index]) if known else (value, value)
+        bounded = index < len(lows) and index < len(highs)
+        yield value, (lows[index], highs[index]) if bounded else (value, value)

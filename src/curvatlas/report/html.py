@@ -9,14 +9,38 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
 from curvatlas.files import write_bytes
 from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
-from curvatlas.report.sections import SECTIONS
+from curvatlas.report.sections.atlas import atlas, propagation
+from curvatlas.report.sections.findings import findings, recommendations, verdicts
+from curvatlas.report.sections.landscape import landscape, scaling
+from curvatlas.report.sections.setting import cautions, others, reproduction, subject
+from curvatlas.report.sections.spectrum import spectrum
+from curvatlas.report.sections.training import dynamics, training
 from curvatlas.runs.loading import LoadedRun, load
+
+# in reading order; a section that the run has no data for gives None
+SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
+    subject,
+    findings,
+    spectrum,
+    atlas,
+    propagation,
+    landscape,
+    training,
+    dynamics,
+    scaling,
+    verdicts,
+    recommendations,
+    others,
+    cautions,
+    reproduction,
+)
 
 
 def write_report(

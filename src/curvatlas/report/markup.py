@@ -68,11 +68,13 @@ def table(head: list[object], rows: list[list[object]], *, caption: object = Non
         tag(
             "tr",
             tag("th", row[0], scope="row"),
-            [tag("td", shown(v), class_="n" if numeric[i + 1] else None)
-             for i, v in enumerate(row[1:])],
+            [
+                tag("td", shown(v), class_="n" if numeric[i + 1] else None)
+                for i, v in enumerate(row[1:])
+            ],
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return tag(
         "div",
         tag(
@@ -113,12 +115,12 @@ def number(value: float, digits: int = 3) -> str:
     if value != value or value in (float("inf"), float("-inf")):
         return {"nan": "not a number", "inf": "∞", "-inf": "−∞"}[str(value)]
     if value == 0 or 1e-3 <= abs(value) < 10**6:
-        shown = f"{value:.{digits}g}"
-        shown = f"{value:,.0f}" if "e" in shown else shown
+        digital = f"{value:.{digits}g}"
+        digital = f"{value:,.0f}" if "e" in digital else digital
     else:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        shown = f"{mantissa}×10{superscript(int(exponent))}"
-    return shown.replace("-", "−")
+        digital = f"{mantissa}×10{superscript(int(exponent))}"
+    return digital.replace("-", "−")
 
 
 def superscript(exponent: int) -> str:
@@ -126,13 +128,11 @@ def superscript(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-# -------------------------------------------------------------------------------------------------
-# A choice between panels, made of radio buttons: works by keyboard and without JavaScript.
-# -------------------------------------------------------------------------------------------------
-
-
 def switch(identifier: str, panels: Mapping[str, Markup], *, label: str) -> Markup:
-    """Shows one panel at a time; on paper all of them. At most six panels."""
+    """One of at most six panels, chosen by radio buttons: by keyboard and without JavaScript too.
+
+    On paper all of them are shown.
+    """
     if len(panels) == 1:
         return next(iter(panels.values()))
     if len(panels) > 6:
@@ -141,14 +141,24 @@ def switch(identifier: str, panels: Mapping[str, Markup], *, label: str) -> Mark
     for index, (name, content) in enumerate(panels.items()):
         button = f"{identifier}-{index}"
         inputs.append(
-            tag("input", type="radio", name=identifier, id=button, checked=index == 0,
-                class_=f"choice k{index}")
-        )  # fmt: skip
+            tag(
+                "input",
+                type="radio",
+                name=identifier,
+                id=button,
+                checked=index == 0,
+                class_=f"choice k{index}",
+            )
+        )
         inputs.append(tag("label", name, for_=button))
         bodies.append(
             tag("div", tag("p", name, class_="print-only"), content, class_=f"panel k{index}")
         )
     return tag(
-        "div", inputs, tag("div", bodies, class_="panels"),
-        class_="switch", role="radiogroup", aria_label=label,
-    )  # fmt: skip
+        "div",
+        inputs,
+        tag("div", bodies, class_="panels"),
+        class_="switch",
+        role="radiogroup",
+        aria_label=label,
+    )

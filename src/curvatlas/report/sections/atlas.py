@@ -1,11 +1,29 @@
-"""The atlas: where curvature lives, over pairs of roles, of layers and of blocks."""
+"""Where curvature lives (the atlas of roles, layers and blocks) and how it travels back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.contents import PARTS, Contents, Section, as_number, stage_words
-from curvatlas.report.heatmap import Matrix, cell_table, common_limits, heatmap
+from curvatlas.report.charts import (
+    Matrix,
+    Scale,
+    Series,
+    cell_table,
+    chart,
+    common_limits,
+    heatmap,
+    linear_scale,
+    log_scale,
+)
+from curvatlas.report.contents import (
+    PARTS,
+    Contents,
+    Section,
+    as_interval,
+    as_number,
+    stage_heading,
+    with_interval,
+)
 from curvatlas.report.markup import Markup, join, number, switch, table, tag
 
 _VIEWS = {
@@ -22,11 +40,10 @@ def atlas(contents: Contents) -> Section | None:
     entries = contents.of_kind("Atlas")
     if not entries:
         return None
-    bodies = []
-    for index, entry in enumerate(entries):
-        words = stage_words(entry.stage)
-        heading = tag("h3", words[0].upper() + words[1:]) if words else None
-        bodies.append(join(heading, _atlas(entry.content, f"atlas{index}")))
+    bodies = [
+        join(stage_heading(entry.stage), _atlas(entry.content, f"atlas{index}"))
+        for index, entry in enumerate(entries)
+    ]
     lead = tag(
         "p",
         "Each cell is the Frobenius norm of one block of the matrix: how strongly two groups of "
@@ -112,11 +129,11 @@ def ranked_blocks(content: dict[str, Any]) -> list[tuple[str, float, float]]:
         for j, v in enumerate(row)
         if j >= i
     ]
-    whole = sum(square for square, _, _ in squares)
+    total = sum(square for square, _, _ in squares)
     return [
-        (str(names[i]) if i == j else f"{names[i]} × {names[j]}", values[i][j] or 0.0, s / whole)
+        (str(names[i]) if i == j else f"{names[i]} × {names[j]}", values[i][j] or 0.0, s / total)
         for s, i, j in sorted(squares, reverse=True)
-        if whole > 0
+        if total > 0
     ]
 
 
@@ -136,9 +153,9 @@ def _shares(content: dict[str, Any]) -> Markup | None:
     rows: list[list[object]] = []
     for view, name in (("block", "blocks"), ("layer", "layers"), ("role", "roles")):
         for part, symbol in PARTS.items():
-            found = shares.get(f"{view}/{part}")
-            if isinstance(found, list) and len(found) == 3:
-                value, low, high = (as_number(v) or 0.0 for v in found)
+            share = shares.get(f"{view}/{part}")
+            if isinstance(share, list) and len(share) == 3:
+                value, low, high = (as_number(v) or 0.0 for v in share)
                 shown = f"{value:.1%} [{low:.1%}, {high:.1%}]"
                 rows.append([f"{symbol}, diagonal {name}", shown])
     if not rows:
@@ -170,3 +187,113 @@ def _traces(maps: dict[str, Any]) -> Markup | None:
         rows.append(row)
     head: list[object] = ["role", *(f"tr {PARTS[part]}" for part in chosen)]
     return tag("details", tag("summary", "Traces by role"), table(head, rows))
+
+
+# --- propagation ---------------------------------------------------------------------------------
+
+_TERMS = {"total": "total", "passed_on": "passed on", "created_here": "created here"}
+_MOST_NAMES = 12  # sublayers named under the axis; more are numbered and named on hover
+
+
+def propagation(contents: Contents) -> Section | None:
+    entries = contents.of_kind("CurvatureFlow")
+    if not entries:
+        return None
+    bodies = [join(stage_heading(entry.stage), _flow(entry.content)) for entry in entries]
+    lead = tag(
+        "p",
+        "The second derivative of the loss at the input of each sublayer has two sources: what "
+        "later sublayers had and this one passes on, and what it creates by its own bending.",
+    )
+    return Section(identifier="propagation", title="Propagation", body=join(lead, *bodies))
+
+
+def _flow(content: dict[str, Any]) -> Markup:
+    sublayers = [e for e in content.get("sublayers") or [] if isinstance(e, dict)]
+    activations = [e for e in content.get("activations") or [] if isinstance(e, dict)]
+    pictures = [_terms(sublayers), _stream(activations)]
+    said = tag(
+        "p",
+        f"Computed {content.get('method')} on {content.get('samples')} samples; "
+        f"targets: {content.get('target')}.",
+    )
+    return join(tag("div", pictures, class_="pair"), said, _flow_table(sublayers))
+
+
+def _terms(sublayers: list[dict[str, Any]]) -> Markup | None:
+    names = [str(entry.get("name")) for entry in sublayers]
+    series = []
+    for colour, (key, words) in enumerate(_TERMS.items()):
+        x, y, intervals, labels = [], [], [], []
+        for index, entry in enumerate(sublayers):
+            value, interval = _norm(entry, key)
+            if value is not None and value > 0:
+                x.append(float(index))
+                y.append(value)
+                intervals.append(interval or (value, value))
+                labels.append(f"{names[index]}, {words}: {with_interval(value, interval)}")
+        if y:
+            series.append(
+                Series(name=words, x=x, y=y, intervals=intervals, colour=colour, labels=labels)
+            )
+    if not series:
+        return None
+    few = len(names) <= _MOST_NAMES
+    return chart(
+        series,
+        x_scale=Scale(kind="linear", low=-0.5, high=len(names) - 0.5),
+        y_scale=log_scale,
+        x_label="sublayer, from the embedding to the head",
+        y_label="Frobenius norm",
+        title="Curvature by sublayer",
+        description="The norm at each sublayer's input, and its two terms.",
+        x_names=[name.removeprefix("blocks.") for name in names] if few else None,
+    )
+
+
+def _stream(activations: list[dict[str, Any]]) -> Markup | None:
+    if len(activations) < 2:
+        return None
+    names = [str(entry.get("name")) for entry in activations]
+    curvature = [_norm(entry, "total")[0] or 0.0 for entry in activations]
+    slopes = [as_number(entry.get("gradient_scale")) or 0.0 for entry in activations]
+    places = [float(index) for index in range(len(names))]
+    series = [
+        Series(
+            name=what,
+            x=places,
+            y=values,
+            colour=colour,
+            labels=[f"{n}, {what}: {number(v)}" for n, v in zip(names, values, strict=True)],
+        )
+        for colour, (what, values) in enumerate(
+            (("curvature", curvature), ("gradient norm", slopes))
+        )
+    ]
+    return chart(
+        series,
+        x_scale=linear_scale,
+        y_scale=log_scale,
+        x_label="activation, from the embedding to the head",
+        y_label="norm",
+        title="Curvature and gradient by depth",
+        description="At every activation of the network.",
+    )
+
+
+def _norm(entry: dict[str, Any], term: str) -> tuple[float | None, Any]:
+    measure = (entry.get("measures") or {}).get(term)
+    if not isinstance(measure, dict):
+        return None, None
+    return as_number(measure.get("norm")), as_interval(measure.get("norm_interval"))
+
+
+def _flow_table(sublayers: list[dict[str, Any]]) -> Markup:
+    rows: list[list[object]] = []
+    for entry in sublayers:
+        terms = [with_interval(*_norm(entry, key)) for key in _TERMS]
+        factor = as_number(entry.get("amplification"))
+        interval = as_interval(entry.get("amplification_interval"))
+        rows.append([str(entry.get("name")), *terms, with_interval(factor, interval)])
+    head: list[object] = ["sublayer", *_TERMS.values(), "amplification"]
+    return tag("details", tag("summary", "The numbers"), table(head, rows))

@@ -1,4 +1,4 @@
-"""The headline findings, in plain words, each with its number and interval."""
+"""Findings in plain words, the verdicts on theorems, and recommendations: each with its numbers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from curvatlas.report.contents import (
     Contents,
     Section,
     as_number,
+    capitalised,
     eigenvalues,
     quantity,
+    stage_heading,
     stage_words,
     with_interval,
-)  # fmt: skip
+)
 from curvatlas.report.markup import Markup, join, number, table, tag
 from curvatlas.report.sections.atlas import ranked_blocks
 
 
 def findings(contents: Contents) -> Section | None:
     sentences = [
-        *_losses(contents), *_sharpness(contents), *_saddles(contents), *_traces(contents),
-        *_dominating(contents), *_growth(contents),
-    ]  # fmt: skip
+        *_losses(contents),
+        *_sharpness(contents),
+        *_saddles(contents),
+        *_traces(contents),
+        *_dominating(contents),
+        *_growth(contents),
+    ]
     if not sentences:
         return None
     items = [tag("li", sentence) for sentence in sentences]
@@ -33,7 +39,7 @@ def findings(contents: Contents) -> Section | None:
 
 def _at(stage: str) -> str:
     words = stage_words(stage)
-    return f"{words[0].upper()}{words[1:]}, the" if words else "The"
+    return f"{capitalised(words)}, the" if words else "The"
 
 
 def _losses(contents: Contents) -> Iterator[Markup]:
@@ -117,26 +123,26 @@ def _saddles(contents: Contents) -> Iterator[Markup]:
 def _traces(contents: Contents) -> Iterator[Markup]:
     entries = contents.of_quantity("trace")
     for stage in dict.fromkeys(entry.stage for entry in entries):
-        found = {e.part: quantity(e.content) for e in entries if e.stage == stage}
-        if "total" not in found or found["total"][0] is None:
+        traces = {e.part: quantity(e.content) for e in entries if e.stage == stage}
+        if "total" not in traces or traces["total"][0] is None:
             continue
         pieces: list[object] = [
             f"{_at(stage)} total curvature is ",
-            tag("strong", f"tr H = {with_interval(*found['total'])}"),
+            tag("strong", f"tr H = {with_interval(*traces['total'])}"),
         ]
-        if "outer" in found and "functional" in found:
+        if "outer" in traces and "functional" in traces:
             pieces.append(
-                f": {with_interval(*found['outer'])} from the outer-product part H_o and "
-                f"{with_interval(*found['functional'])} from the functional part H_f"
+                f": {with_interval(*traces['outer'])} from the outer-product part H_o and "
+                f"{with_interval(*traces['functional'])} from the functional part H_f"
             )
         yield tag("span", *pieces, ".")
 
 
 def _dominating(contents: Contents) -> Iterator[Markup]:
     for entry in contents.of_kind("Atlas"):
-        found = ranked_blocks(entry.content)
-        if found:
-            name, _, share = found[0]
+        blocks = ranked_blocks(entry.content)
+        if blocks:
+            name, _, share = blocks[0]
             yield tag(
                 "span",
                 f"{_at(entry.stage)} block that curves most is ",
@@ -160,32 +166,28 @@ def _growth(contents: Contents) -> Iterator[Markup]:
             )
 
 
-# -------------------------------------------------------------------------------------------------
-# Theorem verdicts: what holds, what holds corrected, what is false as printed.
-# -------------------------------------------------------------------------------------------------
-
-
 def verdicts(contents: Contents) -> Section | None:
-    found: list[dict[str, Any]] = []
+    """Statements of the papers: what holds, what holds corrected, what is false as printed."""
+    statements: list[dict[str, Any]] = []
     for entry in contents.of_kind("Verification"):
-        found += [one for one in entry.content.get("entries") or [] if isinstance(one, dict)]
-    if not found:
+        statements += [one for one in entry.content.get("entries") or [] if isinstance(one, dict)]
+    if not statements:
         return None
     counts: dict[str, int] = {}
-    for one in found:
+    for one in statements:
         counts[str(one.get("verdict"))] = counts.get(str(one.get("verdict")), 0) + 1
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    otherwise = [one for one in found if one.get("verdict") != one.get("recorded")]
+    otherwise = [one for one in statements if one.get("verdict") != one.get("recorded")]
     alarm = None
     if otherwise:
         names = ", ".join(str(one.get("name")) for one in otherwise)
         alarm = tag("p", f"Not as recorded on this machine: {names}.", class_="caution")
-    rows = [_row(one) for one in found]
+    rows = [_row(one) for one in statements]
     return Section(
         identifier="verdicts",
         title="Theorems and claims",
         body=join(
-            tag("p", f"{len(found)} statements tested on this machine: {summary}."),
+            tag("p", f"{len(statements)} statements tested on this machine: {summary}."),
             alarm,
             table(["statement", "verdict", "measured", "source"], rows),
         ),
@@ -198,39 +200,29 @@ def _row(one: dict[str, Any]) -> list[object]:
     return [statement, marked, str(one.get("figure")), str(one.get("source"))]
 
 
-# -------------------------------------------------------------------------------------------------
-# Recommendations, each with the measured evidence and its strength; none without evidence.
-#
-# Any result with a list called ``recommendations`` is shown. A recommendation is a record with an
-# ``advice`` (or ``recommendation``, ``title``), an ``evidence`` and, if known, a ``strength``.
-# -------------------------------------------------------------------------------------------------
-
-
 _ADVICE = ("advice", "recommendation", "title", "action", "name")
 
 
 def recommendations(contents: Contents) -> Section | None:
+    """Every record of a list called ``recommendations`` that brings its evidence; no other."""
     bodies = []
     for entry in contents.entries:
-        found = entry.content.get("recommendations")
+        listed = entry.content.get("recommendations")
         supported = [
             one
-            for one in (found if isinstance(found, list) else [])
+            for one in (listed if isinstance(listed, list) else [])
             if isinstance(one, dict) and one.get("evidence")
         ]
         if supported:
-            words = stage_words(entry.stage)
-            heading = tag("h3", words[0].upper() + words[1:]) if words else None
             items = [_item(one) for one in supported]
-            bodies.append(join(heading, tag("ul", items, class_="findings")))
+            bodies.append(join(stage_heading(entry.stage), tag("ul", items, class_="findings")))
     if not bodies:
         return None
     return Section(identifier="recommendations", title="Recommendations", body=join(*bodies))
 
 
 def _item(one: dict[str, Any]) -> Markup:
-    advice = next((str(one[key]) for key in _ADVICE if one.get(key)), "")
-    advice = advice[:1].upper() + advice[1:]
+    advice = capitalised(next((str(one[key]) for key in _ADVICE if one.get(key)), ""))
     strength = f" ({one['strength']} evidence)" if one.get("strength") else ""
     evidence = one["evidence"]
     if isinstance(evidence, list):

@@ -1,20 +1,21 @@
-"""The landscape: how far the quadratic model holds, and how the loss settles with more samples."""
+"""How far the quadratic model holds, how the loss settles with samples, and the laws of scaling."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from curvatlas.report.charts import Series, chart, linear_scale, log_scale
+from curvatlas.report.charts import Series, chart, fitting_scale, linear_scale, log_scale
 from curvatlas.report.contents import (
     Contents,
     Section,
     as_interval,
     as_number,
+    capitalised,
     numbers,
     quantity,
     with_interval,
-)  # fmt: skip
+)
 from curvatlas.report.markup import Markup, join, number, table, tag
 
 _EVIDENCE = 0.01  # p-value above which a slope is that of noise
@@ -110,15 +111,13 @@ def _trajectory(content: dict[str, Any]) -> list[Markup]:
     series = [_steps("quadratic model", predicted, 0)]
     if actual:
         series.append(_steps("real run", actual, 1))
-    shown = [*predicted, *actual]
     rate = as_number(content.get("learning_rate"))
     told = f" with learning rate {number(rate)}" if rate is not None else ""
-    wide = min(shown) > 0 and max(shown) > 20 * min(shown)
     return [
         chart(
             series,
             x_scale=linear_scale([float(step) for step in range(len(predicted))]),
-            y_scale=log_scale(shown) if wide else linear_scale(shown),
+            y_scale=fitting_scale,
             x_label="step",
             y_label="loss",
             title="Gradient descent, predicted and real",
@@ -144,24 +143,29 @@ def _convergence(content: dict[str, Any]) -> list[Markup]:
     for word in ("printed", "corrected"):
         values = numbers(bounds.get(word))
         if places and len(values) == len(places):
-            series.append(Series(name=f"bound, {word}", x=places, y=values, style="line",
-                                 colour=len(series)))  # fmt: skip
+            series.append(
+                Series(name=f"bound, {word}", x=places, y=values, style="line", colour=len(series))
+            )
     pictures = [
         _log_chart(
-            series, "mean |L(k+1) − L(k)|", "One more sample: the loss",
+            series,
+            "mean |L(k+1) − L(k)|",
+            "One more sample: the loss",
             "How much one more sample changes the loss, beside noise with the same moments.",
         )
-    ]  # fmt: skip
+    ]
     hessians = [
         _curve("samples", content.get("hessian"), 0),
         _curve("noise control", content.get("hessian_null"), 1),
     ]
     pictures.append(
         _log_chart(
-            hessians, "‖H(k+1) − H(k)‖", "One more sample: the Hessian",
+            hessians,
+            "‖H(k+1) − H(k)‖",
+            "One more sample: the Hessian",
             "How much one more sample changes the Hessian, in the Frobenius norm.",
         )
-    )  # fmt: skip
+    )
     return [picture for picture in pictures if picture is not None]
 
 
@@ -185,8 +189,8 @@ def _log_chart(series: list[Series], y_label: str, title: str, description: str)
         return None
     return chart(
         drawn,
-        x_scale=log_scale([x for one in drawn for x in one.x]),
-        y_scale=log_scale([y for one in drawn for y in one.y]),
+        x_scale=log_scale,
+        y_scale=log_scale,
         x_label="samples k",
         y_label=y_label,
         title=title,
@@ -221,13 +225,7 @@ _SENTENCES = {
 _PICTURES = {"PredictedTrajectory": _trajectory, "LandscapeConvergence": _convergence}
 
 
-# -------------------------------------------------------------------------------------------------
-# Data and scaling: every measured quantity against model size and against data size.
-#
-# Any result with ``rows`` that carry ``parameters`` and ``samples`` is drawn; its ``fits`` (power
-# laws with intervals) are listed beside.
-# -------------------------------------------------------------------------------------------------
-
+# --- scaling --------------------------------------------------------------------------------------
 
 _AXES = {"parameters": ("parameters N", "samples"), "samples": ("samples D", "parameters")}
 _MOST_QUANTITIES = 4
@@ -235,6 +233,7 @@ _MOST_GROUPS = 6
 
 
 def scaling(contents: Contents) -> Section | None:
+    """Quantities of results whose ``rows`` carry ``parameters`` and ``samples``, and their fits."""
     bodies = [_grid(entry.content) for entry in contents.entries if _rows(entry.content)]
     if not bodies:
         return None
@@ -277,23 +276,25 @@ def _figure(rows: list[dict[str, Any]], name: str, axis: str, label: str, group:
             (row for row in rows if as_number(row[group]) == size),
             key=lambda row: as_number(row[axis]) or 0.0,
         )
-        found = [quantity(row, name) for row in chosen]
+        quantities = [quantity(row, name) for row in chosen]
         series.append(
             Series(
                 name=f"{group} {number(size)}",
                 x=[as_number(row[axis]) or 0.0 for row in chosen],
-                y=[value or 0.0 for value, _ in found],
-                intervals=[interval or (value or 0.0, value or 0.0) for value, interval in found],
+                y=[value or 0.0 for value, _ in quantities],
+                intervals=[
+                    interval or (value or 0.0, value or 0.0) for value, interval in quantities
+                ],
                 colour=colour,
             )
         )
     return chart(
         series,
-        x_scale=log_scale([x for one in series for x in one.x]),
-        y_scale=log_scale([y for one in series for y in one.y]),
+        x_scale=log_scale,
+        y_scale=log_scale,
         x_label=label,
         y_label=words,
-        title=f"{words[0].upper()}{words[1:]} against {axis}",
+        title=f"{capitalised(words)} against {axis}",
         description="Both axes logarithmic: a power law is a straight line.",
     )
 

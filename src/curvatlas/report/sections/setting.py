@@ -1,4 +1,4 @@
-"""Warnings, other results, and how to reproduce the run."""
+"""What was analysed, warnings, other results, and how to reproduce the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from curvatlas.report.contents import (
     with_interval,
 )
 from curvatlas.report.markup import Markup, join, number, table, tag
-
-# -------------------------------------------------------------------------------------------------
-# What was analysed: the model, its parameters by role, the data.
-# -------------------------------------------------------------------------------------------------
-
 
 _MOST_ROLES = 14
 
@@ -78,11 +73,21 @@ _MISSED = 0.06  # above this the bound on an overlooked eigenvalue is worth a wo
 
 # classes that have a section of their own
 _SHOWN = {
-    "Subject", "Eigenpairs", "SpectralDensity", "TrainedWeights",
-    "TrainingHistory", "Atlas", "Verification", "CurvatureFlow", "Advice",
-    "CriticalLearningRate", "TrustRadius", "LandscapeConvergence", "PredictedTrajectory",
+    "Subject",
+    "Eigenpairs",
+    "SpectralDensity",
+    "TrainedWeights",
+    "TrainingHistory",
+    "Atlas",
+    "Verification",
+    "CurvatureFlow",
+    "Advice",
+    "CriticalLearningRate",
+    "TrustRadius",
+    "LandscapeConvergence",
+    "PredictedTrajectory",
     "TaylorExpansion",
-}  # fmt: skip
+}
 
 
 def cautions(contents: Contents) -> Section | None:
@@ -157,12 +162,18 @@ def reproduction(contents: Contents) -> Section:
         body=join(
             tag("pre", tag("code", command), tabindex=0),
             tag("p", "The same command on the same machine gives the same numbers."),
-            tag("details", tag("summary", "Settings and versions"),
-                table(["setting", "value"], [[key, value] for key, value in settings.items()])),
-            tag("details", tag("summary", "Steps and their time"),
-                table(["step", "result", "seconds"], seconds)),
+            tag(
+                "details",
+                tag("summary", "Settings and versions"),
+                table(["setting", "value"], [[key, value] for key, value in settings.items()]),
+            ),
+            tag(
+                "details",
+                tag("summary", "Steps and their time"),
+                table(["step", "result", "seconds"], seconds),
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def _option(value: Any) -> str:

@@ -17,7 +17,7 @@ from curvatlas.report.contents import (
     quantity,
     stage_words,
     with_interval,
-)  # fmt: skip
+)
 from curvatlas.report.markup import Markup, join, number, switch, table, tag
 
 _FLOOR = 1e-5  # densities below this share of the highest are not drawn
@@ -52,17 +52,17 @@ def _introduction() -> Markup:
 
 
 def _density(contents: Contents, part: str) -> Markup | None:
-    found = []
+    curves = []
     for index, stage in enumerate(contents.stages("SpectralDensity")):
         content = contents.find("SpectralDensity", stage=stage, part=part)
         if content is None:
             continue
         grid, density = numbers(content.get("grid")), numbers(content.get("density"))
         if len(grid) > 1 and len(grid) == len(density):
-            found.append((index, stage, grid, density))
-    if not found:
+            curves.append((index, stage, grid, density))
+    if not curves:
         return None
-    top = max(max(density) for _, _, _, density in found)
+    top = max(max(density) for _, _, _, density in curves)
     series = [
         Series(
             name=stage_words(stage) or "density",
@@ -71,12 +71,11 @@ def _density(contents: Contents, part: str) -> Markup | None:
             style="area",
             colour=index,
         )
-        for index, stage, grid, density in found
+        for index, stage, grid, density in curves
     ]
-    everything = [x for one in series for x in one.x]
     return chart(
         series,
-        x_scale=symlog_scale(everything),
+        x_scale=symlog_scale,
         y_scale=log_scale([_FLOOR * top, top]),
         x_label="eigenvalue",
         y_label="density",
@@ -113,7 +112,7 @@ def _outliers(contents: Contents, part: str) -> Markup | None:
     wide = max(map(abs, heights)) > 100 * (min(map(abs, heights)) or 1e-30)
     return chart(
         series,
-        x_scale=linear_scale([x for one in series for x in one.x]),
+        x_scale=linear_scale,
         y_scale=symlog_scale(heights) if wide else linear_scale(heights, zero=True),
         x_label="rank",
         y_label="eigenvalue",
@@ -130,14 +129,16 @@ def _eigenvalue_table(contents: Contents) -> Markup | None:
         shown = join(
             *(tag("span", with_interval(*pair), class_="nowrap") for pair in pairs), by=" · "
         )
-        rows.append([_title(entry.stage, entry.part), shown, content.get("products"),
-                     _certainty(content)])  # fmt: skip
+        rows.append(
+            [_title(entry.stage, entry.part), shown, content.get("products"), _certainty(content)]
+        )
     if not rows:
         return None
     return table(
-        ["matrix", "eigenvalues", "products", "certainty"], rows,
+        ["matrix", "eigenvalues", "products", "certainty"],
+        rows,
         caption="Eigenvalues at the ends; each interval contains an eigenvalue for certain",
-    )  # fmt: skip
+    )
 
 
 def _certainty(content: dict[str, Any]) -> str:
@@ -166,21 +167,32 @@ def _trace_table(contents: Contents) -> Markup | None:
     for entry in contents.of_quantity("trace"):
         value, interval = quantity(entry.content)
         converged = "yes" if entry.content.get("converged") else "no"
-        rows.append([f"tr {_title(entry.stage, entry.part)}", with_interval(value, interval),
-                     entry.content.get("products"), converged])  # fmt: skip
+        rows.append(
+            [
+                f"tr {_title(entry.stage, entry.part)}",
+                with_interval(value, interval),
+                entry.content.get("products"),
+                converged,
+            ]
+        )
     for entry in contents.of_kind("SpectralDensity"):
         mass, interval = quantity(entry.content, "negative_mass")
         if mass is not None:
-            rows.append([
-                f"{_title(entry.stage, entry.part)}: share of negative eigenvalues",
-                with_interval(mass, interval), entry.content.get("products"), "–",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    f"{_title(entry.stage, entry.part)}: share of negative eigenvalues",
+                    with_interval(mass, interval),
+                    entry.content.get("products"),
+                    "–",
+                ]
+            )
     if not rows:
         return None
     return table(
-        ["quantity", "value [95 % interval]", "products", "converged"], rows,
+        ["quantity", "value [95 % interval]", "products", "converged"],
+        rows,
         caption="Traces and negative mass",
-    )  # fmt: skip
+    )
 
 
 def _title(stage: str, part: str) -> str:

@@ -1,11 +1,26 @@
-"""Training: the loss while the weights were learnt."""
+"""Training: the loss while the weights were learnt, and every number recorded over steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.charts import Series, chart, linear_scale, log_scale, symlog_scale
-from curvatlas.report.contents import Contents, Section, as_number, numbers, quantity, stage_words
+from curvatlas.report.charts import (
+    Series,
+    chart,
+    fitting_scale,
+    linear_scale,
+    log_scale,
+    symlog_scale,
+)
+from curvatlas.report.contents import (
+    Contents,
+    Section,
+    as_number,
+    capitalised,
+    numbers,
+    quantity,
+    stage_heading,
+)
 from curvatlas.report.markup import Markup, join, number, tag
 
 _MOST_POINTS = 400
@@ -52,27 +67,21 @@ def _history(history: dict[str, Any]) -> Markup | None:
     return join(text, picture)
 
 
-# -------------------------------------------------------------------------------------------------
-# Training dynamics: every number that was recorded over steps, one small figure each.
-#
-# Any result with a list of records that carry a ``step`` is drawn, whatever else the records hold:
-# numbers become curves, ``<name>_interval`` fields their intervals, ``events`` a list in words.
-# -------------------------------------------------------------------------------------------------
-
-
 _MOST_FIGURES = 12
 _MOST_EVENTS = 30
 _MOST_LINES = 6
 
 
 def dynamics(contents: Contents) -> Section | None:
+    """Results with a list of records that carry a ``step``: numbers become curves with their
+    ``<name>_interval``, ``events`` a list in words."""
     bodies = []
     for entry in contents.entries:
         records = _records(entry.content)
         if records:
-            words = stage_words(entry.stage)
-            heading = tag("h3", words[0].upper() + words[1:]) if words else None
-            bodies.append(join(heading, _figures(records), _events(entry.content)))
+            bodies.append(
+                join(stage_heading(entry.stage), _figures(records), _events(entry.content))
+            )
     if not bodies:
         return None
     return Section(identifier="dynamics", title="Training dynamics", body=join(*bodies))
@@ -114,8 +123,8 @@ def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
     """One line a part; the parts with the largest numbers when there are too many to tell apart."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for record in records:
-        for part, given in (record.get(name) or {}).items():
-            value = as_number(given)
+        for part, raw in (record.get(name) or {}).items():
+            value = as_number(raw)
             if value is not None:
                 lines.setdefault(part, []).append((as_number(record["step"]) or 0.0, value))
     largest = sorted(lines, key=lambda part: -max(abs(v) for _, v in lines[part]))[:_MOST_LINES]
@@ -129,17 +138,15 @@ def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
         )
         for index, part in enumerate(largest)
     ]
-    values = [y for part in largest for _, y in lines[part]]
-    positive = min(values) > 0 and max(values) > 20 * min(values)
     words = name.replace("_", " ")
     shown = f"the {len(largest)} largest of {len(lines)}" if len(lines) > len(largest) else "all"
     return chart(
         series,
-        x_scale=linear_scale([x for part in largest for x, _ in lines[part]]),
-        y_scale=log_scale(values) if positive else linear_scale(values),
+        x_scale=linear_scale,
+        y_scale=fitting_scale,
         x_label="step",
         y_label=words,
-        title=words[0].upper() + words[1:],
+        title=capitalised(words),
         description=f"Over training steps, {shown}.",
     )
 
@@ -153,16 +160,14 @@ def _figure(records: list[dict[str, Any]], name: str) -> Markup:
             values.append(value)
             intervals.append(interval or (value, value))
     words = name.replace("_", " ")
-    positive = min(values) > 0 and max(values) > 20 * min(values)
     signed = min(values) < 0 < max(values) and max(map(abs, values)) > 1e3 * min(map(abs, values))
-    scale = log_scale(values) if positive else symlog_scale(values) if signed else None
     return chart(
         [Series(name=words, x=steps, y=values, intervals=intervals)],
-        x_scale=linear_scale(steps),
-        y_scale=scale or linear_scale(values),
+        x_scale=linear_scale,
+        y_scale=symlog_scale if signed else fitting_scale,
         x_label="step",
         y_label=words,
-        title=words[0].upper() + words[1:],
+        title=capitalised(words),
         description="Over training steps.",
     )
 
