@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from curvatlas import runs
-from curvatlas.scaling.result import compare_predictions
+from curvatlas.scaling import compare_predictions
 from harness.results import keep, requirement
 
 ROOT = Path(__file__).resolve().parent.parent

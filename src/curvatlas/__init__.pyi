@@ -119,11 +119,11 @@ from .results import (
     load as load,
 )
 from .runs import LoadedRun as LoadedRun
-from .scaling.analyzer import ScalingLawAnalyzer as ScalingLawAnalyzer
-from .scaling.result import (
+from .scaling import (
     DatasetPrediction as DatasetPrediction,
     PredictionComparison as PredictionComparison,
     ScalingGrid as ScalingGrid,
+    ScalingLawAnalyzer as ScalingLawAnalyzer,
 )
 from .spectra.density import spectral_density as spectral_density
 from .spectra.density_result import SpectralDensity as SpectralDensity

@@ -419,7 +419,8 @@ def import_result_modules() -> None:
     for package_name in _RESULT_PACKAGES:
         with contextlib.suppress(ImportError):
             package = importlib.import_module(f"curvatlas.{package_name}")
-            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            paths = getattr(package, "__path__", [])  # none of a single module
+            for module in pkgutil.walk_packages(paths, f"{package.__name__}."):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module.name)
 

@@ -146,6 +146,22 @@ def studentized_interval(
     return value - high * error, value - low * error
 
 
+def mean_reach(values: Any) -> float:
+    """Half of the 95 % interval of a mean of independent values (Student); infinite for one."""
+    array = np.asarray(values, dtype=np.float64)
+    if len(array) < 2:
+        return float("inf")
+    return float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / len(array) ** 0.5)
+
+
+def line_slope(x: Any, y: Any) -> tuple[float, Interval]:
+    """Slope of y over x (at least 3 points) with its 95 % interval."""
+    fitted = stats.linregress(x, y)
+    half = float(stats.t.ppf(0.975, len(x) - 2)) * float(fitted.stderr)
+    slope = float(fitted.slope)
+    return slope, (slope - half, slope + half)
+
+
 def as_arrays(*series: Any) -> list[Array]:
     """Sequences or tensors as float arrays of one length, all positive and finite."""
     arrays = [np.asarray([float(v) for v in one], dtype=np.float64) for one in series]

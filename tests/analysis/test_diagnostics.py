@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from curvatlas import zoo
 from curvatlas.analysis.conditioning import EffectiveConditioning, LayerSharpness
-from curvatlas.analysis.diagnostics import ConvergenceDiagnostics, is_post_norm, recommend
-from curvatlas.analysis.gradient_noise import GradientNoise
+from curvatlas.analysis.diagnostics import (
+    ConvergenceDiagnostics,
+    GradientNoise,
+    is_post_norm,
+    recommend,
+)
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 

@@ -24,10 +24,11 @@ from curvatlas.analysis.conditioning import (
     effective_conditioning,
     heterogeneity,
 )
-from curvatlas.analysis.gradient_noise import GradientNoise, gradient_noise
 from curvatlas.analysis.landscape.line import value_and_gradient
 from curvatlas.figures.training import trajectory_figure
-from curvatlas.operators.per_sample import subset
+from curvatlas.fits import Array, line_slope
+from curvatlas.operators.curvature import Hessian
+from curvatlas.operators.per_sample import sample_gradients, subset
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
@@ -37,6 +38,82 @@ LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate 
 SADDLE = 0.1  # |λmin|/λmax from which negative curvature competes with positive
 SPIKE = 5.0  # largest over median gradient norm
 BATCH_FACTOR = 2.0  # batch sizes within this factor of the critical one are left alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNoise(Result):
+    """Noise scales in samples; infinite where the mean gradient drowns in the noise."""
+
+    value: float  # critical batch size, by curvature
+    interval: Interval  # 95 %, jackknife over samples
+    simple: float  # tr Σ / ‖G‖²
+    simple_interval: Interval
+    samples: int
+    gradient_norm: float
+    products: int
+
+    def __str__(self) -> str:
+        (a, b), (c, d) = self.interval, self.simple_interval
+        return (
+            f"critical batch size {self.value:.3g} [{a:.3g}, {b:.3g}], simple noise scale "
+            f"{self.simple:.3g} [{c:.3g}, {d:.3g}] samples, from {self.samples} samples"
+        )
+
+
+def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
+    r"""Noise scale and critical batch size at the present weights: how large a batch is worth it.
+
+    With per-sample gradients g_i of mean G and covariance Σ (McCandlish et al. 2018):
+
+        simple noise scale  tr Σ / ‖G‖²,      critical batch size  tr(HΣ) / (GᵀHG).
+
+    ‖G‖² and GᵀHG are estimated without the bias that the noise adds to the square of a mean.
+    """
+    gradients = sample_gradients(problem, samples)  # (n, P)
+    count = len(gradients)
+    if count < 4:
+        raise ValueError(f"gradient noise needs at least 4 samples, got {count}.")
+    operator = Hessian(problem)
+    bent = (operator @ gradients.T.contiguous()).T  # (n, P)
+    plain = (gradients @ gradients.T).cpu().double().numpy()  # g_i·g_j
+    curved = (gradients @ bent.T).cpu().double().numpy()  # g_i·H g_j
+    simple, simple_interval = _ratio(plain)
+    critical, interval = _ratio(curved)
+    return GradientNoise(
+        value=critical,
+        interval=interval,
+        simple=simple,
+        simple_interval=simple_interval,
+        samples=count,
+        gradient_norm=float(gradients.mean(0).norm()),
+        products=operator.products,
+    )
+
+
+def _ratio(products: Array) -> tuple[float, Interval]:
+    """(tr of the covariance) / (square of the mean) from the matrix g_i·A g_j, with jackknife."""
+    count = len(products)
+    value = _from_sums(float(np.trace(products)), float(products.sum()), count)
+    rows, diagonal = products.sum(1), np.diag(products)
+    total, trace = float(products.sum()), float(np.trace(products))
+    left_out = np.array(
+        [
+            _from_sums(trace - diagonal[i], total - 2 * rows[i] + diagonal[i], count - 1)
+            for i in range(count)
+        ]
+    )
+    if not math.isfinite(value) or not np.isfinite(left_out).all():
+        return value, (0.0, math.inf)
+    logs = np.log(left_out)
+    error = math.sqrt((count - 1) / count * float(((logs - logs.mean()) ** 2).sum()))
+    factor = math.exp(float(stats.t.ppf(0.975, count - 1)) * error)
+    return value, (value / factor, value * factor)
+
+
+def _from_sums(trace: float, total: float, count: int) -> float:
+    square = (total - trace) / (count * (count - 1))  # unbiased ‖G‖² or GᵀHG: pairs i ≠ j
+    noise = trace / count - square
+    return noise / square if square > 0 and noise > 0 else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,18 +275,17 @@ def _pre_norm(now: EffectiveConditioning, model: nn.Module | None) -> Recommenda
     if model is None or len(stack) < 3 or not is_post_norm(model):
         return None
     depth = [float(layer.layer or 0) for layer in stack]
-    fit = stats.linregress(depth, [float(np.log(layer.sharpness)) for layer in stack])
-    half = float(stats.t.ppf(0.975, len(stack) - 2)) * float(fit.stderr)
-    if fit.slope - half <= 0:
+    slope, interval = line_slope(depth, [math.log(layer.sharpness) for layer in stack])
+    if interval[0] <= 0:
         return None  # a slope of either sign is no evidence of growth
     return _judged(
         action="use pre-norm blocks",
         topic="pre-norm",
         measure="growth of log λmax a layer",
-        value=float(fit.slope),
-        interval=(float(fit.slope - half), float(fit.slope + half)),
+        value=slope,
+        interval=interval,
         threshold=0.0,
-        evidence=f"sharpness grows by ×{float(np.exp(fit.slope)):.3g} a layer over {len(stack)} "
+        evidence=f"sharpness grows by ×{math.exp(slope):.3g} a layer over {len(stack)} "
         "post-norm layers",
     )
 
@@ -464,7 +540,5 @@ def _rate(steps: Any, values: Any) -> Rate:
         return Rate(value=float("nan"), interval=(float("-inf"), float("inf")), points=len(x))
     groups = np.array_split(np.arange(len(x)), min(12, len(x)))
     gx, gy = (np.array([v[g].mean() for g in groups]) for v in (x, y))
-    fit = stats.linregress(gx, gy)
-    half = float(stats.t.ppf(0.975, len(gx) - 2)) * float(fit.stderr)
-    slope = float(fit.slope)
-    return Rate(value=slope, interval=(slope - half, slope + half), points=len(gx))
+    slope, interval = line_slope(gx, gy)
+    return Rate(value=slope, interval=interval, points=len(gx))

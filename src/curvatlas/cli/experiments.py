@@ -165,7 +165,7 @@ def scaling(
     models, data_sizes = _integers(widths, "--widths"), _integers(sizes, "--sizes")
     from curvatlas import zoo
     from curvatlas.cli.execution import carry_out, open_run
-    from curvatlas.scaling.analyzer import ScalingLawAnalyzer
+    from curvatlas.scaling import ScalingLawAnalyzer
 
     available = zoo.digits().train.size
     if max(data_sizes) > available:

@@ -24,7 +24,7 @@ from curvatlas.results import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from curvatlas.scaling.result import ScalingGrid
+    from curvatlas.scaling import ScalingGrid
 
 
 # quantity of a run → its axis and the field of its interval

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.figures.atlas import compare_atlases
 from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.fits import mean_reach
 from curvatlas.linear_operator import PARTS
 from curvatlas.problem import Problem
 from curvatlas.progress import track
@@ -61,10 +61,7 @@ def spread_of(values: Iterable[float], *, ratio: bool = False) -> Spread:
             mean=math.exp(logs.mean), interval=(math.exp(low), math.exp(high)), values=numbers
         )
     mean = float(np.mean(numbers))
-    if len(numbers) < 2:
-        return Spread(mean=mean, interval=(mean, mean), values=numbers)
-    error = float(np.std(numbers, ddof=1)) / math.sqrt(len(numbers))
-    reach = float(student.ppf(0.975, len(numbers) - 1)) * error
+    reach = mean_reach(numbers) if len(numbers) > 1 else 0.0
     return Spread(mean=mean, interval=(mean - reach, mean + reach), values=numbers)
 
 

@@ -14,12 +14,12 @@ from math import nan
 from typing import Any
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvatlas.anatomy import Slice
 from curvatlas.errors import NonFiniteError
+from curvatlas.fits import mean_reach
 from curvatlas.operators import Hessian, LinearOperator
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
@@ -162,14 +162,13 @@ class Measuring:
         probes = (2.0 * signs - 1.0).to(dtype=operator.dtype, device=operator.device)
         products = operator @ probes
         samples = in_float64((probes * products).sum(0))
-        mean, spread = float(samples.mean()), float(samples.std()) / self._probes**0.5
-        quantile = float(student.ppf(0.975, max(self._probes - 1, 1)))
+        mean, reach = float(samples.mean()), mean_reach(samples.cpu())
         each = (probes * products).mean(1)
         roles = {
             role: float(sum(piece.view(each).sum() for piece in pieces))
             for role, pieces in self._roles.items()
         }
-        return mean, (mean - quantile * spread, mean + quantile * spread), roles
+        return mean, (mean - reach, mean + reach), roles
 
     def _next_role(self, operator: Hessian) -> None:
         """The sharpness of one role a measurement, in turn: a share of the cost each time."""

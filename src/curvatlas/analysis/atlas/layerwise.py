@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -18,6 +17,7 @@ from curvatlas.analysis.propagation.dense import pulled
 from curvatlas.analysis.propagation.matrix_free import orthonormal, probe
 from curvatlas.analysis.propagation.result import Measure
 from curvatlas.anatomy import Slice
+from curvatlas.fits import mean_reach
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.operators.per_sample import count_samples, root_gradients
@@ -30,7 +30,6 @@ from curvatlas.results import Result
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.summary import Participation
 
-_CONFIDENCE = 0.95
 _LAYER = re.compile(r"^blocks\.\d+\.")
 
 
@@ -245,11 +244,8 @@ def _without(probe: Tensor, columns: Tensor | None) -> Tensor:
 
 
 def _around(value: float, samples: Tensor) -> tuple[float, float]:
-    count = len(samples)
-    if count < 2:
-        return float("-inf"), float("inf")
-    reach = stats.t.ppf(0.5 + _CONFIDENCE / 2, count - 1) * float(samples.std()) / count**0.5
-    return value - float(reach), value + float(reach)
+    reach = mean_reach(samples)
+    return value - reach, value + reach
 
 
 _TAIL = 2.2

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas import runs, zoo
-from curvatlas.analysis.gradient_noise import gradient_noise
+from curvatlas.analysis.diagnostics import gradient_noise
 from curvatlas.figures import plot_scaling_law_predictions
 from curvatlas.fits import plane_power_law
 from curvatlas.problem import Problem
 from curvatlas.results import same
-from curvatlas.scaling.analyzer import ScalingLawAnalyzer, fit_grid
-from curvatlas.scaling.result import ScalingCell, compare_predictions
+from curvatlas.scaling import ScalingCell, ScalingLawAnalyzer, compare_predictions, fit_grid
 
 
 def tiny_vit(width: int) -> nn.Module:
@@ -111,7 +110,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     script = tmp_path / "grid.py"
     script.write_text(
         "from curvatlas import zoo\n"
-        "from curvatlas.scaling.analyzer import ScalingLawAnalyzer\n"
+        "from curvatlas.scaling import ScalingLawAnalyzer\n"
         "a = ScalingLawAnalyzer(lambda w: zoo.reference_vit(d_model=w, patch_size=4))\n"
         f"a.analyze_scaling_with_size([3, 4], [24, 48], output={str(tmp_path / 'run')!r}, "
         "steps=20, curvature_samples=16, products=12)\n"
