@@ -13,7 +13,6 @@ import families
 import oracles
 from curvatlas import zoo
 from curvatlas.operators.curvature import Hessian
-from curvatlas.operators.fisher import target_factors
 from curvatlas.operators.per_sample import (
     _Sampler,
     count_samples,
@@ -22,6 +21,7 @@ from curvatlas.operators.per_sample import (
     sample_losses,
     sample_quantities,
     subset,
+    target_factors,
 )
 from curvatlas.problem import CrossEntropy, MeanSquaredError, Problem
 from oracles import product, with_hand_written_norms

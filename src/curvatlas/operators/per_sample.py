@@ -20,9 +20,8 @@ from curvatlas.budget import default_budget
 from curvatlas.engines.autograd.pull import pull
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
 from curvatlas.operators.curvature import Hessian
-from curvatlas.operators.fisher import TargetFactors, sample_axis_of_outputs, target_factors
 from curvatlas.precision import float64_device, in_float64
-from curvatlas.problem import Batch, Problem
+from curvatlas.problem import Batch, CrossEntropy, Loss, MeanSquaredError, Problem
 from curvatlas.problem.evaluation import call
 from curvatlas.problem.smooth_norms import SmoothNorms
 from curvatlas.progress import bar
@@ -35,6 +34,7 @@ _GRADIENT_BYTES = 2**27  # gradients of single samples that exist at the same ti
 _GRADIENT_COPIES = 3  # a gradient, its square and their sum
 _ROW_NUMBERS = 2**23  # of gradients of one sample held at once: 32 MB in float32
 _MAX_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
+_MAX_NUMBERS = 2**27  # in the matrices Λ_t of one call, 1 GB
 _OUTER_UNITS, _TOTAL_UNITS = 4, 6  # of a product with H_o and with H; a forward pass is one
 
 
@@ -342,6 +342,73 @@ class _Sampler:
 
 
 # --- the exact diagonal of H_o --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TargetFactors:
+    """Columns f_tc of n samples with T targets each: Λ_t = Σ_c f_tc f_tcᵀ for every target t.
+
+    Targets do not meet in Λ, so that its factors are those of small matrices, C × C for C outputs
+    of a target, and a column f_tc is zero outside its own target.
+    """
+
+    columns: Tensor  # (n, T, C, r)
+    places: Tensor  # (q, 2) pairs (t, c) that are not zero for some sample, the largest first
+    shape: torch.Size  # of the outputs, samples first
+
+    def seeds(self, some: Tensor) -> Tensor:
+        """Columns of the pairs ``some`` (k, 2) as directions of the outputs, samples first."""
+        n, targets, classes, _ = self.columns.shape
+        t, c = some.unbind(1)
+        seeds = self.columns.new_zeros(len(some), n, targets, classes)
+        seeds[torch.arange(len(some), device=t.device), :, t] = self.columns[:, t, :, c]
+        return seeds.reshape(len(some), *self.shape)
+
+
+def target_factors(
+    loss: Loss, outputs: Tensor, targets: object, *, axis: int = 0
+) -> TargetFactors | None:
+    """The factors at ``outputs`` with n samples on ``axis``.
+
+    None: no closed form of Λ, or too many outputs.
+    """
+    shape = outputs.movedim(axis, 0).shape  # samples first
+    n, classes = shape[0], _outputs_of_a_target(loss, shape)
+    if outputs.numel() * classes > _MAX_NUMBERS:
+        return None
+    product = loss.curvature(outputs.detach(), targets)
+    if product is None:
+        return None
+    units = torch.eye(classes, dtype=outputs.dtype, device=outputs.device)
+    units = units.view(classes, 1, 1, classes)
+    count = outputs.numel() // (n * classes)
+    units = units.expand(classes, n, count, classes).reshape(classes, *shape)
+    weighted = product(units.movedim(1, 1 + axis)).movedim(1 + axis, 1)
+    blocks = in_float64(weighted.reshape(classes, n, count, classes).movedim(0, 3))
+    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)  # (n, T, C)
+    rounding = classes * torch.finfo(outputs.dtype).eps * values.amax()
+    columns: Tensor = vectors * values.where(values > rounding, 0.0).sqrt().unsqueeze(2)
+    sizes = columns.square().sum((0, 2))  # (T, r)
+    places = sizes.nonzero()
+    order = sizes[places[:, 0], places[:, 1]].argsort(descending=True)
+    return TargetFactors(
+        columns.to(outputs.dtype).to(outputs.device), places[order].to(outputs.device), shape
+    )
+
+
+def _outputs_of_a_target(loss: Loss, shape: torch.Size) -> int:
+    """C: along the last axis for losses that are known so, else all outputs of a sample."""
+    if isinstance(loss, CrossEntropy | MeanSquaredError) and len(shape) > 1:
+        return shape[-1]
+    return shape[1:].numel()
+
+
+def sample_axis_of_outputs(batch: Batch) -> int:
+    """The axis on which the outputs, one tensor, hold the samples of a batch."""
+    layout = batch.layout
+    if layout is None or layout.outputs[0] is None:
+        raise ProblemError("the samples of this batch cannot be told apart.")
+    return layout.outputs[0]
 
 
 class SampleFactors:
