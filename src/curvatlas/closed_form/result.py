@@ -77,8 +77,8 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
 
     def __post_init__(self) -> None:
         size = sum(self.block_sizes.values())
-        like = next(iter(self.parts.values()))
-        tags = Tags(symmetric=True)
+        # a file may hold no part, or matrices of another size: products will say so
+        like, tags = next(iter(self.parts.values()), torch.empty(0)), Tags(symmetric=True)
         LinearOperator.__init__(self, (size, size), dtype=like.dtype, device=like.device, tags=tags)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
