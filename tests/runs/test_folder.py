@@ -326,7 +326,7 @@ def test_a_run_resumed_by_another_version_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.Run.create(tmp_path / "run", options={}).close("interrupted")
-    monkeypatch.setattr(curvatlas, "__version__", "9.9.9")
+    monkeypatch.setattr("curvatlas.runs.folder.__version__", "9.9.9")
     runs.Run.create(tmp_path / "run", options={}).close()
     (warning,) = runs.load(tmp_path / "run").warnings
     assert "9.9.9" in warning

@@ -225,7 +225,7 @@ def _attention(
     if role is not None and (named or (role == "query_key_value" and leaf != "in_proj")):
         if role == "query_key_value" and "q_attn" in beside:
             role = "key_value"  # GPT-2's cross-attention keeps its query apart
-        if role == "query" and _makes_a_gate_too(path, modules):
+        if role == "query" and _makes_twice(path, modules, _OUTPUT):
             role = "query_gate"
         return Reading("attention", prefix + role, prefix + role)
     if leaf.isdigit() and around and around[-1] in _OUTPUT:
@@ -241,22 +241,25 @@ def _attention(
     return None
 
 
-def _makes_a_gate_too(path: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a query projection makes twice what the output takes (Qwen3-Next gates its heads)."""
-    query, parent = modules.get(path), modules.get(path.rpartition(".")[0])
-    return isinstance(query, nn.Linear) and any(
-        isinstance(child, nn.Linear) and 2 * child.in_features == query.out_features
-        for name, child in (parent.named_children() if parent is not None else ())
-        if name.lower() in _OUTPUT
+def _makes_twice(path: str, modules: dict[str, nn.Module], takers: frozenset[str]) -> bool:
+    """Whether a projection makes twice what the one called ``takers`` beside it takes.
+
+    Qwen3-Next's queries bring gates of the heads, ModernBERT's up brings the gate.
+    """
+    maker, parent = modules.get(path), modules.get(path.rpartition(".")[0])
+    return isinstance(maker, nn.Linear) and any(
+        isinstance(taker, nn.Linear) and 2 * taker.in_features == maker.out_features
+        for name, taker in (parent.named_children() if parent is not None else ())
+        if name.lower() in takers
     )
 
 
 def _projections_among(names: set[str]) -> set[str]:
     """Which of query, key, value and their fused forms stand among the names."""
-    found = {role for role in _PROJECTIONS if names & (_PROJECTIONS[role] - {"in_proj"})}
+    roles = {role for role in _PROJECTIONS if names & (_PROJECTIONS[role] - {"in_proj"})}
     if any(_QUERY_KEY_VALUE.search(name) for name in names):
-        found.add("query_key_value")
-    return found - {"query_down", "key_value_down"}
+        roles.add("query_key_value")
+    return roles - {"query_down", "key_value_down"}
 
 
 def _is_called(path: str, modules: dict[str, nn.Module], word: str) -> bool:
@@ -269,9 +272,9 @@ def _is_called(path: str, modules: dict[str, nn.Module], word: str) -> bool:
 
 def _torch_cross(path: str, modules: dict[str, nn.Module]) -> bool:
     """``multihead_attn`` means cross-attention in torch's decoder layer, and only there."""
-    head, found, _ = path.partition("multihead_attn")
-    layer = modules.get(head.removesuffix("."))
-    return bool(found) and isinstance(layer, nn.TransformerDecoderLayer)
+    parent, attention, _ = path.partition("multihead_attn")
+    layer = modules.get(parent.removesuffix("."))
+    return bool(attention) and isinstance(layer, nn.TransformerDecoderLayer)
 
 
 def _beside(path: str, modules: dict[str, nn.Module]) -> set[str]:
@@ -308,7 +311,7 @@ def _feed_forward(
         return Reading("ffn", role, role, certain=False)
     for role, leaves in _FEED_FORWARD.items():
         if leaf in leaves and (inside or leaf not in _VAGUE):
-            if role == "up" and _doubled(path, modules):
+            if role == "up" and _makes_twice(path, modules, _FEED_FORWARD["down"]):
                 role = "gate_up"
             return Reading("ffn", role, role, certain=leaf in _SPEAKING)
     if leaf.isdigit() and inside:  # Sequential(Linear, activation, [dropout,] Linear)
@@ -318,16 +321,6 @@ def _feed_forward(
             role = "up" if leaf == linear[0] else "down"
             return Reading("ffn", role, role, certain=False)
     return None
-
-
-def _doubled(path: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a projection makes twice what the one down takes: gate and up in one (ModernBERT)."""
-    up, parent = modules.get(path), modules.get(path.rpartition(".")[0])
-    return isinstance(up, nn.Linear) and any(
-        isinstance(down, nn.Linear) and 2 * down.in_features == up.out_features
-        for name, down in (parent.named_children() if parent is not None else ())
-        if name.lower() in _FEED_FORWARD["down"]
-    )
 
 
 def _embedding(
@@ -375,10 +368,10 @@ def _head(leaf: str, words: list[str], attribute: str) -> Reading | None:
             return Reading("head", leaf, leaf)  # CLIP's logit_scale; Swin has one an attention
         return None
     # The last matrix is head.weight; what stands before it keeps its own name.
-    own = [words[first]] if words[first] in ("pooler", "pre_classifier") else []
-    own += [w for w in words[first + 1 :] if w not in _LAST_OF_HEAD]
+    title = [words[first]] if words[first] in ("pooler", "pre_classifier") else []
+    title += [w for w in words[first + 1 :] if w not in _LAST_OF_HEAD]
     role = "head" if attribute in ("weight", "bias") else leaf
-    return Reading("head", role, ".".join([*own, attribute]))
+    return Reading("head", role, ".".join([*title, attribute]))
 
 
 def _by_place(

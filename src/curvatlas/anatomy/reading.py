@@ -16,11 +16,6 @@ from curvatlas.anatomy import trials
 from curvatlas.anatomy.names import Reading, own_role, read
 from curvatlas.anatomy.slices import Anatomy, Slice
 
-# -------------------------------------------------------------------------------------------------
-# Which block each parameter belongs to.
-# -------------------------------------------------------------------------------------------------
-
-
 _INDEXED = re.compile(r"(?:\w*_)?(?:block|layer|stage)_?\d+")  # attributes like block1, layer_2
 _MIXING = {"attention", "mixer"}  # sublayers where tokens meet
 _PARTS = {*_MIXING, "ffn"}
@@ -48,9 +43,9 @@ def find_blocks(readings: dict[str, Reading | None]) -> dict[str, str]:
     blocks: dict[str, str] = {}
     for name, kind in kinds.items():
         paths = [path for path in numbered[name] if path not in stages]
-        whole = [path for path in paths if path in complete]
-        if whole:
-            blocks[name] = whole[0]
+        with_both = [path for path in paths if path in complete]
+        if with_both:
+            blocks[name] = with_both[0]
         elif paths and (kind not in ("embedding", "head") or holds[paths[0]] & _MIXING):
             blocks[name] = paths[0]
     loose = [n for n, kind in kinds.items() if kind in _PARTS and n not in blocks]
@@ -111,14 +106,14 @@ def anatomy_of(
     slices: list[Slice] = []
     start = 0
     for name in parameter_names:
-        whole = tree.whole(name, start)
-        slices += tree.pieces(whole)
-        start += whole.size
+        parameter = tree.parameter_slice(name, start)
+        slices += tree.pieces(parameter)
+        start += parameter.size
     return Anatomy(_unique(slices), notes=dict.fromkeys(tree.notes))
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Place:
     """A parameter's reading with its place in the model."""
 
     reading: Reading | None
@@ -145,45 +140,47 @@ class _Tree:
         if not any(r is not None and r.sublayer in mixing for r in readings.values()):
             readings = {n: r if r is None or r.certain else None for n, r in readings.items()}
         blocks = find_blocks(readings)
-        self.known = {n: _Known(readings[n], blocks.get(n)) for n in self.parameters}
+        self.places = {n: _Place(readings[n], blocks.get(n)) for n in self.parameters}
         order = dict.fromkeys(block for block in blocks.values() if block is not None)
         self.layer = {path: index for index, path in enumerate(order)}
         self.norm_number = self._number_norms()
 
     def _read(self, name: str) -> Reading | None:
         """A tied parameter is read under the name that makes it an embedding, if one does."""
-        found = [
+        readings = [
             read(alias, self.modules, self.parameters[name].ndim)
             for alias in (name, *self.aliases[name])
         ]
-        tables = [r for r in found if r is not None and r.sublayer == "embedding"]
-        return tables[0] if tables else next((r for r in found if r is not None), None)
+        tables = [r for r in readings if r is not None and r.sublayer == "embedding"]
+        return tables[0] if tables else next((r for r in readings if r is not None), None)
 
     def _number_norms(self) -> dict[str, str]:
         """Norm module → "norm1", "norm2", … in its block's order, or "query_norm", "key_norm"."""
         titles: dict[str, str] = {}
         counts: Counter[str] = Counter()
-        for known in self.known.values():
-            path = known.reading.norm if known.reading else None
-            if path is None or known.block is None or path in titles:
+        for place in self.places.values():
+            path = place.reading.norm if place.reading else None
+            if path is None or place.block is None or path in titles:
                 continue
-            own = re.fullmatch(r"(q|k|query|key)_?(?:layer)?_?(?:norm|ln)", path.rpartition(".")[2])
-            if own:
-                titles[path] = {"q": "query", "k": "key"}[own[1][0]] + "_norm"
+            of_query_or_key = re.fullmatch(
+                r"(q|k|query|key)_?(?:layer)?_?(?:norm|ln)", path.rpartition(".")[2]
+            )
+            if of_query_or_key:
+                titles[path] = {"q": "query", "k": "key"}[of_query_or_key[1][0]] + "_norm"
             else:
-                counts[known.block] += 1
-                titles[path] = f"norm{counts[known.block]}"
+                counts[place.block] += 1
+                titles[path] = f"norm{counts[place.block]}"
         return titles
 
     # --- slices -----------------------------------------------------------------------------------
 
-    def whole(self, name: str, start: int) -> Slice:
+    def parameter_slice(self, name: str, start: int) -> Slice:
         """The parameter as one slice."""
-        parameter, known = self.parameters[name], self.known[name]
-        layer = self.layer.get(known.block) if known.block is not None else None
-        reading = known.reading
+        parameter, reading = self.parameters[name], self.places[name].reading
+        block = self.places[name].block
+        layer = self.layer.get(block) if block is not None else None
         return Slice(
-            name=self._title(name, known, layer),
+            name=self._title(name, reading, layer),
             parameter=name,
             layer=layer,
             sublayer=reading.sublayer if reading else "other",
@@ -200,8 +197,7 @@ class _Tree:
         owner = self.modules.get(name.rpartition(".")[0])
         return type(owner).__name__ == "Conv1D" and self.parameters[name].ndim == 2
 
-    def _title(self, name: str, known: _Known, layer: int | None) -> str:
-        reading = known.reading
+    def _title(self, name: str, reading: Reading | None, layer: int | None) -> str:
         if reading is None:
             return name
         if reading.norm is not None and reading.norm in self.norm_number:
@@ -217,48 +213,46 @@ class _Tree:
             return f"{reading.sublayer}.{reading.title}"
         return name
 
-    def pieces(self, whole: Slice) -> list[Slice]:
+    def pieces(self, fused: Slice) -> list[Slice]:
         """The slice itself, or its parts when it is a fused projection that was seen to be one."""
-        cross = "cross_" if whole.role.startswith("cross_") else ""
-        suffix = "_bias" if whole.role.endswith("_bias") else ""
-        role = whole.role.removeprefix(cross).removesuffix(suffix)
+        cross = "cross_" if fused.role.startswith("cross_") else ""
+        suffix = "_bias" if fused.role.endswith("_bias") else ""
+        role = fused.role.removeprefix(cross).removesuffix(suffix)
         if role not in _FUSED:
-            return [whole]
-        verdict = self._verdict(whole.parameter, role)
+            return [fused]
+        verdict = self._verdict(fused.parameter, role)
         if verdict is None:
-            return [whole]
-        axis = len(whole.shape) - 1 if whole.transposed else verdict.axis or 0
-        out = whole.shape[axis]
+            return [fused]
+        axis = len(fused.shape) - 1 if fused.transposed else verdict.axis or 0
+        out = fused.shape[axis]
         parts = trials.parts_of(verdict.roles)
-        inner = math.prod(whole.shape[axis + 1 :])  # entries of one output feature in a run
-        outer = math.prod(whole.shape[:axis])
+        inner = math.prod(fused.shape[axis + 1 :])  # entries of one output feature in a run
+        outer = math.prod(fused.shape[:axis])
         # Runs within runs are one regular row of runs only if they go on at the same pace.
         if parts is None or (
             outer > 1 and any(p.count > 1 and p.count * p.stride != out for p in parts)
         ):
             self.notes.append(
-                f"{whole.parameter} stays in one piece: its parts are no regular runs"
+                f"{fused.parameter} stays in one piece: its parts are no regular runs"
             )
-            return [whole]
+            return [fused]
         pieces = []
         for part in parts:
             stride = part.stride if part.count > 1 else out
             pieces.append(
                 replace(
-                    whole,
-                    name=whole.name.replace(whole.role, f"{cross}{part.role}{suffix}"),
+                    fused,
+                    name=fused.name.replace(fused.role, f"{cross}{part.role}{suffix}"),
                     role=f"{cross}{part.role}{suffix}",
-                    shape=(
-                        *whole.shape[:axis], part.length * part.count, *whole.shape[axis + 1 :]
-                    ),
-                    start=whole.start + part.start * inner,
-                    offset=whole.offset + part.start * inner,
+                    shape=(*fused.shape[:axis], part.length * part.count, *fused.shape[axis + 1 :]),
+                    start=fused.start + part.start * inner,
+                    offset=fused.offset + part.start * inner,
                     length=part.length * inner,
                     count=part.count * outer,
                     stride=stride * inner if part.count * outer > 1 else 0,
                     head_size=verdict.head_sizes.get(part.role),
                 )
-            )  # fmt: skip
+            )
         return pieces
 
     def _verdict(self, name: str, role: str) -> trials.Verdict | None:
@@ -298,16 +292,16 @@ class _Tree:
     @functools.cached_property
     def _examples(self) -> dict[object, tuple[str, str]]:
         """The first weight of every kind of fused ones, and its unit: layers alike are one kind."""
-        found: dict[object, tuple[str, str]] = {}
-        for name, known in self.known.items():
-            role = known.reading.role if known.reading else ""
+        examples: dict[object, tuple[str, str]] = {}
+        for name, place in self.places.items():
+            role = place.reading.role if place.reading else ""
             role = role.removesuffix("_bias").removeprefix("cross_")
             weight = self._weight_beside(name)
             if weight is not None and role in _FUSED:
                 unit = self._unit_of(weight)
                 likeness = _likeness(self.modules[unit], weight, unit, role)
-                found.setdefault(likeness, (weight, unit))
-        return found
+                examples.setdefault(likeness, (weight, unit))
+        return examples
 
     @functools.cached_property
     def _rehearsal(self) -> trials.Rehearsal:
@@ -330,13 +324,13 @@ class _Tree:
         with trials.undisturbed(self.model):
             for path in list(trials.outwards(unit))[:_UNITS]:
                 for call in self._rehearsal.calls(path, width):
-                    own = call.unit.get_parameter(weight[len(path) :].lstrip("."))
+                    copied = call.unit.get_parameter(weight[len(path) :].lstrip("."))
                     try:
                         if role == "gate_up":
-                            verdict = trials.gate_roles(call, own)
+                            verdict = trials.gate_roles(call, copied)
                         else:
                             verdict = trials.attention_roles(
-                                call, own, queries=role == "query_key_value", heads=heads
+                                call, copied, queries=role == "query_key_value", heads=heads
                             )
                     except Exception:  # whatever it is, the module does not run in a trial
                         continue
@@ -348,8 +342,8 @@ class _Tree:
         if completed:
             what = "gate and up" if role == "gate_up" else "query, key and value"
             return f"a trial does not show {what} in it"
-        wanted = "" if self.run else "; problem.anatomy tries it on the problem's data"
-        return f"it could not be tried out (too large, or no made-up input fits it){wanted}"
+        advice = "" if self.run else "; problem.anatomy tries it on the problem's data"
+        return f"it could not be tried out (too large, or no made-up input fits it){advice}"
 
     def _chain(self, name: str) -> list[nn.Module]:
         """Modules around a parameter, innermost first."""
@@ -395,8 +389,9 @@ def _likeness(unit: nn.Module, weight: str, path: str, role: str) -> object:
         (name, value if isinstance(value, (bool, int, float, str)) else id(value))
         for name, value in vars(unit).items()
         if (isinstance(value, (bool, int, float, str)) or callable(value))
-        and name != "training" and not _INDEX.search(name)
-    ]  # fmt: skip
+        and name != "training"
+        and not _INDEX.search(name)
+    ]
     inner = weight[len(path) :].lstrip(".")
     shape = tuple(unit.get_parameter(inner).shape)
     return type(unit), inner, role, shape, tuple(settings)

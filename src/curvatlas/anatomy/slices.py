@@ -1,4 +1,4 @@
-"""A slice: one role's piece of one parameter, and where it lies in the flat vector.
+"""Slices (one role's piece of one parameter, and its place) and the anatomy made of them.
 
 A piece of a fused parameter need not be contiguous (GPT-2 keeps query, key and value side by side
 in columns). Every layout in use is ``count`` runs of ``length`` entries, ``stride`` apart, so four
@@ -153,11 +153,6 @@ class Selection(tuple[Slice, ...]):
         return f"Selection({', '.join(self.names)})"
 
 
-# -------------------------------------------------------------------------------------------------
-# The anatomy of a model: all slices, and how to ask for some of them.
-# -------------------------------------------------------------------------------------------------
-
-
 Selector = str | Slice | Iterable["Selector"]
 
 
@@ -224,19 +219,19 @@ class Anatomy:
         """
         chosen = list(self.slices)
         if selectors:
-            found = [piece for selector in selectors for piece in self._resolve(selector)]
-            chosen = list(dict.fromkeys(found))
+            chosen = list(dict.fromkeys(piece for s in selectors for piece in self._resolve(s)))
         for attribute, wanted in (("role", role), ("sublayer", sublayer)):
             if wanted is not None:
                 patterns = [wanted] if isinstance(wanted, str) else list(wanted)
-                known = {str(getattr(piece, attribute)) for piece in self.slices}
+                values = {str(getattr(piece, attribute)) for piece in self.slices}
                 for pattern in patterns:
-                    if not any(fnmatchcase(value, pattern) for value in known):
-                        raise KeyError(_unknown(f"{attribute}={pattern!r}", pattern, known))
+                    if not any(fnmatchcase(value, pattern) for value in values):
+                        raise KeyError(_unknown(f"{attribute}={pattern!r}", pattern, values))
                 chosen = [
-                    piece for piece in chosen
+                    piece
+                    for piece in chosen
                     if any(fnmatchcase(getattr(piece, attribute), p) for p in patterns)
-                ]  # fmt: skip
+                ]
         if layer is not None:
             layers = {layer} if isinstance(layer, int) else set(layer)
             if not layers <= set(self.layers):
@@ -250,10 +245,10 @@ class Anatomy:
     def heads(self, piece: Slice | str) -> Selection:
         """One slice a head, of a query, key, value or output (bias or weight)."""
         if isinstance(piece, str):
-            found = self.select(piece)
-            if len(found) != 1:
-                raise ValueError(f"{piece!r} is {len(found)} slices, heads are cut from one.")
-            piece = found[0]
+            matches = self.select(piece)
+            if len(matches) != 1:
+                raise ValueError(f"{piece!r} is {len(matches)} slices, heads are cut from one.")
+            piece = matches[0]
         kind = piece.role.removeprefix("cross_")
         # Heads divide the features that come out of query, key, value, and that go into output.
         along_rows = len(piece.shape) == 1 or (kind == "output") == piece.transposed
@@ -286,11 +281,11 @@ class Anatomy:
             lambda piece: fnmatchcase(piece.parameter, selector),
         )
         for test in tests:
-            found = [piece for piece in self.slices if test(piece)]
-            if found:
-                return found
-        known = {*self.names, *(piece.parameter for piece in self.slices)}
-        raise KeyError(_unknown(f"slice {selector!r}", selector, known))
+            matches = [piece for piece in self.slices if test(piece)]
+            if matches:
+                return matches
+        names = {*self.names, *(piece.parameter for piece in self.slices)}
+        raise KeyError(_unknown(f"slice {selector!r}", selector, names))
 
     def __str__(self) -> str:
         rows = [("name", "sublayer", "shape", "entries", "parameter")]
@@ -315,7 +310,7 @@ class Anatomy:
 _HEADED = {"query", "key", "value", "output", "query_bias", "key_bias", "value_bias"}
 
 
-def _unknown(what: str, text: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(text, sorted(known), n=5, cutoff=0.4)
-    hint = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(sorted(known)[:8])}"
+def _unknown(what: str, text: str, names: Collection[str]) -> str:
+    near = difflib.get_close_matches(text, sorted(names), n=5, cutoff=0.4)
+    hint = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(sorted(names)[:8])}"
     return f"there is no {what}; {hint}."

@@ -34,10 +34,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-# -------------------------------------------------------------------------------------------------
-# Where the parts of a fused projection lie, once it is known what each output feature is.
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Part:
@@ -81,12 +77,6 @@ def _integer(source: object, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
-
-
-def stacked(roles: Sequence[str], out: int) -> list[Part]:
-    """All of the first role, then all of the second, …: equal parts."""
-    size = out // len(roles)
-    return [Part(role, i * size, size) for i, role in enumerate(roles)]
 
 
 def parts_of(roles: Sequence[str]) -> list[Part] | None:
@@ -143,9 +133,10 @@ class Call:
         result = self.unit(*self.arguments, **self.keywords)
         leaves = tree_flatten(result)[0]
         return [
-            leaf for leaf in leaves
+            leaf
+            for leaf in leaves
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.ndim >= 2
-        ]  # fmt: skip
+        ]
 
 
 # --- the verdicts ---------------------------------------------------------------------------------
@@ -347,9 +338,9 @@ class _Varied:
         own_q, own_k, own_v = (m.tensor_split(groups)[group] for m in (q, k, v))
         silent = self.z.clone()
         silent[..., own_v] = 0
-        wanted = self.before.clone()
-        wanted[:, torch.cat([own_q, own_k])] = 0
-        error = (self.gradients(silent) - wanted).norm(dim=0) > _SAME * self.before.norm(dim=0)
+        expected = self.before.clone()
+        expected[:, torch.cat([own_q, own_k])] = 0
+        error = (self.gradients(silent) - expected).norm(dim=0) > _SAME * self.before.norm(dim=0)
         return not bool(error[torch.cat([q, k])].any())
 
 
@@ -368,9 +359,15 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 _LINEAR_MAPS = {
-    F.linear, torch.addmm, torch.baddbmm, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul,
+    F.linear,
+    torch.addmm,
+    torch.baddbmm,
+    torch.mm,
+    torch.matmul,
+    Tensor.mm,
+    Tensor.matmul,
     Tensor.__matmul__,
-}  # fmt: skip
+}
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 
 
@@ -635,9 +632,13 @@ def _usual_arguments(
     """Arguments that attentions commonly ask for besides the tokens, with no effect where so."""
     length = hidden.shape[-2]
     size = next(
-        (s for name in ("head_dim", "head_size", "dim_head")
-         if isinstance(s := getattr(module, name, None), int)), None,
-    )  # fmt: skip
+        (
+            s
+            for name in ("head_dim", "head_size", "dim_head")
+            if isinstance(s := getattr(module, name, None), int)
+        ),
+        None,
+    )
     values: dict[str, Any] = {
         "cu_seqlens": torch.tensor([0, length], dtype=torch.int32, device=hidden.device),
         "position_ids": torch.arange(length, device=hidden.device)[None],

@@ -61,8 +61,8 @@ for _name, _function in COMMANDS.items():
     app.command(name=_name, short_help=_summary)(with_groups(_function))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(asked: bool) -> None:
+    if asked:
         from curvatlas import __version__
 
         print(f"curvatlas {__version__}")
@@ -135,9 +135,9 @@ def _failure(error: Exception) -> int:
         message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     elif ran_out(error):
         asked = re.search(r"allocate (\d+) bytes", message)
-        wanted = f" (asked for {readable(int(asked[1]))} at once)" if asked else ""
+        size = f" (asked for {readable(int(asked[1]))} at once)" if asked else ""
         message = (
-            f"out of memory{wanted}: start again with a smaller --memory, fewer --samples or a "
+            f"out of memory{size}: start again with a smaller --memory, fewer --samples or a "
             "smaller --batch-size; what was computed is kept."
         )
     elif not ours and not isinstance(error, PeerError):

@@ -42,14 +42,14 @@ def verify(
         rows = [{"name": s.name, "source": s.source, "title": s.title} for s in chosen]
         console.answer(rows, "\n".join(f"{s.name}: {s.title} ({s.source})" for s in chosen))
         return
-    wanted = [statement.name for statement in chosen]
+    chosen_names = [statement.name for statement in chosen]
     folder = output
     if output is not None:
-        result = _verify_in_a_run(wanted, output, full=full, seed=seed)
+        result = _verify_in_a_run(chosen_names, output, full=full, seed=seed)
     else:
         # Measured anew every time: a verdict of yesterday's machine is not this machine's.
         folder = None if names else Path("curvatlas-runs") / "verify"
-        result = run_verify(wanted, full=full, seed=seed, output=folder)
+        result = run_verify(chosen_names, full=full, seed=seed, output=folder)
     text = "\n\n".join(describe(entry) for entry in result.entries) if names else str(result)
     text += "" if folder is None else f"\nnumbers and figures: {folder}"
     console.answer(result.listing(), text)

@@ -334,7 +334,7 @@ def _belongs_to(model: nn.Module, name: str) -> bool:
     """Whether an unused tensor looks like a part of this very model: one more layer, or a weight
     or bias of a module the model has. A pooler or another head is neither."""
     prefix = str(getattr(model, "base_model_prefix", ""))
-    layers = {_LAYER.sub("*", own) for own in model.state_dict()}
+    layers = {_LAYER.sub("*", key) for key in model.state_dict()}
     modules = dict(model.named_modules())
     for candidate in (name, f"{prefix}.{name}"):
         parent, _, leaf = candidate.rpartition(".")

@@ -91,15 +91,15 @@ def repair(path: str | os.PathLike[str]) -> RunCheck:
 
 def left_overs(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
     """Files that a killed process left behind and nobody will read, each with what it is."""
-    found = []
+    litter = []
     for place in (folder, folder / loading.RESULTS, folder / CHECKPOINTS, folder / "figures"):
         for file in _files_in(place):
             step = file.name.partition(".safetensors")[0]
             if file.name.endswith(PARTIAL_SUFFIX):
-                found.append((file, "half of a file, left by a write that was killed"))
+                litter.append((file, "half of a file, left by a write that was killed"))
             elif place.name == CHECKPOINTS and step in manifest.steps:
-                found.append((file, "the checkpoint of a step that is done"))
-    return found
+                litter.append((file, "the checkpoint of a step that is done"))
+    return litter
 
 
 def orphans(folder: Path, manifest: Manifest) -> list[tuple[Path, str]]:
@@ -310,12 +310,12 @@ def _missing_parts(file: Path, state: Path) -> str | None:
         step = step_of(header)
         if step is None:
             return None
-        whole = [
+        undamaged = [
             (start, stop)
             for part, at, start, stop in parts_on_disk(state)
             if at == step and _checkpoint_damage(part) is None
         ]
-        lacking = missing_entries(header, whole)
+        lacking = missing_entries(header, undamaged)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return f"its header is not ours ({error})"
     return None if lacking is None else f"no whole part of step {step} holds {lacking}"

@@ -115,8 +115,7 @@ class Run:
         ``function`` gives the same result whenever it is called (its seed is part of the options),
         so that a resumed run and an uninterrupted one agree bit for bit.
         """
-        if not manifests.valid_name(name):
-            raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
+        manifests.require_name(name)
         if name in self.manifest.steps:
             return cast("R", loading.read_result(self.path, name, self.manifest))
         started = time.perf_counter()
@@ -155,8 +154,7 @@ class Run:
 
     def checkpoint_path(self, name: str) -> Path:
         """Where a long step may keep its own intermediate state; removed when the step is done."""
-        if not manifests.valid_name(name):
-            raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
+        manifests.require_name(name)
         return self.path / checking.CHECKPOINTS / f"{name}.safetensors"
 
     def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:

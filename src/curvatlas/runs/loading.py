@@ -1,4 +1,4 @@
-"""Loading a run folder that nobody vouches for: read, check, refuse; never run, never write."""
+"""Load a run folder that nobody vouches for (read, check, refuse; never run or write); compare."""
 
 from __future__ import annotations
 
@@ -177,11 +177,6 @@ def _foreign(path: Path, *, in_results: bool) -> str | None:
         if not ours or stat.S_ISDIR(mode):
             return "is no result of ours"
     return None
-
-
-# -------------------------------------------------------------------------------------------------
-# Two runs side by side: what differs in their setting, and which numbers moved beyond chance.
-# -------------------------------------------------------------------------------------------------
 
 
 _LONGEST = 64  # entries of a list compared one by one; longer ones are summarised by their norm

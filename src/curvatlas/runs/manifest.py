@@ -19,11 +19,6 @@ from typing import Any, Literal, get_args
 
 from curvatlas.files import json_checksum
 
-# -------------------------------------------------------------------------------------------------
-# One writer at a time in a run folder.
-# -------------------------------------------------------------------------------------------------
-
-
 fcntl: ModuleType | None
 try:
     import fcntl
@@ -51,7 +46,10 @@ def is_locked(folder: Path) -> bool:
 
 
 class FolderLock:
-    """Held until ``release`` or the death of the process; the system frees it in both cases."""
+    """One writer at a time; held until ``release`` or the death of the process.
+
+    Not filelock: ``is_locked`` must look at a folder without writing into it.
+    """
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -135,6 +133,12 @@ def now() -> str:
 def valid_name(name: Any) -> bool:
     """Whether ``name`` can name a step: lower-case words and digits joined by dots, no path."""
     return isinstance(name, str) and len(name) <= 120 and _NAME.fullmatch(name) is not None
+
+
+def require_name(name: str) -> None:
+    """ValueError unless ``name`` can name a step."""
+    if not valid_name(name):
+        raise ValueError(f"{name!r} cannot name a step: use words joined by dots, lower case.")
 
 
 def parse(content: Any, where: str) -> Manifest:

@@ -1,4 +1,4 @@
-"""What a run is about: the model, its parameters by role, the data and the loss on them."""
+"""What a run is about: model, data and loss, trained weights, and the fingerprints of both."""
 
 from __future__ import annotations
 
@@ -63,14 +63,9 @@ class Subject(Result):
         )
 
 
-# -------------------------------------------------------------------------------------------------
-# Trained weights as a result, so that a resumed run need not train again.
-# -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainedWeights(Result):
-    """A model's parameters and buffers after training, and how training went."""
+    """Parameters and buffers after training, so that a resumed run need not train again."""
 
     tensors: dict[str, Tensor]
     history: Result
@@ -87,11 +82,6 @@ def weights_of(model: nn.Module, history: Result) -> TrainedWeights:
     """A copy of the model's present weights."""
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     return TrainedWeights(tensors=tensors, history=history)
-
-
-# -------------------------------------------------------------------------------------------------
-# Fingerprints: whether two runs saw the same weights and the same data.
-# -------------------------------------------------------------------------------------------------
 
 
 def of_model(model: nn.Module) -> str:
