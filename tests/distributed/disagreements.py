@@ -23,6 +23,7 @@ from curvatlas.operators.per_sample import (
     sampled_gradients,
     subset,
 )
+from curvatlas.problem import problem as problem_module
 from curvatlas.spectra import eigenpairs as eigenpairs_module
 from distributed.workers import join_group, model_and_data
 
@@ -164,9 +165,9 @@ def of_streams(rank: int, case: Case) -> None:
     inputs, targets = data()
     case("one batch less", lambda: problem(
         [(inputs[i : i + 1], targets[i : i + 1]) for i in range(SAMPLES - rank)]))  # fmt: skip
-    held, problem.HOLD_BYTES = problem.HOLD_BYTES, 0
+    held, problem_module.HOLD_BYTES = problem_module.HOLD_BYTES, 0
     case("a stream shuffled later", lambda: problem(ShuffledLater(rank)).gradient())
-    problem.HOLD_BYTES = held
+    problem_module.HOLD_BYTES = held
 
 
 def of_products(rank: int, case: Case) -> None:
