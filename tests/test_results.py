@@ -396,7 +396,7 @@ def test_a_result_reads_like_a_mapping_too() -> None:
 
 def test_no_two_results_share_a_name() -> None:
     """A file names its class: with two of one name it would be read as the one imported last."""
-    files.import_result_modules()
+    results.import_result_modules()
     found: dict[str, set[str]] = {}
     waiting = [results.Result]
     while waiting:
@@ -476,7 +476,7 @@ def test_a_forged_structure_is_refused_or_read_and_nothing_else(seed: int) -> No
 
 
 def _every_result() -> list[type[results.Result]]:
-    files.import_result_modules()
+    results.import_result_modules()
     kinds = [cls for cls in results._registry.values() if cls.__module__.startswith("curvatlas.")]
     return sorted(kinds, key=lambda cls: cls.kind)
 
@@ -549,5 +549,5 @@ class _WithTerms(results.Result):
 @pytest.mark.parametrize("value", [None, "2.5", [1.0], True])
 def test_a_mapping_of_something_else_than_numbers_is_refused(value: Any) -> None:
     fields = {"name": "x", "terms": {"a": 1.0, "b": value}}
-    assert files.wrongly_typed(_WithTerms, fields) == "terms"
-    assert files.wrongly_typed(_WithTerms, {**fields, "terms": {"a": 1.0}}) is None
+    assert results.wrongly_typed(_WithTerms, fields) == "terms"
+    assert results.wrongly_typed(_WithTerms, {**fields, "terms": {"a": 1.0}}) is None

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, and reads that do not trust what they read.
+"""Files that are either complete or absent, and reads that do not trust what they read.
 
 A write goes to a temporary file beside the target, is flushed to the disk and then renamed over it:
 whoever looks sees the old content or the new one, never half of either, also after a power cut.
@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import glob
 import hashlib
-import importlib
 import json
 import math
 import os
-import pkgutil
 import re
 import stat
 import tempfile
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -172,9 +167,8 @@ def parse_json(
             parse_int=_whole_number,
             parse_constant=None if allow_nan else _no_constant,
         )
-        if re.search(
-            "\\\\u[dD]|[\ud800-\udfff]", text
-        ):  # half of a pair can be neither printed nor written
+        # half of a surrogate pair can be neither printed nor written
+        if re.search("\\\\u[dD]|[\ud800-\udfff]", text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except RecursionError:
@@ -256,30 +250,28 @@ def _means_disk_full(error: BaseException) -> bool:
     return any(f"os error {number}" in str(error) for number in _FULL)
 
 
-# -------------------------------------------------------------------------------------------------
-# Writing ``.safetensors`` files with a checksum, and reading those that nobody vouches for.
+# --- .safetensors files: eight bytes of header length, a JSON header, the tensors' bytes ----------
 #
-# The format is eight bytes of header length, a JSON header, and the tensors' bytes. Everything the
-# header declares is checked against the bytes that are there before a tensor is made, so a small
-# file
-# cannot claim a huge shape; the tensors are views of the one buffer that was read, so a file that
-# changes later changes nothing. The checksum notices damage; it is no signature.
-# -------------------------------------------------------------------------------------------------
-
+# Everything the header declares is checked against the bytes that are there before a tensor is
+# made, so that a small file cannot claim a huge shape; the tensors are views of the one buffer that
+# was read, so that a file that changes later changes nothing. The checksum is no signature.
 
 CHECKSUM = "sha256"  # entry of the metadata
 _HEADER_LIMIT = 64 * 2**20
 _EMPTY_LIMIT = 10**6  # leading sizes of tensors without elements: tolist() makes that many lists
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
-# Packages whose modules define results; a module that needs an absent extra is passed over.
-_RESULT_PACKAGES = (
-    "analysis", "closed_form", "operators", "runs", "scaling", "spectra", "studies", "theory",
-    "training", "zoo",
-)  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 
 def write(
@@ -412,61 +404,3 @@ def _tensor(
     flat = torch.frombuffer(content, dtype=dtype, offset=begin, count=size // dtype.itemsize)
     # Processors may refuse or slow down unaligned numbers: such a tensor gets its own memory.
     return (flat if begin % dtype.itemsize == 0 else flat.clone()).reshape(shape)
-
-
-def import_result_modules() -> None:
-    """Import every module of the package that may define results (our own code only)."""
-    for package_name in _RESULT_PACKAGES:
-        with contextlib.suppress(ImportError):
-            package = importlib.import_module(f"curvatlas.{package_name}")
-            paths = getattr(package, "__path__", [])  # none of a single module
-            for module in pkgutil.walk_packages(paths, f"{package.__name__}."):
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(module.name)
-
-
-def wrongly_typed(cls: type, fields: dict[str, Any]) -> str | None:
-    """The first field whose value does not fit its annotation; None when all do.
-
-    Annotations that cannot be resolved at run time are not checked.
-    """
-    hints = _hints(cls)
-    for name, value in fields.items():
-        if name in hints and not _fits(value, hints[name]):
-            return name
-    return None
-
-
-@functools.cache  # a file may hold thousands of results of one class
-def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except (NameError, TypeError):
-        return {}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or isinstance(hint, (str, typing.TypeVar)):
-        return True
-    if hint is None or hint is types.NoneType:
-        return value is None
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if origin in (tuple, list):  # either may stand for the other: JSON knows only one of them
-        if not isinstance(value, (tuple, list)):
-            return False
-        if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
-            return all(_fits(item, arguments[0]) for item in value)
-        return len(value) == len(arguments) and all(map(_fits, value, arguments))
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(v, arguments[1]) for v in value.values())
-    if isinstance(origin, type):
-        return isinstance(value, origin)
-    return isinstance(value, hint) if isinstance(hint, type) else True

@@ -11,11 +11,16 @@ the manifest of a run vouches for them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import os
+import pkgutil
+import types
+import typing
 import warnings
 from collections.abc import Callable
 from itertools import accumulate
@@ -45,6 +50,19 @@ _BY_CONTENT = (
 )
 _LONGEST_REASON = 120  # letters of an error inside a line
 _registry: dict[str, type[Result]] = {}
+# Packages whose modules define results; a module that needs an absent extra is passed over.
+_RESULT_PACKAGES = (
+    "analysis",
+    "closed_form",
+    "operators",
+    "runs",
+    "scaling",
+    "spectra",
+    "studies",
+    "theory",
+    "training",
+    "zoo",
+)
 
 
 class Result:
@@ -164,14 +182,7 @@ def _always_printed(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
     def printed(result: Result) -> str:
         try:
             return text_of(result)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _BY_CONTENT as error:
             reason = " ".join(str(error).split())[:_LONGEST_REASON]
             return (
                 f"{result.kind} with fields that do not belong together "
@@ -252,7 +263,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 def _class_of(kind: Any) -> type[Result]:
     """The registered class; our own modules are imported first when the name is not yet known."""
     if isinstance(kind, str) and kind not in _registry:
-        files.import_result_modules()
+        import_result_modules()
     if not isinstance(kind, str) or kind not in _registry:
         raise ValueError(f"it holds a {kind!r}, which this version of curvatlas does not know")
     return _registry[kind]
@@ -269,9 +280,67 @@ def _check_fields(cls: type[Result], fields: dict[str, Any]) -> None:
     different = ", ".join(sorted((set(fields) - set(declared)) | absent))
     if different:
         raise ValueError(f"the fields of its {cls.kind} are not ours: {different}")
-    wrong = files.wrongly_typed(cls, fields)
+    wrong = wrongly_typed(cls, fields)
     if wrong is not None:
         raise ValueError(f"field {wrong!r} of its {cls.kind} has the wrong type")
+
+
+def import_result_modules() -> None:
+    """Import every module of the package that may define results (our own code only)."""
+    for package_name in _RESULT_PACKAGES:
+        with contextlib.suppress(ImportError):
+            package = importlib.import_module(f"curvatlas.{package_name}")
+            paths = getattr(package, "__path__", [])  # none of a single module
+            for module in pkgutil.walk_packages(paths, f"{package.__name__}."):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module.name)
+
+
+def wrongly_typed(cls: type, fields: dict[str, Any]) -> str | None:
+    """The first field whose value does not fit its annotation; None when all do.
+
+    Annotations that cannot be resolved at run time are not checked.
+    """
+    hints = _hints(cls)
+    for name, value in fields.items():
+        if name in hints and not _fits(value, hints[name]):
+            return name
+    return None
+
+
+@functools.cache  # a file may hold thousands of results of one class
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, TypeError):
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or isinstance(hint, (str, typing.TypeVar)):
+        return True
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin in (tuple, list):  # either may stand for the other: JSON knows only one of them
+        if not isinstance(value, (tuple, list)):
+            return False
+        if origin is list or (len(arguments) == 2 and arguments[1] is Ellipsis):
+            return all(_fits(item, arguments[0]) for item in value)
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, arguments[1]) for v in value.values())
+    if isinstance(origin, type):
+        return isinstance(value, origin)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def same(left: Result, right: Result) -> bool:
