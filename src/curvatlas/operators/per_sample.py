@@ -94,12 +94,12 @@ def _mapped(batch: Batch, one: Callable[..., Any], *by_sample: Any) -> Any:
 # --- gradients, sample after sample ---------------------------------------------------------------
 
 
-def pulled_rows(problem: Problem, leaves: dict[str, Tensor], root: Tensor, seeds: Tensor) -> Tensor:
+def pulled_rows(leaves: dict[str, Tensor], root: Tensor, seeds: Tensor) -> Tensor:
     """Jᵀ seed in the flat parameters: (K, *root) → (K, P); the graph is kept."""
-    rows = pull([root], list(leaves.values()), [seeds])
+    tensors, count = list(leaves.values()), len(seeds)
     blocks = [
-        root.new_zeros(len(seeds), size) if r is None else r.reshape(len(seeds), -1)
-        for r, size in zip(rows, problem.layout.sizes, strict=True)
+        leaf.new_zeros(count, leaf.numel()) if row is None else row.reshape(count, -1)
+        for row, leaf in zip(pull([root], tensors, [seeds]), tensors, strict=True)
     ]
     return torch.cat(blocks, dim=1)
 
@@ -113,7 +113,7 @@ def sample_gradients(problem: Problem, most: int) -> Tensor:
         for piece in pieces(problem, 1):
             leaves = problem.leaves()
             loss = problem.loss.value(problem.outputs(piece, leaves), piece.targets)
-            rows.append(pulled_rows(problem, leaves, loss, loss.new_ones(1))[0])
+            rows.append(pulled_rows(leaves, loss, loss.new_ones(1))[0])
             counts.append(piece.count)
             if len(rows) >= most:
                 break
@@ -156,7 +156,7 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
                 return drawn.clamp(1e-12, 1 - 1e-12)
 
             residual = problem.loss.sample_residual(outputs, piece.targets, uniform).to(outputs)
-            rows.append(pulled_rows(problem, leaves, outputs, residual.unsqueeze(0))[0])
+            rows.append(pulled_rows(leaves, outputs, residual.unsqueeze(0))[0])
             targets += problem.loss.target_count(outputs, piece.targets)
     # H_o is a mean over targets and a row sums those of one sample: n rows stand for ``targets``.
     return torch.stack(rows) / math.sqrt(targets / len(rows))
@@ -182,7 +182,7 @@ def root_gradients(
                         f"no root of the curvature of {problem.loss.name!r} is known: "
                         "use role_traces(GaussNewton(problem)), by products."
                     )
-                row = pulled_rows(problem, leaves, outputs, root.unsqueeze(0))[0]
+                row = pulled_rows(leaves, outputs, root.unsqueeze(0))[0]
                 yield probe, row, piece.count / problem.normaliser
             del outputs, leaves
 
@@ -592,7 +592,7 @@ def exact_outer_diagonal(problem: Problem) -> tuple[Tensor, int] | None:
                 return None
             samples_first = outputs.movedim(sample_axis_of_outputs(piece), 0)
             for some in torch.split(factors.places, max(1, _ROW_NUMBERS // problem.size)):
-                rows = pulled_rows(problem, leaves, samples_first, factors.seeds(some))
+                rows = pulled_rows(leaves, samples_first, factors.seeds(some))
                 total += piece.count * in_float64(rows).square().sum(0)
             passes += len(factors.places)
             progress.update(1)

@@ -11,7 +11,14 @@ import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
-from curvatlas.analysis.atlas.result import VIEWS, AtlasMap, Block, atlas_map, blocks_of, groups_of
+from curvatlas.analysis.atlas.result import (
+    VIEWS,
+    AtlasBlock,
+    AtlasMap,
+    atlas_map,
+    blocks_of,
+    groups_of,
+)
 from curvatlas.budget import available_bytes, readable
 from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
@@ -64,7 +71,7 @@ def dense_parts(operator: CurvatureParts) -> dict[str, Tensor]:
 
 
 def maps_of_matrices(
-    matrices: dict[str, Tensor], places: Sequence[Tensor], blocks: Sequence[Block]
+    matrices: dict[str, Tensor], places: Sequence[Tensor], blocks: Sequence[AtlasBlock]
 ) -> tuple[Maps, Shares]:
     """Every map of every view, exact; the (P, P) parts hold each block's rows at its ``places``."""
     maps: Maps = {}
@@ -226,7 +233,7 @@ class ClosedForm:
     derivatives: BlockDerivatives
     mapped: MappedBlock
 
-    def places(self, block: Block) -> Tensor:
+    def places(self, block: AtlasBlock) -> Tensor:
         """Positions of a block of the atlas in the closed form's flat order."""
         inverse = torch.empty_like(self.mapped.positions)
         inverse[self.mapped.positions] = torch.arange(len(inverse))
@@ -285,7 +292,7 @@ def _rounding(problem: Problem) -> float:
 
 
 def closed_maps(
-    form: ClosedForm, operator: CurvatureParts, blocks: Sequence[Block], room: int
+    form: ClosedForm, operator: CurvatureParts, blocks: Sequence[AtlasBlock], room: int
 ) -> tuple[Maps, Shares]:
     """Every map from the closed form: from the matrices where three fit ``room`` bytes.
 
@@ -320,7 +327,7 @@ def _agree(form: ClosedForm, operator: CurvatureParts, matrices: dict[str, Tenso
             raise UnmappedModuleError(f"the closed form's {part} part is not the operator's.")
 
 
-def _members(form: ClosedForm, blocks: Sequence[Block]) -> list[list[int]]:
+def _members(form: ClosedForm, blocks: Sequence[AtlasBlock]) -> list[list[int]]:
     """The closed form's weights that make up every block; refused where a weight is cut."""
     offsets = list(form.derivatives.offsets.values())
     members: list[list[int]] = []
@@ -336,7 +343,7 @@ def _members(form: ClosedForm, blocks: Sequence[Block]) -> list[list[int]]:
 
 
 def _norm_maps(
-    form: ClosedForm, blocks: Sequence[Block], members: list[list[int]]
+    form: ClosedForm, blocks: Sequence[AtlasBlock], members: list[list[int]]
 ) -> tuple[Maps, Shares]:
     """Exact norms and traces; ‖A‖_F/√rank ≤ ‖A‖₂ ≤ ‖A‖_F brackets the spectral norms."""
     maps: Maps = {}
@@ -378,7 +385,7 @@ _DENSITY_PRODUCTS = 60  # a block
 def refined_spectral(
     maps: dict[str, AtlasMap],
     problem: Problem,
-    blocks: Sequence[Block],
+    blocks: Sequence[AtlasBlock],
     which: str | Sequence[tuple[str, str]],
     *,
     seed: int,
@@ -411,7 +418,7 @@ def refined_spectral(
 
 
 def negative_masses(
-    problem: Problem, blocks: Sequence[Block], *, seed: int, budget: int | str | None
+    problem: Problem, blocks: Sequence[AtlasBlock], *, seed: int, budget: int | str | None
 ) -> dict[str, AtlasMap]:
     """Share of negative eigenvalues of every diagonal block, by stochastic Lanczos quadrature."""
     names = tuple(block.name for block in blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from curvatlas.analysis.atlas.result import Block, blocks_of
+from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
 from curvatlas.analysis.atlas.sketch import Sketch
 from curvatlas.analysis.propagation.dense import pulled
 from curvatlas.analysis.propagation.matrix_free import orthonormal, probe
@@ -353,12 +353,12 @@ def module_wise_curvature(
     return ModuleWiseCurvature(modules=tuple(entries), products=sketch.products + products)
 
 
-def _module_blocks(problem: Problem) -> tuple[Block, ...]:
+def _module_blocks(problem: Problem) -> tuple[AtlasBlock, ...]:
     groups: dict[str, list[Any]] = {}
     for piece in problem.anatomy.slices:
         groups.setdefault(piece.parameter.rpartition(".")[0], []).append(piece)
     return tuple(
-        Block(name=path, role=path, layer=path, sublayer=path, slices=tuple(pieces))
+        AtlasBlock(name=path, role=path, layer=path, sublayer=path, slices=tuple(pieces))
         for path, pieces in groups.items()
     )
 

@@ -20,8 +20,8 @@ from curvatlas.analysis.atlas.exact import (
 from curvatlas.analysis.atlas.result import (
     VIEWS,
     Atlas,
+    AtlasBlock,
     AtlasMap,
-    Block,
     atlas_map,
     blocks_of,
     groups_of,
@@ -114,7 +114,7 @@ def atlas(
 def _finish(
     maps: dict[str, AtlasMap],
     shares: dict[str, tuple[float, float, float]],
-    blocks: Sequence[Block],
+    blocks: Sequence[AtlasBlock],
     method: str,
     products: int,
     rtol: float,
@@ -189,7 +189,7 @@ def noise_floor(energy: Energy, sketch: Sketch) -> Array:
 
 
 def _sketch_maps(
-    sketch: Sketch, blocks: Sequence[Block]
+    sketch: Sketch, blocks: Sequence[AtlasBlock]
 ) -> tuple[dict[str, AtlasMap], dict[str, tuple[float, float, float]]]:
     maps: dict[str, AtlasMap] = {}
     shares: dict[str, tuple[float, float, float]] = {}

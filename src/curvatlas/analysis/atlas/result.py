@@ -20,7 +20,7 @@ VIEWS = ("block", "role", "layer", "sublayer", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class AtlasBlock:
     """Entries of the flat vector that make one row and one column of the map."""
 
     name: str  # "blocks.0.query", "embedding.token", "blocks.1.value.head2", …
@@ -51,7 +51,7 @@ class Block:
 
 def blocks_of(
     anatomy: Anatomy, *, by: str = "role", heads: bool = False, biases: bool = True
-) -> tuple[Block, ...]:
+) -> tuple[AtlasBlock, ...]:
     """One block a slice of the anatomy, in its order.
 
     by: "role", or "sublayer" and "layer" for coarser blocks of deep models.
@@ -73,7 +73,7 @@ def blocks_of(
     return tuple(_block(name, slices) for name, slices in groups.items())
 
 
-def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
+def _coarse(anatomy: Anatomy, by: str) -> tuple[AtlasBlock, ...]:
     """One block a layer, or a sublayer of a layer; what has no layer goes by its place.
 
     A place outside the layers may hold several sublayers (the token table and the norm of BERT's
@@ -94,7 +94,7 @@ def _coarse(anatomy: Anatomy, by: str) -> tuple[Block, ...]:
         alone = outside and (sublayers[layer] == 1 or sublayer == layer)
         name = place if alone or not sublayer else f"{place}.{sublayer}"
         blocks.append(
-            Block(
+            AtlasBlock(
                 name=name,
                 role=layer if not sublayer else name if outside else sublayer,
                 layer=layer,
@@ -129,7 +129,7 @@ def _weight_of(name: str, names: set[str], *, heads: bool) -> str:
     return name
 
 
-def _block(name: str, slices: Sequence[Slice]) -> Block:
+def _block(name: str, slices: Sequence[Slice]) -> AtlasBlock:
     first = slices[0]
     prefix = f"blocks.{first.layer}."
     if first.layer is None:
@@ -137,10 +137,12 @@ def _block(name: str, slices: Sequence[Slice]) -> Block:
     else:
         role = name.removeprefix(prefix) if name.startswith(prefix) else first.role
         layer = f"layer {first.layer}"
-    return Block(name=name, role=role, layer=layer, sublayer=first.sublayer, slices=tuple(slices))
+    return AtlasBlock(
+        name=name, role=role, layer=layer, sublayer=first.sublayer, slices=tuple(slices)
+    )
 
 
-def groups_of(blocks: Sequence[Block], view: str) -> dict[str, list[int]]:
+def groups_of(blocks: Sequence[AtlasBlock], view: str) -> dict[str, list[int]]:
     """Label → places of its blocks, in order of first appearance."""
     if view not in VIEWS:
         raise ValueError(f"a view is one of {', '.join(map(repr, VIEWS))}, got {view!r}.")

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from curvatlas.analysis.atlas.result import Block
+from curvatlas.analysis.atlas.result import AtlasBlock
 from curvatlas.fits import Array
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
@@ -254,7 +254,9 @@ class ProbeGroup:
 class Sketch:
     """All products so far, and the energies they estimate."""
 
-    def __init__(self, operator: CurvatureParts, blocks: Sequence[Block], *, seed: int) -> None:
+    def __init__(
+        self, operator: CurvatureParts, blocks: Sequence[AtlasBlock], *, seed: int
+    ) -> None:
         self.operator = operator
         self.blocks = tuple(blocks)
         self.groups: list[list[ProbeGroup]] = [[] for _ in blocks]
@@ -437,7 +439,7 @@ def _both_triangles(energy: Energy, probes: Array) -> Energy:
     )
 
 
-def scatter(block: Block, rows: Tensor, operator: CurvatureParts) -> dict[str, Tensor]:
+def scatter(block: AtlasBlock, rows: Tensor, operator: CurvatureParts) -> dict[str, Tensor]:
     """(K, size of the block) → parameter name → (K, *shape), zero outside the block."""
     layout = operator.problem.layout
     place = {name: k for k, name in enumerate(layout.names)}

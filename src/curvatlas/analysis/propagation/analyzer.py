@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.exact import largest_singular
 from curvatlas.analysis.propagation.capture import Capture, Node, capture
 from curvatlas.analysis.propagation.dense import (
-    Step,
     is_sum,
     propagate,
     samples_interact,
@@ -55,11 +54,6 @@ class Place:
     name: str
 
 
-def tokens_of(tensor: Tensor, samples: int) -> int:
-    """Tokens of one sample: all axes between the samples' and the width."""
-    return max(1, math.prod(tensor.shape[:-1]) // samples)
-
-
 # --- dense ----------------------------------------------------------------------------------------
 
 
@@ -81,18 +75,14 @@ def dense_entries(
             place = Place(step.node, "activation", step.node, step.node.name)
             passed = step.total - step.created
             yield _dense(place, passed, step.created, step.slope, samples, None, keep)
-        yield from _sublayer_entries(step, samples, keep)
-
-
-def _sublayer_entries(step: Step, samples: int, keep: bool) -> Iterator[FlowEntry]:
-    behind = None if step.total is None else float(torch.linalg.norm(step.total))
-    through = step.through
-    if step.node.kind == "residual":
-        through = through[:1]  # a sum passes the same matrix on to each of its inputs
-    for node, passed, made in through:
-        name = step.node.name if len(through) == 1 else f"{step.node.name} ← {node.name}"
-        place = Place(step.node, "sublayer", node, name)
-        yield _dense(place, passed, made, step.slope, samples, behind, keep)
+        behind = None if step.total is None else float(torch.linalg.norm(step.total))
+        through = step.through
+        if step.node.kind == "residual":
+            through = through[:1]  # a sum passes the same matrix on to each of its inputs
+        for node, passed, made in through:
+            name = step.node.name if len(through) == 1 else f"{step.node.name} ← {node.name}"
+            place = Place(step.node, "sublayer", node, name)
+            yield _dense(place, passed, made, step.slope, samples, behind, keep)
 
 
 def _dense(
@@ -106,7 +96,8 @@ def _dense(
 ) -> FlowEntry:
     total = passed + made
     matrices = dict(zip(_PARTS, (total, passed, made), strict=True))
-    tokens = tokens_of(place.at.tensor, samples)
+    # tokens of one sample: all axes between the samples' and the width
+    tokens = max(1, math.prod(place.at.tensor.shape[:-1]) // samples)
     width = total.shape[1] // tokens
     blocks = total.reshape(samples, tokens, width, tokens, width)
     token_blocks = blocks.diagonal(dim1=1, dim2=3)  # (samples, width, width, tokens)
@@ -115,11 +106,14 @@ def _dense(
         largest = float(values.abs().max())
     else:
         largest = max(largest_singular(in_float64(one)) for one in total)
+    stored: dict[str, Any] = {
+        part: matrix.detach().cpu() if keep else None for part, matrix in matrices.items()
+    }
     norm = float(torch.linalg.norm(total))
     amplification = norm / behind if behind else None
     return FlowEntry(
         **_named(place),
-        **_kept(matrices if keep else {}),
+        **stored,
         measures={part: _exact_measure(matrix) for part, matrix in matrices.items()},
         spectral_norm=largest,
         spectral_interval=(largest, largest),
@@ -131,10 +125,6 @@ def _dense(
         amplification_interval=None if amplification is None else (amplification, amplification),
         exact=True,
     )
-
-
-def _kept(matrices: dict[str, Tensor]) -> dict[str, Any]:
-    return {part: matrices[part].detach().cpu() if part in matrices else None for part in _PARTS}
 
 
 def _exact_measure(matrix: Tensor) -> Measure:
@@ -165,18 +155,10 @@ Probes = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # a basis, and the images
 
 
 def free_entries(
-    problem: Problem,
-    batch: Batch,
-    capture: Capture,
-    samples: int,
-    *,
-    probes: int,
-    seed: int,
-    wanted: Wanted,
-    products: FreeProducts | None = None,
+    products: FreeProducts, samples: int, *, probes: int, seed: int, wanted: Wanted
 ) -> Iterator[FlowEntry]:
     """The same entries, estimated from ``probes`` products each with what lies behind them."""
-    products = products or FreeProducts(problem, batch, capture)
+    capture = products.capture
     generator = torch.Generator(device="cpu").manual_seed(seed)
     behind: dict[Node, Probed] = {}
     measured: dict[Node, Probes] = {}  # activations that a sublayer's entry has measured already
@@ -229,28 +211,23 @@ def free_entries(
 
 
 def sweep_entries(
-    problem: Problem, batch: Batch, capture: Capture, samples: int, *, probes: int, seed: int
+    products: FreeProducts, samples: int, *, probes: int, seed: int
 ) -> Iterator[FlowEntry]:
     """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
 
     Where the model has no cut behind an activation (an encoder that every layer of a decoder
     reads), and for the head, each entry takes products of its own as in ``free_entries``.
     """
-    products = FreeProducts(problem, batch, capture)
+    nodes = products.capture.nodes
     generator = torch.Generator(device="cpu").manual_seed(seed)
     sweep = Sweep(products, samples, probes=SWEPT * probes, generator=generator)
-    reached = capture.nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
-    beyond = set(capture.nodes[reached + 1 :])
-    yield from free_entries(
-        problem,
-        batch,
-        capture,
-        samples,
-        probes=probes,
-        seed=seed + 1,
-        products=products,
-        wanted=lambda node: node.kind == "head" or node in beyond,
-    )
+    reached = nodes.index(sweep.cuts[-1]) if sweep.cuts else -1
+    beyond = set(nodes[reached + 1 :])
+
+    def alone(node: Node) -> bool:
+        return node.kind == "head" or node in beyond
+
+    yield from free_entries(products, samples, probes=probes, seed=seed + 1, wanted=alone)
     for node, site in track(sweep.activations(), "propagation", total=reached + 1):
         slope = products.slopes[node]
         here = site.parts
@@ -444,21 +421,17 @@ class CurvaturePropagationAnalyzer:
         one = samples * largest**2 * problem.dtype.itemsize
         fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
         if self.method == "dense" or (self.method == "auto" and fits):
-            everything = 6 * len(captured.nodes) * one
-            keep = everything <= room
+            keep = 6 * len(captured.nodes) * one <= room
             return "dense", dense_entries(
                 problem, batch, captured, samples, keep=keep, wanted=every
             )
         blocks = len({node.layer for node in captured.nodes if node.layer is not None})
         deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
-        probes, seed = self.probes, self.seed
+        products = FreeProducts(problem, batch, captured)
+        effort = {"probes": self.probes, "seed": self.seed}
         if wanted is None and deep:
-            estimated = sweep_entries(problem, batch, captured, samples, probes=probes, seed=seed)
-        else:
-            estimated = free_entries(
-                problem, batch, captured, samples, probes=probes, seed=seed, wanted=every
-            )
-        return "matrix-free", estimated
+            return "matrix-free", sweep_entries(products, samples, **effort)
+        return "matrix-free", free_entries(products, samples, wanted=every, **effort)
 
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
