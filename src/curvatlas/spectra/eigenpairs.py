@@ -52,26 +52,9 @@ from curvatlas.spectra.requirements import (
     require_symmetric,
 )
 
-# -------------------------------------------------------------------------------------------------
-# Better vectors from the same products: Ritz vectors with part of their residual turned away.
-#
-# In the Ritz basis the residual of e_i is z_i, its coordinates on the p pending rows. Adding
-# unwanted
-# Ritz vectors j, at the distance δ_j = θ_j − θ_i, costs δ_j inside the basis and turns the
-# residual:
-#
-#     min_ε ‖z_i + Σ_j ε_j z_j‖² + Σ_j δ_j² ε_j²,    ε = −D⁻² Zᵀ (I + Z D⁻² Zᵀ)⁻¹ z_i.
-#
-# At the edge of a bulk, where neighbours have not converged and lie near, the residual falls by a
-# quarter to a half: what one or two further products would do (refined Ritz vectors, Jia 1997).
-# The
-# vectors are made orthonormal afterwards and their residuals computed, not predicted.
-# -------------------------------------------------------------------------------------------------
-
-
 # Times the tolerance: further off, unwanted neighbours carry more of the residual than the vector
 # itself, and an eigenvalue may still be emerging among them.
-_WITHIN = 1.5
+REFINED_WITHIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,7 @@ class Wanted:
 def wanted_pairs(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions, accepted: float) -> Wanted:
     """The Ritz pairs, or refined ones where those reach ``accepted`` and the Ritz pairs do not."""
     plain = Wanted(ritz.values[chosen], ritz.coordinates[:, chosen], ritz.residuals[chosen])
-    near = accepted < plain.residuals.max(initial=0.0) <= _WITHIN * accepted
+    near = accepted < plain.residuals.max(initial=0.0) <= REFINED_WITHIN * accepted
     # What rounding did to a basis stored in fewer bits is no residual that could be turned.
     if not near or basis.store.packed:
         return plain
@@ -95,7 +78,18 @@ def wanted_pairs(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions, accepte
 
 
 def refined(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions) -> Wanted:
-    """Orthonormal vectors near the Ritz vectors ``chosen`` with smaller residuals."""
+    r"""Orthonormal vectors near the Ritz vectors ``chosen`` with smaller residuals.
+
+    In the Ritz basis the residual of e_i is z_i, its coordinates on the p pending rows. Adding
+    unwanted Ritz vectors j, at the distance δ_j = θ_j − θ_i, costs δ_j inside the basis and turns
+    the residual:
+
+        min_ε ‖z_i + Σ_j ε_j z_j‖² + Σ_j δ_j² ε_j²,    ε = −D⁻² Zᵀ (I + Z D⁻² Zᵀ)⁻¹ z_i.
+
+    At the edge of a bulk, where neighbours have not converged and lie near, the residual falls by a
+    quarter to a half: what one or two further products would do (refined Ritz vectors, Jia 1997).
+    The vectors are made orthonormal afterwards and their residuals computed, not predicted.
+    """
     others = np.setdiff1d(np.arange(len(ritz.values)), chosen)
     rows = ritz.pending[:, others]  # (p, m − k)
     tiny = np.finfo(np.float64).eps * max(basis.scale, np.finfo(np.float64).tiny)
@@ -195,8 +189,8 @@ class LanczosRun(Resumable):
         chosen = select(ritz.values, self.k, self.which)
         accepted = self.tol * max(np.abs(ritz.values).max(), np.finfo(np.float64).tiny)
         accepted = max(accepted, 8 * basis.eps * basis.scale)
-        found = wanted_pairs(basis, ritz, chosen, accepted)
-        if found.residuals.max() <= accepted and self.search.bounds_hold(ritz, self.bounded):
+        pairs = wanted_pairs(basis, ritz, chosen, accepted)
+        if pairs.residuals.max() <= accepted and self.search.bounds_hold(ritz, self.bounded):
             # With a bound from above a second copy of a single value would change nothing.
             alone = self.k == 1 and self.bounded is not None
             return alone or self._searched(ritz, chosen, accepted)
@@ -228,10 +222,10 @@ class LanczosRun(Resumable):
             return True
         if basis.count >= basis.capacity - 2:
             if search.searched and basis.pending > 1:
-                return True  # the pairs are found, and a longer search does not fit
+                return True  # the pairs have converged, and a longer search does not fit
             self._restart(ritz)
-        if not search.own and search.plain:
-            search.keep_own()
+        if search.plain:
+            search.keep_start()
         if not search.alphas or search.betas[-1] == 0.0:
             search.stop()
             search.going_on = basis.add_random(self.random)
@@ -254,13 +248,15 @@ class LanczosRun(Resumable):
         norm = float(np.abs(ritz.values).max())
         floor = 32 * basis.eps * max(norm, basis.scale)
         accepted = max(self.tol * norm, 8 * basis.eps * basis.scale)
-        found = wanted_pairs(basis, ritz, chosen, accepted)
-        values, residuals = found.values, found.residuals + floor
+        pairs = wanted_pairs(basis, ritz, chosen, accepted)
+        values, residuals = pairs.values, pairs.residuals + floor
         full = basis.multiplied >= basis.size
         enough = len(chosen) == self.wanted
-        converged = bool(enough and (found.residuals <= accepted).all())
+        converged = bool(enough and (pairs.residuals <= accepted).all())
         radii = cluster_radii(values, residuals)
-        vectors = basis.final_vectors(found.coordinates)
+        missed = 0.0 if full else self.search.separate(values, norm) if enough else 1.0
+        complete = within_list(self.search.complete, values, self.which)
+        vectors = basis.final_vectors(pairs.coordinates)
         for column in vectors.T:
             column /= basis.store.norm(column.to(basis.store.dtype)).to(column.dtype)
         return Eigenpairs(
@@ -272,20 +268,13 @@ class LanczosRun(Resumable):
             k=self.k,
             tol=self.tol,
             norm=norm,
-            missed_probability=self._missed(values, norm, full, enough),
-            complete_outside=(0.0, 0.0)
-            if full
-            else within_list(self.search.complete, values, self.which),
+            missed_probability=missed,
+            complete_outside=(0.0, 0.0) if full else complete,
             spectrum_within=self.search.range(ritz, floor, full),
             products=basis.products,
             converged=converged,
             exact=full,
         )
-
-    def _missed(self, values: Array, norm: float, full: bool, enough: bool) -> float:
-        if full or not enough:
-            return 0.0 if full else 1.0
-        return self.search.separate(values, norm)
 
     def state(self) -> State:
         tensors, numbers = self.basis.state()

@@ -92,12 +92,6 @@ class KeptProducts(LinearOperator):
             matrix.addmm_(images, basis.T)
         return _symmetric(matrix, self.op.dtype, what), known.magnification
 
-    @staticmethod
-    def of(op: LinearOperator, budget: int) -> LinearOperator:
-        """The operator with kept products where it may come to reading all of it."""
-        n = op.shape[0]
-        return KeptProducts(op) if n <= min(budget, MATRIX_UP_TO) else op
-
 
 class Completion:
     """An orthonormal basis of the whole space that begins with what was multiplied already."""

@@ -1,9 +1,13 @@
-r"""tr f(A), log-determinants and quadratic forms bᵀ f(A) b.
+r"""Functions of a matrix: tr f(A) and log-determinants, bᵀ f(A) b, and f(A) v.
 
 tr f(A) = Σ_i f(θ_i) + E[uᵀ f(A) u], the sum over converged eigenpairs, u on the sphere of radius √d
 in the complement of their vectors. uᵀ f(A) u is integrated by the Gauss rule of u's own Lanczos run
 (Golub and Meurant 2010; Ubaru, Chen and Saad 2017), the scatter of the probes gives the interval,
 the change with the last quarter of the steps the resolution.
+
+f(A) v = ‖v‖ Q f(T) e_1 in the basis Q of span{v, A v, A² v, …}: f(T) is exact for polynomials up to
+the number of steps. The error is estimated from the change over the last steps: coordinates in an
+orthonormal basis, so it costs no product (Saad 1992; Higham 2008).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import t as student
 from torch import Tensor
 
@@ -23,13 +28,14 @@ from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.estimate import Estimate, close_enough, exact_estimate, tolerance
 from curvatlas.spectra.exact import (
+    MATRIX_UP_TO,
     KeptProducts,
     products_allowed,
     reads_at_once,
     reads_the_rest,
     symmetric_matrix,
 )
-from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.krylov import Array, KrylovBasis, krylov_steps
 from curvatlas.spectra.quadrature import radau, recurrences, rule
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -47,6 +53,7 @@ Function = Callable[[Array], Array]
 # quadratic in the residual.
 _CONVERGED = 1e-4
 _FEWEST_PROBES = 6
+_LOOK_BACK = 3  # steps over which f(A) v must stay: one change may be small by luck
 
 
 @alike_on_every_rank
@@ -97,47 +104,39 @@ def trace_function(
     budget = 2 * products_allowed(None, (n + 1) // 2) if max_products is None else max_products
     check_budget(budget)
     if reads_at_once("function", n, budget):
-        return _from_matrix(op, function, quantity)
-    random, original = generator(seed), op
-    op, before = KeptProducts.of(op, budget), op.products
+        matrix, products = symmetric_matrix(op, quantity)
+        return _of_eigenvalues(matrix, products, torch.finfo(op.dtype).eps, function, quantity)
     eps = torch.finfo(op.dtype).eps
-    basis = lanczos(op, min(60, budget // 3, n // 2), random)
-    vectors, known = outliers(basis)
-    products = original.products - before
-    inside = _applied(function, known)
-    steps = max(min(30, (budget - 60) // 6, n - len(known)), 2)
-    d = n - len(known)
-
-    def read() -> Estimate:
-        assert isinstance(op, KeptProducts)
-        matrix, magnification = op.matrix(quantity)
-        spent = original.products - before
-        return _of_eigenvalues(matrix, function, quantity, spent, eps * magnification)
-
-    kept = isinstance(op, KeptProducts)
-    if kept:
-        ahead = steps * _probes_ahead(basis, known, function, rtol)
-        if reads_the_rest(n - products, ahead, budget - products):
-            return read()
-    scale = float(np.abs(known).max(initial=0.0))
+    known = OutliersTakenOut(op, budget, seed)
+    inside = _applied(function, known.values)
+    d = n - len(known.values)
+    steps = max(min(30, (budget - 60) // 6, d), 2)
+    fewer = max(steps - max(steps // 4, 1), 1)
+    if known.kept and known.reads_the_rest(steps * _probes_ahead(known, function, rtol)):
+        return _of_eigenvalues(*known.matrix(quantity), function, quantity)
+    scale = float(np.abs(known.values).max(initial=0.0))
     fine: list[float] = []
     coarse: list[float] = []
     sizes: list[float] = []
     with bar(quantity, total=budget) as progress:
         while True:
             count = _FEWEST_PROBES if not fine else min(len(fine), 16)
-            count = min(count, max((budget - products) // steps, 0))
+            count = min(count, max((budget - known.products) // steps, 0))
             if count == 0:
                 break
-            starts = torch.randn(n, count, generator=random, dtype=torch.float64, device="cpu")
-            starts = starts.to(device=op.device, dtype=op.dtype)
-            alphas, betas, spent = recurrences(
-                op, starts, steps, vectors, scale=scale, what=quantity
+            starts = torch.randn(
+                n, count, generator=known.random, dtype=torch.float64, device="cpu"
             )
-            products += spent
-            progress.update(products - progress.n)
+            alphas, betas, _ = recurrences(
+                known.op,
+                starts.to(device=op.device, dtype=op.dtype),
+                steps,
+                known.vectors,
+                scale=scale,
+                what=quantity,
+            )
+            progress.update(known.products - progress.n)
             scale = max(scale, float(np.abs(alphas).max()))
-            fewer = max(steps - max(steps // 4, 1), 1)
             for a, b in zip(alphas, betas, strict=True):
                 for integrals, s in ((fine, steps), (coarse, fewer)):
                     nodes, weights = rule(a[:s], b[:s], scale, eps, n)
@@ -145,26 +144,21 @@ def trace_function(
                     integrals.append(d * float(weights @ parts))
                 sizes.append(d * float(weights @ np.abs(parts)))
             norm = float(np.abs(inside).sum() + np.mean(sizes))
-            reached = _estimate(inside, fine, coarse, rtol, norm, products, quantity)
+            reached = _estimate(inside, fine, coarse, rtol, norm, known.products, quantity)
             if reached.converged:
                 return reached
             goal = tolerance(reached.value, rtol, norm)
             more = len(fine) * ((reached.error / goal) ** 2 - 1) if goal > 0 else np.inf
             ahead = max(int(np.ceil(min(more, 1e9))), 1) * steps
-            if kept and reads_the_rest(n - products, ahead, budget - products):
-                return read()
+            if known.reads_the_rest(ahead):
+                return _of_eigenvalues(*known.matrix(quantity), function, quantity)
     if len(fine) < 2:
         raise ValueError(f"{budget} products are too few for {quantity}: give at least 100.")
     return reached
 
 
-def _from_matrix(op: LinearOperator, function: Function, quantity: str) -> Estimate:
-    matrix, products = symmetric_matrix(op, quantity)
-    return _of_eigenvalues(matrix, function, quantity, products, torch.finfo(op.dtype).eps)
-
-
 def _of_eigenvalues(
-    matrix: Tensor, function: Function, quantity: str, products: int, eps: float
+    matrix: Tensor, products: int, eps: float, function: Function, quantity: str
 ) -> Estimate:
     values = torch.linalg.eigvalsh(matrix).cpu().numpy()
     parts = _applied(function, values)
@@ -172,9 +166,13 @@ def _of_eigenvalues(
     moved = _applied(function, values + 32 * eps * np.abs(values).max())
     steep = float(np.abs(moved - parts).sum()) / (64 * eps)
     return exact_estimate(
-        quantity, float(parts.sum()), scale=float(np.abs(parts).sum()) + steep,
-        eps=eps, products=products, method="the whole matrix",
-    )  # fmt: skip
+        quantity,
+        float(parts.sum()),
+        scale=float(np.abs(parts).sum()) + steep,
+        eps=eps,
+        products=products,
+        method="the whole matrix",
+    )
 
 
 @alike_on_every_rank
@@ -198,86 +196,117 @@ def quadratic_form(
     check_damping(damping)
     check_vector(b, n, "b")
     square = float(in_float64(b).pow(2).sum())
-    basis = KrylovBasis(op, min(max_products, n) + 2)
     certain = function is None and op.tags.psd and damping > 0
-    f = function if function is not None else _reciprocal
-    value = low = high = middle = steep = 0.0
-    done = not basis.add(b)
+    f = function if function is not None else np.reciprocal
+    value = low = high = middle = steep = rounding = 0.0
+    done, products, exact = True, 0, False
     previous = np.inf
     betas: list[float] = []
-    with bar("quadratic form", total=max_products) as progress:
-        while not done and basis.products < max_products:
-            betas.append(basis.expand())
-            progress.update()
-            alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
-            nodes, weights = rule(alphas, np.array(betas), basis.scale, basis.eps, n)
-            parts = _applied(f, nodes)
-            value = low = high = middle = square * float(weights @ parts)
-            norm = square * float(weights @ np.abs(parts))
-            # A node is known to rounding of the largest eigenvalue, and f may be steep there.
-            with np.errstate(all="ignore"):
-                moved = np.asarray(f(nodes + 16 * basis.eps * basis.scale))
-            steep = square * float(weights @ np.abs(moved - parts))
-            if betas[-1] > 0 and certain:
-                at, outer = radau(alphas, np.array(betas), damping)
-                high = square * float(outer @ f(at))
-                middle = (low + high) / 2
-            elif betas[-1] > 0:
-                # no bound is known: twice the last change, which Lanczos reduces geometrically
-                change = 2 * abs(value - previous)
-                low, high = value - change, value + change
-            previous = value
-            near = (high - low) / 2 <= tolerance(value, rtol, norm)
-            done = betas[-1] == 0.0 or (len(betas) > 2 and near)
-    refuse_asymmetric(basis, "quadratic_form")
-    rounding = 64 * basis.eps * max(abs(low), abs(high))
+    for basis, beta in krylov_steps(op, b, max_products, "quadratic form"):
+        betas.append(beta)
+        products, exact = basis.products, beta == 0.0
+        alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
+        nodes, weights = rule(alphas, np.array(betas), basis.scale, basis.eps, n)
+        parts = _applied(f, nodes)
+        value = low = high = middle = square * float(weights @ parts)
+        norm = square * float(weights @ np.abs(parts))
+        # A node is known to rounding of the largest eigenvalue, and f may be steep there.
+        with np.errstate(all="ignore"):
+            moved = np.asarray(f(nodes + 16 * basis.eps * basis.scale))
+        steep = square * float(weights @ np.abs(moved - parts))
+        if beta > 0 and certain:
+            at, outer = radau(alphas, np.array(betas), damping)
+            high = square * float(outer @ f(at))
+            middle = (low + high) / 2
+        elif beta > 0:
+            # no bound is known: twice the last change, which Lanczos reduces geometrically
+            change = 2 * abs(value - previous)
+            low, high = value - change, value + change
+        previous = value
+        rounding = 64 * basis.eps * max(abs(low), abs(high))
+        near = (high - low) / 2 <= tolerance(value, rtol, norm)
+        done = exact or (len(betas) > 2 and near)
+        if done:
+            break
+    if betas:
+        refuse_asymmetric(basis, "quadratic_form")
     rounding += steep if np.isfinite(steep) else np.inf
     return Estimate(
-        quantity="quadratic form", value=middle, products=basis.products,
-        interval=(low - rounding, high + rounding), converged=done,
-        exact=bool(betas) and betas[-1] == 0.0,
+        quantity="quadratic form",
+        value=middle,
+        products=products,
+        interval=(low - rounding, high + rounding),
+        converged=done,
+        exact=exact,
         method="Gauss and Gauss-Radau rules" if certain else "Gauss rule",
-    )  # fmt: skip
+    )
 
 
-def lanczos(op: LinearOperator, steps: int, random: torch.Generator) -> KrylovBasis:
-    """The basis of ``steps`` Lanczos steps from a random start, or fewer where it is invariant."""
-    basis = KrylovBasis(op, steps + 2)
-    basis.add_random(random)
-    while basis.products < steps and basis.pending:
-        basis.expand()
-    refuse_asymmetric(basis, "a function of a matrix")
-    return basis
+class OutliersTakenOut:
+    """Eigenpairs that a short Lanczos run determines, and the way to the whole matrix from there.
+
+    products: all that were taken of the operator since; op: it, with its products kept where it may
+    come to reading all columns.
+    """
+
+    def __init__(self, op: LinearOperator, budget: int, seed: int) -> None:
+        n = op.shape[0]
+        self.random, self.budget = generator(seed), budget
+        self._original, self._before = op, op.products
+        self.op = KeptProducts(op) if n <= min(budget, MATRIX_UP_TO) else op
+        self.kept = self.op is not op
+        self.basis = KrylovBasis(self.op, min(60, budget // 3, n // 2) + 2)
+        self.basis.add_random(self.random)
+        while self.basis.products < self.basis.capacity - 2 and self.basis.pending:
+            self.basis.expand()
+        refuse_asymmetric(self.basis, "a function of a matrix")
+        self.vectors = torch.empty(0, n, dtype=op.dtype, device=op.device)  # (k, n) rows
+        self.values: Array = np.zeros(0)  # (k,)
+        if self.basis.multiplied:
+            ritz = self.basis.ritz()
+            limit = max(_CONVERGED, 100 * self.basis.eps) * float(np.abs(ritz.values).max())
+            settled = ritz.residuals <= limit
+            self.vectors = self.basis.vectors(ritz.coordinates[:, settled]).T.contiguous()
+            self.values = ritz.values[settled]
+
+    @property
+    def products(self) -> int:
+        return self._original.products - self._before
+
+    def rest(self, nodes: Array) -> NDArray[np.bool_]:
+        """Which nodes (q,) are none of the eigenvalues taken out."""
+        apart = np.abs(nodes[:, None] - self.values).min(1, initial=np.inf)
+        rest: NDArray[np.bool_] = apart > 1e-6 * self.basis.scale
+        return rest
+
+    def reads_the_rest(self, ahead: int) -> bool:
+        """Whether all other columns cost no more than ``ahead`` and than is left."""
+        missing, left = self.op.shape[0] - self.products, self.budget - self.products
+        return self.kept and reads_the_rest(missing, ahead, left)
+
+    def matrix(self, what: str) -> tuple[Tensor, int, float]:
+        """The symmetric matrix in float64, the products in all, and its relative rounding."""
+        assert isinstance(self.op, KeptProducts)
+        matrix, magnification = self.op.matrix(what)
+        return matrix, self.products, torch.finfo(self.op.dtype).eps * magnification
 
 
-def outliers(basis: KrylovBasis) -> tuple[Tensor, Array]:
-    """Rows (k, n) and values (k,) of the eigenpairs that the basis determines."""
-    op = basis.op
-    if basis.multiplied == 0:
-        return torch.empty(0, op.shape[0], dtype=op.dtype, device=op.device), np.zeros(0)
-    ritz = basis.ritz()
-    limit = max(_CONVERGED, 100 * basis.eps) * float(np.abs(ritz.values).max())
-    settled = ritz.residuals <= limit
-    rows = basis.vectors(ritz.coordinates[:, settled]).T.contiguous()
-    return rows, ritz.values[settled]
-
-
-def _probes_ahead(basis: KrylovBasis, known: Array, function: Function, rtol: float) -> int:
+def _probes_ahead(known: OutliersTakenOut, function: Function, rtol: float) -> int:
     """How many probes rtol will take, by the rule of the basis' own random start.
 
     The mean of m probes scatters by (2 d Var f / m)^½ around d · mean f, the variance over the
     spectrum without the known eigenvalues.
     """
+    basis = known.basis
     nodes, weights = rule(*basis.recurrence(), basis.scale, basis.eps, basis.size)
-    apart = np.abs(nodes[:, None] - known).min(1, initial=np.inf)
-    weights = np.where(apart > 1e-6 * basis.scale, weights, 0.0)
+    weights = np.where(known.rest(nodes), weights, 0.0)
     share = float(weights.sum())
     if share == 0.0:
         return _FEWEST_PROBES
-    parts, inside = _applied(function, nodes), _applied(function, known)
+    parts, inside = _applied(function, nodes), _applied(function, known.values)
     mean = float(weights @ parts) / share
     variance = float(weights @ (parts - mean) ** 2) / share
-    d = basis.size - len(known)
+    d = basis.size - len(known.values)
     norm = float(np.abs(inside).sum()) + d * float(weights @ np.abs(parts)) / share
     goal = tolerance(float(inside.sum()) + d * mean, rtol, norm)
     needed = 2 * d * variance * (1.96 / goal) ** 2 if goal > 0 else np.inf
@@ -285,20 +314,31 @@ def _probes_ahead(basis: KrylovBasis, known: Array, function: Function, rtol: fl
 
 
 def _estimate(
-    inside: Array, fine: list[float], coarse: list[float], rtol: float, norm: float, products: int,
+    inside: Array,
+    fine: list[float],
+    coarse: list[float],
+    rtol: float,
+    norm: float,
+    products: int,
     quantity: str,
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     values = np.array(fine)
     m = len(values)
     value = float(inside.sum() + values.mean())
     spread = float(values.std(ddof=1)) if m > 1 else float(np.abs(values).max())
     error = float(student.ppf(0.975, max(m - 1, 1))) * spread / np.sqrt(m)
     error += 1.5 * abs(float(values.mean() - np.mean(coarse))) + 1e-12 * float(np.abs(inside).sum())
+    # Few probes may agree by chance: fewer than twelve have to agree four times as well.
+    near = close_enough(value, error, rtol if m >= 12 else rtol / 4, norm)
     return Estimate(
-        quantity=quantity, value=value, interval=(value - error, value + error),
-        products=products, converged=_settled(m, value, error, rtol, norm), exact=False,
+        quantity=quantity,
+        value=value,
+        interval=(value - error, value + error),
+        products=products,
+        converged=m >= _FEWEST_PROBES and near,
+        exact=False,
         method="Lanczos quadrature, known eigenpairs taken out",
-    )  # fmt: skip
+    )
 
 
 def _applied(function: Function, values: Array) -> Array:
@@ -306,41 +346,18 @@ def _applied(function: Function, values: Array) -> Array:
     if len(values) == 0:
         return np.zeros(0)
     with np.errstate(all="ignore"):
-        found = np.asarray(function(values), dtype=np.float64)
-    if found.shape != values.shape:
+        images = np.asarray(function(values), dtype=np.float64)
+    if images.shape != values.shape:
         raise ValueError(
             f"the function must give one number for each of an array of eigenvalues, got the shape "
-            f"{found.shape} for {values.shape}."
+            f"{images.shape} for {values.shape}."
         )
-    if not np.isfinite(found).all():
-        bad = float(values[~np.isfinite(found)][0])
+    if not np.isfinite(images).all():
+        bad = float(values[~np.isfinite(images)][0])
         raise ValueError(
             f"the function is not finite at the eigenvalue {bad:.3g}: take damping, or another one."
         )
-    return found
-
-
-def _settled(m: int, value: float, error: float, rtol: float, norm: float) -> bool:
-    """Few probes may agree by chance: fewer than twelve have to agree four times as well."""
-    return m >= _FEWEST_PROBES and close_enough(value, error, rtol if m >= 12 else rtol / 4, norm)
-
-
-def _reciprocal(values: Array) -> Array:
-    return 1.0 / values
-
-
-# -------------------------------------------------------------------------------------------------
-# f(A) v by Lanczos: ‖v‖ Q f(T) e_1 from the basis Q of span{v, A v, A² v, …}.
-#
-# f(T) is exact for polynomials up to the number of steps, and the products of A and nothing else
-# enter. The error is estimated from the change over the last steps: coordinates in an orthonormal
-# basis, so it costs no product (Saad 1992; Higham 2008).
-# -------------------------------------------------------------------------------------------------
-
-
-_LOOK_BACK = (
-    3  # steps over which the change must stay below the tolerance: one may be small by luck
-)
+    return images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,34 +409,28 @@ def matrix_function(
 def _one(
     op: LinearOperator, v: Tensor, function: Function, rtol: float, budget: int
 ) -> FunctionProduct:
-    n = op.shape[0]
     size = float(torch.linalg.vector_norm(in_float64(v)))
-    basis = KrylovBasis(op, budget + 2)
-    if size == 0.0 or not basis.add(v):
-        return FunctionProduct(value=torch.zeros_like(v), error=0.0, products=0, converged=True)
+    product = FunctionProduct(value=torch.zeros_like(v), error=0.0, products=0, converged=True)
     before: list[Array] = []
-    with bar("f(A) v", total=budget) as progress:
-        while True:
-            last = basis.expand()
-            progress.update()
-            coordinates, rounding = _coordinates(basis, function, size)
-            norm = float(np.linalg.norm(coordinates))
-            complete = last == 0.0 or basis.multiplied == n
-            error = rounding
-            if not complete:
-                error += _change(coordinates, before) if len(before) >= _LOOK_BACK else norm
-            before = [*before, coordinates][-_LOOK_BACK:]
-            reached = error <= max(rtol * norm, 2 * rounding)
-            if complete or reached or basis.products >= budget:
-                break
-    refuse_asymmetric(basis, "matrix_function")
-    relative = error / norm if norm > 0 else 0.0
-    return FunctionProduct(
-        value=basis.vectors(coordinates[:, None]).squeeze(1),
-        error=relative,
-        products=basis.products,
-        converged=relative <= rtol,
-    )
+    for basis, last in krylov_steps(op, v, budget, "f(A) v"):
+        coordinates, rounding = _coordinates(basis, function, size)
+        norm = float(np.linalg.norm(coordinates))
+        complete = last == 0.0 or basis.multiplied == op.shape[0]
+        error = rounding
+        if not complete:
+            error += _change(coordinates, before) if len(before) >= _LOOK_BACK else norm
+        before = [*before, coordinates][-_LOOK_BACK:]
+        if complete or error <= max(rtol * norm, 2 * rounding) or basis.products >= budget:
+            refuse_asymmetric(basis, "matrix_function")
+            relative = error / norm if norm > 0 else 0.0
+            product = FunctionProduct(
+                value=basis.vectors(coordinates[:, None]).squeeze(1),
+                error=relative,
+                products=basis.products,
+                converged=relative <= rtol,
+            )
+            break
+    return product
 
 
 def _coordinates(basis: KrylovBasis, function: Function, size: float) -> tuple[Array, float]:

@@ -16,6 +16,7 @@ Lanczos 1950; Daniel, Gragg, Kaufman and Stewart 1976 (when to orthogonalise twi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,23 +27,22 @@ from torch import Tensor
 from curvatlas import parallel
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.parallel import Shards
+from curvatlas.progress import bar
 from curvatlas.spectra.requirements import not_finite
 
-# -------------------------------------------------------------------------------------------------
-# The rows of a Krylov basis: where they lie, in what precision, and the sums over them.
-#
-# Plain rows are one tensor. ``storage`` keeps them in fewer bits (bfloat16: half of float32) while
-# every sum is computed in the operator's precision, a band of columns at a time. ``shards`` gives
-# every process its own columns of every row; sums over a row then end in one small reduction.
-# -------------------------------------------------------------------------------------------------
-
+Array = NDArray[np.float64]
 
 _BAND = 2**24  # entries of the rows that are converted together
 _DRAWN = 2**16  # entries of a random vector that share a stream
 
 
 class Rows:
-    """(capacity, n) in ``storage`` precision; vectors in and out are in ``dtype``, (n_local,)."""
+    """(capacity, n) in ``storage`` precision; vectors in and out are in ``dtype``, (n_local,).
+
+    ``storage`` keeps the rows in fewer bits (bfloat16: half of float32) while every sum is computed
+    in the operator's precision, a band of columns at a time. ``shards`` gives every process its own
+    columns of every row; sums over a row then end in one small reduction.
+    """
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class Rows:
     def norm(self, vector: Tensor) -> Tensor:
         """‖vector‖ over all processes, a scalar tensor."""
         if self.shards is None:
-            whole: Tensor = torch.linalg.vector_norm(vector)
-            return whole
+            norm: Tensor = torch.linalg.vector_norm(vector)
+            return norm
         return self._summed(torch.linalg.vector_norm(vector).square()).sqrt()
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ class Rows:
         """B · vector for the first ``count`` rows."""
         if not self.packed:
             return self._summed(self.tensor[:count] @ vector)
-        found = torch.zeros(count, dtype=self.dtype, device=vector.device)
+        inner = torch.zeros(count, dtype=self.dtype, device=vector.device)
         for band in self._bands(count):
-            found.addmv_(self.tensor[:count, band].to(self.dtype), vector[band])
-        return self._summed(found)
+            inner.addmv_(self.tensor[:count, band].to(self.dtype), vector[band])
+        return self._summed(inner)
 
     def subtract(self, vector: Tensor, weights: Tensor, which: Tensor | None = None) -> None:
         """vector −= Σ weights_i row_i in place, over the first rows or those named."""
@@ -143,9 +143,9 @@ class Rows:
 
     def project_out(self, vector: Tensor, count: int) -> Tensor:
         """vector ← (I − BᵀB) vector in place; returns the coefficients B·vector."""
-        found = self.coordinates(vector, count)
-        self.subtract(vector, found)
-        return found
+        inner = self.coordinates(vector, count)
+        self.subtract(vector, inner)
+        return inner
 
     # --- combinations ----------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Rows:
             result[band] = self.tensor[:count, band].to(self.dtype).T @ weights
         return result
 
-    def rotate(self, which: slice, rotation: NDArray[np.float64]) -> NDArray[np.float64]:
+    def rotate(self, which: slice, rotation: Array) -> Array:
         """rows ← rotationᵀ rows, a band of columns at a time so that no second basis is needed.
 
         Returns the norms of what rounding took from the new rows.
@@ -177,9 +177,6 @@ class Rows:
         if not self.packed:
             return np.zeros(turn.shape[0])
         return self._summed(lost).sqrt().cpu().double().numpy()
-
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -207,9 +204,13 @@ class KrylovBasis:
         self.op = op
         self.size = op.shape[1]
         self.store = Rows(
-            capacity, self.size, dtype=op.dtype, device=device or op.device,
-            storage=storage, shards=shards,
-        )  # fmt: skip
+            capacity,
+            self.size,
+            dtype=op.dtype,
+            device=device or op.device,
+            storage=storage,
+            shards=shards,
+        )
         self.coefficients: Array = np.zeros((capacity, capacity))
         self.count = 0
         self.multiplied = 0
@@ -283,9 +284,9 @@ class KrylovBasis:
             weights = torch.as_tensor(known, dtype=image.dtype, device=image.device)
             self.store.subtract(image, weights, torch.as_tensor(earlier, device="cpu"))
         local = self.store.norm(image)
-        found = self.store.project_out(image, self.count)
+        inner = self.store.project_out(image, self.count)
         after = self.store.norm(image)
-        measured = torch.cat([found, torch.stack([alpha, before, local, after])])
+        measured = torch.cat([inner, torch.stack([alpha, before, local, after])])
         numbers: list[float] = measured.tolist()  # the one synchronisation of a step
         removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
         if not np.isfinite(after_):
@@ -323,8 +324,8 @@ class KrylovBasis:
         image[:m] -= coordinates * values
         # Roundings of different rows are unrelated: their squares add.
         rounded = np.sqrt((self.drift[:m, None] ** 2 * coordinates**2).sum(0))
-        found: Array = np.sqrt((image**2).sum(0)) + rounded
-        return found
+        norms: Array = np.sqrt((image**2).sum(0)) + rounded
+        return norms
 
     def asymmetry(self) -> float:
         """‖C − Cᵀ‖ / ‖C‖ on the multiplied rows: rounding for a symmetric operator."""
@@ -434,3 +435,19 @@ class KrylovBasis:
         self.rewrites += 1
         self.rows[[i, j]] = self.rows[[j, i]]
         self.coefficients[[i, j]] = self.coefficients[[j, i]]
+
+
+def krylov_steps(
+    op: LinearOperator, start: Tensor, budget: int, title: str
+) -> Iterator[tuple[KrylovBasis, float]]:
+    """The growing basis of span{b, A b, A² b, …} and the norm of what each product added to it.
+
+    Nothing where b is zero; ends with the budget or an invariant space.
+    """
+    basis = KrylovBasis(op, min(budget, op.shape[1]) + 2)
+    basis.add(start)
+    with bar(title, total=budget) as progress:
+        while basis.products < budget and basis.pending:
+            added = basis.expand()
+            progress.update()
+            yield basis, added

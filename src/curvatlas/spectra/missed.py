@@ -45,15 +45,15 @@ def christoffel(alphas: Array, betas: Array, x: float) -> float:
 
 
 def missed_probability(
-    alphas: Array, betas: Array, found: Array, which: str, n: int, slack: float
+    alphas: Array, betas: Array, reported: Array, which: str, n: int, slack: float
 ) -> float:
-    """Bound for an eigenvalue further out than all of ``found`` by ``slack`` or more.
+    """Bound for an eigenvalue further out than all of ``reported`` by ``slack`` or more.
 
-    alphas, betas: (s,) recurrence of a random direction in n dimensions; found: values reported.
+    alphas, betas: (s,) recurrence of a random direction in n dimensions; reported: the values.
     """
     nodes = np.linalg.eigvalsh(jacobi(alphas, betas[:-1]))
     worst = 0.0
-    for edge, sign in _edges(found, which):
+    for edge, sign in _edges(reported, which):
         point = edge + sign * slack
         outermost = np.abs(nodes).max() if which == "magnitude" else (sign * nodes).max()
         worst = max(worst, _beyond(alphas, betas, point, outermost < sign * point, n))
@@ -61,20 +61,20 @@ def missed_probability(
 
 
 def separate_probability(
-    runs: list[tuple[Array, Array]], found: Array, which: str, n: int, apart: float
+    runs: list[tuple[Array, Array]], reported: Array, which: str, n: int, apart: float
 ) -> float:
-    """Bound for an eigenvalue beyond the innermost of ``found`` and ``apart`` from all of them.
+    """Bound for an eigenvalue beyond the innermost of ``reported`` and ``apart`` from all of them.
 
     runs: recurrences (alphas, betas) of independent random directions, the run's own start among
     them: an overlooked eigenvector must have been hidden from every one.
     """
     worst = 0.0
-    for edge, sign in _edges(found, which):
-        reported = np.union1d(sign * found[sign * found >= sign * edge], sign * edge)
-        outer = reported[-1] + apart * np.logspace(0, 1, 12)
-        gaps = [np.linspace(a, b, 17) for a, b in pairwise(reported)]
+    for edge, sign in _edges(reported, which):
+        wanted = np.union1d(sign * reported[sign * reported >= sign * edge], sign * edge)
+        outer = wanted[-1] + apart * np.logspace(0, 1, 12)
+        gaps = [np.linspace(a, b, 17) for a, b in pairwise(wanted)]
         points = np.concatenate([*gaps, outer])
-        points = points[np.abs(points[:, None] - reported).min(1) >= apart * (1 - 1e-12)]
+        points = points[np.abs(points[:, None] - wanted).min(1) >= apart * (1 - 1e-12)]
         for point in points:
             hidden = [
                 _beyond(alphas, betas, float(sign * point), True, n) for alphas, betas in runs
@@ -102,7 +102,7 @@ def complete_outside(alphas: Array, betas: Array, n: int) -> tuple[float, float]
 
 
 def worthwhile(
-    alphas: Array, betas: Array, found: Array, which: str, n: int, slack: float, limit: int
+    alphas: Array, betas: Array, reported: Array, which: str, n: int, slack: float, limit: int
 ) -> bool:
     """Whether a search of at most ``limit`` steps will settle an end that it has not yet.
 
@@ -114,7 +114,7 @@ def worthwhile(
         return True
     now, before = (np.linalg.eigvalsh(jacobi(alphas[:j], betas[: j - 1])) for j in (s, s - 1))
     goal = _accepted(n)
-    for edge, sign in _edges(found, which):
+    for edge, sign in _edges(reported, which):
         if which == "magnitude":
             reach, last = float(np.abs(now).max()), float(np.abs(before).max())
         else:
@@ -136,15 +136,15 @@ def _accepted(n: int) -> float:
     return float(2 * erfinv(MISSED) ** 2 / max(n, 1))
 
 
-def _edges(found: Array, which: str) -> list[tuple[float, float]]:
+def _edges(reported: Array, which: str) -> list[tuple[float, float]]:
     """(innermost wanted value, direction outwards) of every wanted end."""
-    half = len(found) // 2
+    half = len(reported) // 2
     if which == "both":
-        return [(float(found[:half].min()), 1.0), (float(found[half:].max()), -1.0)]
+        return [(float(reported[:half].min()), 1.0), (float(reported[half:].max()), -1.0)]
     if which == "magnitude":
-        edge = float(np.abs(found).min())
+        edge = float(np.abs(reported).min())
         return [(edge, 1.0), (-edge, -1.0)]
-    return [(float(found.min()), 1.0)] if which == "largest" else [(float(found.max()), -1.0)]
+    return [(float(reported.min()), 1.0)] if which == "largest" else [(float(reported.max()), -1.0)]
 
 
 def _beyond(alphas: Array, betas: Array, edge: float, outside_nodes: bool, n: int) -> float:
@@ -153,22 +153,17 @@ def _beyond(alphas: Array, betas: Array, edge: float, outside_nodes: bool, n: in
     return float(beta.cdf(christoffel(alphas, betas, edge), 0.5, max(n - 1, 1) / 2))
 
 
-# -------------------------------------------------------------------------------------------------
-# What a Lanczos run knows of eigenvalues it has not found: its own start, and a search at the end.
-#
-# Two recurrences are evidence (``spectra/missed.py``): that of the run's random start, as long as
-# no
-# restart has cut it, and that of a fresh random direction followed after the wanted pairs have
-# converged, the only one that can show a second copy of a value.
-# -------------------------------------------------------------------------------------------------
-
-
 _SHORT_SEARCH = 4  # products, and one more for each 50: a search expected to end by then is made
 _LONGEST_SEARCH = 14  # products, while the search approaches the wanted ends
 
 
 class Search:
-    """The evidence of one run; all of it goes to the checkpoint."""
+    """What one run knows of eigenvalues it has not found; all of it goes to the checkpoint.
+
+    Two recurrences are evidence: that of the run's random start, as long as no restart has cut it,
+    and that of a fresh random direction followed after the wanted pairs have converged, the only
+    one that can show a second copy of a value.
+    """
 
     def __init__(self, basis: KrylovBasis, which: Which, *, tol: float, thorough: bool) -> None:
         self.basis, self.which, self.tol, self.thorough = basis, which, tol, thorough
@@ -176,12 +171,12 @@ class Search:
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.searched = 0
-        self.known: list[float] = []  # the wanted values when the search was last looked at
+        self.wanted: list[float] = []  # the wanted values when the search was last looked at
         self.missed = 1.0
         self.complete = (-np.inf, np.inf)
         self.plain = True  # one random start, never restarted: its recurrence is evidence too
         self.invariant = False  # a Krylov space ended early: there are few different eigenvalues
-        self.own: list[list[float]] = []  # that recurrence, [alphas, betas]
+        self.start: list[list[float]] = []  # the recurrence of the random start, [alphas, betas]
 
     def expand(self) -> None:
         """One product with the direction that is followed."""
@@ -193,42 +188,43 @@ class Search:
 
     def compare(self, current: list[float], slack: float) -> None:
         """Begin again when the search itself has brought a new wanted value."""
-        if self.known and max(abs(a - b) for a, b in zip(current, self.known, strict=True)) > slack:
+        before = self.wanted
+        if before and max(abs(a - b) for a, b in zip(current, before, strict=True)) > slack:
             self.stop()
             self.searched, self.missed = 0, 1.0
-        self.known = current
+        self.wanted = current
 
     def stop(self) -> None:
         """Forget the direction that is followed."""
         self.going_on, self.alphas, self.betas = False, [], []
 
-    def settled(self, found: Array, slack: float) -> bool:
+    def settled(self, reported: Array, slack: float) -> bool:
         """Whether the search has excluded an overlooked eigenvalue, or will not by going on."""
         alphas, betas = np.array(self.alphas), np.array(self.betas)
         around = self.basis.size - self.basis.multiplied + len(alphas)
-        self.missed = missed_probability(alphas, betas, found, self.which, around, slack)
+        self.missed = missed_probability(alphas, betas, reported, self.which, around, slack)
         self.complete = complete_outside(alphas, betas, around)
         if self.missed <= MISSED:
             return True
         if self.thorough:
             return False
         limit = _SHORT_SEARCH + self.basis.products // 50
-        if self.invariant or np.diff(np.sort(found)).min(initial=np.inf) <= 1e-3 * slack:
+        if self.invariant or np.diff(np.sort(reported)).min(initial=np.inf) <= 1e-3 * slack:
             limit = _LONGEST_SEARCH  # copies have been seen: there may be more
             if self.searched < limit // 2:
                 return False
         return self.searched >= _LONGEST_SEARCH or not worthwhile(
-            alphas, betas, found, self.which, around, slack, limit
+            alphas, betas, reported, self.which, around, slack, limit
         )
 
     def bounds_hold(self, ritz: RitzPairs, bounded: float | None) -> bool:
         """Whether the random start excludes eigenvalues further out than was asked."""
-        if bounded is None or not self.plain or self.own:
+        if bounded is None or not self.plain or self.start:
             return True
-        self.keep_own()
+        self.keep_start()
         nodes = ritz.values
         low, high = self.range(ritz, 0.0, self.basis.multiplied >= self.basis.size)
-        self.own = []
+        self.start = []
         norm = float(np.abs(nodes).max())
         up, down = high - float(nodes[-1]), float(nodes[0]) - low
         reach = {"largest": up, "smallest": down, "both": max(up, down)}
@@ -239,53 +235,57 @@ class Search:
         nodes = float(ritz.values[0]), float(ritz.values[-1])
         if full:
             return nodes[0] - floor, nodes[1] + floor
-        if self.plain and not self.own:
-            self.keep_own()
-        if not self.own:
+        if self.plain:
+            self.keep_start()
+        if not self.start:
             return -np.inf, np.inf
-        low, high = complete_outside(np.array(self.own[0]), np.array(self.own[1]), self.basis.size)
+        low, high = complete_outside(
+            np.array(self.start[0]), np.array(self.start[1]), self.basis.size
+        )
         # The eigenvalue that a Ritz value stands for lies within its residual, further out mostly.
         radii = floor + float(ritz.residuals[0]), floor + float(ritz.residuals[-1])
         return min(low, nodes[0] - radii[0]), max(high, nodes[1] + radii[1])
 
-    def keep_own(self) -> None:
-        """The recurrence of the start vector, before a search puts other rows between."""
-        m = self.basis.multiplied
-        self.own = [np.diag(self.basis.coefficients, -below)[:m].tolist() for below in (0, 1)]
+    def keep_start(self) -> None:
+        """The recurrence of the start vector, once, before a search puts other rows between."""
+        if not self.start:
+            self.start = [part.tolist() for part in self.basis.recurrence()]
 
-    def separate(self, found: Array, norm: float) -> float:
+    def separate(self, reported: Array, norm: float) -> float:
         """Bound on a separate eigenvalue overlooked, from the run's own start and the search."""
-        if self.plain and not self.own:
-            self.keep_own()
-        recurrences = (self.own or [[], []], (self.alphas, self.betas))
+        if self.plain:
+            self.keep_start()
+        recurrences = (self.start or [[], []], (self.alphas, self.betas))
         runs = [(np.array(a), np.array(b)) for a, b in recurrences if a]
         if not runs:
             return 1.0
         return separate_probability(
-            runs, found, self.which, self.basis.size, APART * self.tol * norm
+            runs, reported, self.which, self.basis.size, APART * self.tol * norm
         )
 
     def state(self) -> dict[str, Any]:
         """Numbers for the checkpoint."""
-        return {
-            "searching": self.going_on,
-            "searched": self.searched,
-            "known": list(self.known),
-            "alphas": list(self.alphas),
-            "betas": list(self.betas),
-            "missed": self.missed,
-            "complete": list(self.complete),
-            "plain": self.plain,
-            "invariant": self.invariant,
-            "own": list(self.own),
-        }
+        return {name: _copied(getattr(self, name)) for name in _STATE}
 
     def restore(self, numbers: dict[str, Any]) -> None:
         """The inverse of ``state``."""
-        self.going_on = bool(numbers["searching"])
-        self.searched, self.known = int(numbers["searched"]), list(numbers["known"])
-        self.alphas, self.betas = list(numbers["alphas"]), list(numbers["betas"])
-        self.missed = float(numbers["missed"])
-        self.complete = (float(numbers["complete"][0]), float(numbers["complete"][1]))
-        self.plain, self.own = bool(numbers["plain"]), list(numbers["own"])
-        self.invariant = bool(numbers["invariant"])
+        for name in _STATE:
+            setattr(self, name, _copied(numbers[name]))
+
+
+_STATE = (
+    "going_on",
+    "searched",
+    "wanted",
+    "alphas",
+    "betas",
+    "missed",
+    "complete",
+    "plain",
+    "invariant",
+    "start",
+)
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value

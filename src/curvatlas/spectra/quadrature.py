@@ -126,11 +126,6 @@ def wasserstein(a: Array, wa: Array, b: Array, wb: Array) -> float:
     return float(np.abs(difference) @ np.diff(points[order]))
 
 
-# -------------------------------------------------------------------------------------------------
-# Several short Lanczos runs side by side: one product with all their vectors a step.
-# -------------------------------------------------------------------------------------------------
-
-
 def recurrences(
     op: LinearOperator,
     starts: Tensor,
@@ -148,9 +143,7 @@ def recurrences(
     """
     n, count = starts.shape
     kept = torch.zeros(count, steps + 1, n, dtype=op.dtype, device=op.device)
-    rows = starts.T.contiguous()
-    for _ in range(2):
-        rows = _off(rows, outside)
+    rows = _off(_off(starts.T.contiguous(), outside), outside)
     kept[:, 0] = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     alphas = torch.zeros(steps, count, dtype=op.dtype, device=op.device)
     betas = torch.zeros_like(alphas)
@@ -163,8 +156,8 @@ def recurrences(
         image = _off(image, outside)
         if step == 0 and bool(torch.isfinite(image).all()):
             refuse_asymmetric_images(op, here.T, image.T, what, scale=scale)
-        whole = torch.linalg.vector_norm(image, dim=1)
-        largest = torch.maximum(largest, whole.max())
+        before = torch.linalg.vector_norm(image, dim=1)
+        largest = torch.maximum(largest, before.max())
         alphas[step] = (here * image).sum(1)
         image = image - alphas[step, :, None] * here
         if step:
@@ -175,15 +168,15 @@ def recurrences(
         if not bool(torch.isfinite(beta).all()):
             raise not_finite(image)
         # Little is left of the image: rounding has a part in it that is not orthogonal.
-        if bool((beta < 0.1 * whole).any()):
+        if bool((beta < 0.1 * before).any()):
             image = _off_own(_off(image, outside), earlier)
             beta = torch.linalg.vector_norm(image, dim=1)
         beta = torch.where(beta > ROUNDING * torch.finfo(op.dtype).eps * largest, beta, 0.0)
         betas[step] = beta
         if not bool(beta.any()):
             break
-        own = beta[:, None]
-        kept[:, step + 1] = torch.where(own > 0, image / torch.where(own > 0, own, 1.0), 0.0)
+        norm = beta[:, None]
+        kept[:, step + 1] = torch.where(norm > 0, image / torch.where(norm > 0, norm, 1.0), 0.0)
     result = torch.stack([alphas, betas]).cpu().double().numpy()
     return result[0].T, result[1].T, products
 
@@ -201,22 +194,18 @@ def _off(rows: Tensor, outside: Tensor | None) -> Tensor:
     return torch.addmm(rows, rows @ outside.T, outside, alpha=-1)
 
 
-# -------------------------------------------------------------------------------------------------
-# What the recurrences of random probes bracket: the share of eigenvalues below any point.
-#
-# The rule with a node at x has the mass L left of it and w at it, and the measure's mass below x
-# lies
-# between L and L + w (Chebyshev, Markov, Stieltjes).
-# -------------------------------------------------------------------------------------------------
-
-
 _NORMAL = 1.96
 FEWEST_STEPS = 4  # of a probe, for the change with the last quarter to mean anything
+Rule = tuple[Array, Array]  # nodes and weights
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Recurrences (m, s) of random directions outside ``outliers``, and the scale of rounding."""
+    """Recurrences (m, s) of random directions outside ``outliers``, and the scale of rounding.
+
+    They bracket the share of eigenvalues below any point x: the rule with a node at x has the mass
+    L left of it and w at it, and the measure's mass below x lies between L and L + w.
+    """
 
     size: int
     outliers: Array
@@ -240,19 +229,35 @@ class Probes:
         return max(self.steps - max(self.steps // 4, 1), 1)
 
     @property
+    def few(self) -> bool:
+        """Whether the rules have too few nodes to say anything of their own error."""
+        return self.steps < FEWEST_STEPS
+
+    @property
+    def rest(self) -> int:
+        """Eigenvalues that are not outliers."""
+        return self.size - len(self.outliers)
+
+    @property
     def share(self) -> float:
         """Of the eigenvalues that are not outliers."""
-        return (self.size - len(self.outliers)) / self.size
+        return self.rest / self.size
 
-    def _rules(self, steps: int | None = None) -> Iterator[tuple[Array, Array, int]]:
-        """Of every probe, with the number of steps that count."""
+    def _recurrences(self, steps: int) -> Iterator[tuple[Array, Array, bool]]:
+        """The steps of every probe that count, and whether its space has ended there."""
         for alphas, betas in zip(self.alphas[:, :steps], self.betas[:, :steps], strict=True):
-            yield alphas, betas, length(betas, self.scale, self.eps)
+            s = length(betas, self.scale, self.eps)
+            yield alphas[:s], betas[:s], bool(betas[s - 1] <= ROUNDING * self.eps * self.scale)
+
+    def rules(self, steps: int) -> list[Rule]:
+        """The Gauss rule of every probe."""
+        pairs = zip(self.alphas[:, :steps], self.betas[:, :steps], strict=True)
+        return [rule(a, b, self.scale, self.eps, self.size) for a, b in pairs]
 
     @property
     def ended(self) -> bool:
         """Whether every probe has seen all of its few different eigenvalues."""
-        return all(b[s - 1] <= ROUNDING * self.eps * self.scale for _, b, s in self._rules())
+        return all(ended for _, _, ended in self._recurrences(self.steps))
 
     def around(self, point: float, steps: int) -> Array:
         """L and w of every probe at ``point``, (m, 2).
@@ -260,15 +265,14 @@ class Probes:
         A node that is zero to rounding is a null space: its weight is not negative, and not open.
         """
         rows = []
-        for alphas, betas, s in self._rules(steps):
-            ended = bool(betas[s - 1] <= ROUNDING * self.eps * self.scale)
+        for alphas, betas, ended in self._recurrences(steps):
             if ended or point == 0.0:
-                nodes, weights = gauss(alphas[:s], betas[:s])
+                nodes, weights = gauss(alphas, betas)
                 if ended or bool((np.abs(nodes) <= self.zero).any()):
                     below = nodes < (-self.zero if point == 0.0 else point)
                     rows.append((float(weights[below].sum()), 0.0))
                     continue
-            low, high = mass_below(alphas[:s], betas[:s], point)
+            low, high = mass_below(alphas, betas, point)
             rows.append((low, high - low))
         return np.array(rows)
 
@@ -279,16 +283,13 @@ class Probes:
         coupling between outliers and bulk, a perturbation of rank two, moves one eigenvalue at most
         across any point.
         """
-        d = self.size - len(self.outliers)
-        chance = 2 * mass * max(1 - mass, 0.0) / ((d + 2) * len(self.alphas))
+        chance = 2 * mass * max(1 - mass, 0.0) / ((self.rest + 2) * len(self.alphas))
         within = self.share**2 * (_NORMAL**2 * chance + change**2)
         return float(np.sqrt(within + 1 / self.size**2))
 
     def spacing(self) -> float:
         """Distance of neighbouring nodes around zero, that of Chebyshev's nodes on their range."""
-        rules = [rule(a, b, self.scale, self.eps, self.size)[0] for a, b, _ in self._rules()]
-        ends = [nodes[[0, -1]] for nodes in rules]
-        low, high = np.mean(ends, 0)
+        low, high = np.mean([nodes[[0, -1]] for nodes, _ in self.rules(self.steps)], 0)
         edge = (high - low) / self.steps**2
         return float(np.pi / self.steps * np.sqrt(max(-low, edge) * max(high, edge)))
 

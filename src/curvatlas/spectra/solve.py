@@ -26,16 +26,9 @@ from curvatlas.linear_operator import (
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, rademacher
-from curvatlas.spectra.exact import (
-    KeptProducts,
-    reads_at_once,
-    reads_the_rest,
-    symmetric_matrix,
-)
-from curvatlas.spectra.functions import lanczos, outliers
-from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.exact import reads_at_once, symmetric_matrix
+from curvatlas.spectra.functions import OutliersTakenOut
 from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -409,15 +402,8 @@ def _lsmr(
     rho, rho_bar, c_bar, s_bar = one, one, one, zero
     h, h_bar, x = v.clone(), torch.zeros_like(v), torch.zeros_like(v)
     # the residual's recurrence
-    beta_ddot, beta_dot, rho_dot, tau, theta_tilde, zeta, lost = (
-        beta,
-        zero,
-        one,
-        zero,
-        zero,
-        zero,
-        zero,
-    )
+    beta_ddot, beta_dot, rho_dot = beta, zero, one
+    tau = theta_tilde = zeta = lost = zero
     norm_b, square_norm = beta, alpha**2
     active = zeta_bar > 0
     with bar("LSMR", total=iterations) as progress:
@@ -471,10 +457,7 @@ def _normalised(columns: Tensor) -> tuple[Tensor, Tensor]:
     return columns / norms.clamp_min(torch.finfo(columns.dtype).tiny), norms
 
 
-# -------------------------------------------------------------------------------------------------
-# The diagonal of (A + damping·I)⁻¹: known eigenpairs exactly, the rest by solves with probes.
-# -------------------------------------------------------------------------------------------------
-
+# --- the diagonal of (A + damping·I)⁻¹ ------------------------------------------------------------
 
 _PRODUCTS = 2000
 _GROUP = 8  # probes that are solved for at once
@@ -504,49 +487,40 @@ def inverse_diagonal(
         return _of_matrix(matrix, damping, spent, torch.finfo(op.dtype).eps)
     if budget < 4:
         raise ValueError(f"{budget} products are too few for inverse_diagonal: give 100.")
-    random, original = generator(seed), op
-    op, before = KeptProducts.of(op, budget), op.products
-    basis = lanczos(op, min(60, budget // 3, n // 2), random)
-    vectors, known = outliers(basis)
-    products = original.products - before
+    known = OutliersTakenOut(op, budget, seed)
+    op, vectors, eigenvalues = known.op, known.vectors, known.values
 
     def read() -> DiagonalEstimate:
-        assert isinstance(op, KeptProducts)
-        matrix, magnification = op.matrix("inverse_diagonal")
-        eps = torch.finfo(op.dtype).eps * magnification
-        return _of_matrix(matrix, damping, original.products - before, eps)
+        matrix, spent, eps = known.matrix("inverse_diagonal")
+        return _of_matrix(matrix, damping, spent, eps)
 
-    kept = isinstance(op, KeptProducts)
-    if kept and reads_the_rest(
-        n - products, _GROUP * _iterations(basis, known, damping, rtol), budget - products
-    ):
+    if known.kept and known.reads_the_rest(_GROUP * _iterations(known, damping, rtol)):
         return read()
     place = float64_device(op.device)
     exact = torch.zeros(n, dtype=torch.float64, device=place)
-    if len(known):
-        if np.abs(known + damping).min() == 0.0:
+    if len(eigenvalues):
+        if np.abs(eigenvalues + damping).min() == 0.0:
             raise ValueError("A + damping·I is singular: take damping above zero.")
-        weights = torch.as_tensor(1 / (known + damping), dtype=torch.float64, device=place)
+        weights = torch.as_tensor(1 / (eigenvalues + damping), dtype=torch.float64, device=place)
         exact = (in_float64(vectors).pow(2) * weights[:, None]).sum(0)
     samples = torch.empty(n, 0, dtype=torch.float64, device=place)
     converged = False
     values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
     while not converged:
         # Half of what is left, so that a slow solve leaves something for a second group.
-        left = budget - products
+        left = budget - known.products
         count = min(_GROUP, left // 2)
         if count == 0 or (samples.shape[1] == 0 and count < 2):
             break
-        probes = rademacher(op, count, random)
+        probes = rademacher(op, count, known.random)
         outside = probes - vectors.T @ (vectors @ probes)
         # A solve that takes as many products as are missing from the matrix is not gone on with.
-        most = max(n - products, count) if kept else left
+        most = max(n - known.products, count) if known.kept else left
         solved = solve(
             op, outside, damping=damping, rtol=_solve_tolerance(rtol), max_products=min(left, most)
         )
-        products += solved.products
         groups = 1.0
-        if solved.converged or not kept:
+        if solved.converged or not known.kept:
             samples = torch.cat([samples, in_float64(probes * solved.value)], 1)
             m = samples.shape[1]
             error = samples.std(1) / m**0.5
@@ -556,25 +530,28 @@ def inverse_diagonal(
             converged = solved.converged and relative <= rtol
             groups = m * ((relative / rtol) ** 2 - 1) / count
         ahead = int(min(max(groups, 1.0) * solved.products, 1e9))
-        left = budget - products
-        if not converged and kept and reads_the_rest(n - products, ahead, left):
+        if not converged and known.reads_the_rest(ahead):
             return read()
         if not solved.converged:
             break
     return DiagonalEstimate(
-        values=values, interval=(values - half, values + half), relative_error=relative,
-        products=products, converged=converged, exact=False,
+        values=values,
+        interval=(values - half, values + half),
+        relative_error=relative,
+        products=known.products,
+        converged=converged,
+        exact=False,
         method="solves with Rademacher probes",
-    )  # fmt: skip
+    )
 
 
-def _iterations(basis: KrylovBasis, known: Array, damping: float, rtol: float) -> int:
+def _iterations(known: OutliersTakenOut, damping: float, rtol: float) -> int:
     """Steps of a solve outside the known eigenpairs: ½ κ^½ ln(2/ε) of conjugate gradients.
 
     κ by the Ritz values that are left; where they have both signs a solve takes κ itself.
     """
-    ritz = basis.ritz().values
-    rest = ritz[np.abs(ritz[:, None] - known).min(1, initial=np.inf) > 1e-6 * basis.scale] + damping
+    ritz = known.basis.ritz().values
+    rest = ritz[known.rest(ritz)] + damping
     if len(rest) == 0:
         return 1
     least = float(np.abs(rest).min())
@@ -591,7 +568,5 @@ def _solve_tolerance(rtol: float) -> float:
 
 def _of_matrix(matrix: Tensor, damping: float, products: int, eps: float) -> DiagonalEstimate:
     shifted = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    return exact_diagonal(
-        torch.linalg.inv(shifted).diagonal(), products, eps, "the whole matrix",
-        condition=float(torch.linalg.cond(shifted)),
-    )  # fmt: skip
+    entries, condition = torch.linalg.inv(shifted).diagonal(), float(torch.linalg.cond(shifted))
+    return exact_diagonal(entries, products, eps, "the whole matrix", condition=condition)

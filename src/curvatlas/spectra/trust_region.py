@@ -16,9 +16,8 @@ from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.precision import in_float64
-from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.krylov import Array, krylov_steps
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     check_budget,
@@ -68,33 +67,33 @@ def newton_step(
     budget = min(n, 200) if max_products is None else max_products
     check_budget(budget)
     size = float(torch.linalg.vector_norm(in_float64(gradient)))
-    basis = KrylovBasis(op, budget + 2)
-    if size == 0.0 or not basis.add(gradient):
-        return NewtonStep(
-            value=torch.zeros_like(gradient), decrease=0.0, multiplier=0.0, on_boundary=False,
-            residual=0.0, products=0, converged=True,
-        )  # fmt: skip
-    with bar("Newton step", total=budget) as progress:
-        while True:
-            last = basis.expand()
-            progress.update()
-            action = basis.coefficients[: basis.multiplied, : basis.multiplied]
-            h, multiplier = _small(action, size, radius)
-            residual = last * abs(float(h[-1])) / size
-            done = residual <= rtol or last == 0.0
-            if done or basis.products >= budget:
-                break
-    refuse_asymmetric(basis, "newton_step")
-    model = size * h[0] + 0.5 * float(h @ action @ h)
-    return NewtonStep(
-        value=basis.vectors(h[:, None]).squeeze(1),
-        decrease=-float(model),
-        multiplier=multiplier,
-        on_boundary=multiplier > 0,
-        residual=residual,
-        products=basis.products,
-        converged=done,
+    step = NewtonStep(
+        value=torch.zeros_like(gradient),
+        decrease=0.0,
+        multiplier=0.0,
+        on_boundary=False,
+        residual=0.0,
+        products=0,
+        converged=True,
     )
+    for basis, last in krylov_steps(op, gradient, budget, "Newton step"):
+        action = basis.coefficients[: basis.multiplied, : basis.multiplied]
+        h, multiplier = _small(action, size, radius)
+        residual = last * abs(float(h[-1])) / size
+        done = residual <= rtol or last == 0.0
+        if done or basis.products >= budget:
+            refuse_asymmetric(basis, "newton_step")
+            step = NewtonStep(
+                value=basis.vectors(h[:, None]).squeeze(1),
+                decrease=-float(size * h[0] + 0.5 * float(h @ action @ h)),
+                multiplier=multiplier,
+                on_boundary=multiplier > 0,
+                residual=residual,
+                products=basis.products,
+                converged=done,
+            )
+            break
+    return step
 
 
 def _small(action: Array, size: float, radius: float) -> tuple[Array, float]:
