@@ -120,42 +120,21 @@ def dominance(when: str, atlases: Sequence[Atlas]) -> list[Claim]:
         if role in roles[0]
     }
     others = [role for role in ATTENTION if role != "value"]
+    largest_other, widest = "largest other attention block", "largest of up and down"
+    exceeds = "exceeds the feed-forward blocks"
     rows = (
-        # name, statement, figure, role, roles it is compared with
-        (
-            "value dominates",
-            "the value block is the largest of attention",
-            "‖H_VV‖ / largest other attention block",
-            "value",
-            others,
-        ),
-        (
-            "key above query",
-            "the key block exceeds the query block",
-            "‖H_KK‖ / ‖H_QQ‖",
-            "key",
-            ["query"],
-        ),
-        (
-            "key above feed-forward",
-            "the key block exceeds the feed-forward blocks",
-            "‖H_KK‖ / largest of up and down",
-            "key",
-            FEED_FORWARD,
-        ),
-        (
-            "value above feed-forward",
-            "the value block exceeds the feed-forward blocks",
-            "‖H_VV‖ / largest of up and down",
-            "value",
-            FEED_FORWARD,
-        ),
+        # role, those it is compared with, the claim's name and words, what it is divided by
+        ("value", others, "dominates", "is the largest of attention", largest_other),
+        ("key", ["query"], "above query", "exceeds the query block", "‖H_QQ‖"),
+        ("key", FEED_FORWARD, "above feed-forward", exceeds, widest),
+        ("value", FEED_FORWARD, "above feed-forward", exceeds, widest),
     )
     source = "Petrov et al., entry heat maps"
     claims = []
-    for name, statement, figure, top, bottom in rows:
-        ratios = [r[top] / max(r[b] for b in bottom if b in r) for r in roles]
-        told = (f"{name} at {when}", f"{statement} at {when}", source, figure)
+    for role, compared, name, words, under in rows:
+        ratios = [r[role] / max(r[other] for other in compared if other in r) for r in roles]
+        figure = f"‖H_{role[0].upper() * 2}‖ / {under}"
+        told = (f"{role} {name} at {when}", f"the {role} block {words} at {when}", source, figure)
         claims.append(claim(*told, ratios, 1.0, details))
     sizes = [_entry_sizes(one) for one in atlases]
     return [
