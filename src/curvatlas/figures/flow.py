@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,10 @@ def plot_flow(flows: Sequence[CurvatureFlow]) -> Figure:
     figure = new_figure(11.5, 8.2)
     panels = figure.subplots(2, 2)
     _created(panels[0, 0], flows)
-    _slopes(panels[0, 1], flows)
-    _stream(panels[1, 0], flows)
+    _along_stream(panels[0, 1], flows, "gradient_scale")
+    _finish(panels[0, 1], flows, "norm of the gradient", "gradient scale along the stream")
+    _along_stream(panels[1, 0], flows, "norm")
+    _finish(panels[1, 0], flows, "Frobenius norm", "curvature of the residual stream")
     _map(figure, panels[1, 1], flows)
     return tidy_log_axes(figure)
 
@@ -55,22 +58,15 @@ def _darkness(k: int, count: int) -> float:
 def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     for k, flow in enumerate(flows):
         for kind, colour in _KINDS.items():
-            by_layer: dict[int, float] = {}
+            squares: dict[int, float] = defaultdict(float)
             for entry in flow.sublayers:
                 if entry.sublayer == kind and entry.layer is not None:
-                    square = by_layer.get(entry.layer, 0.0)
-                    by_layer[entry.layer] = square + entry.measures["created_here"].norm ** 2
-            if by_layer:
-                layers = sorted(by_layer)
-                axes.plot(
-                    layers,
-                    [np.sqrt(by_layer[i]) for i in layers],
-                    marker="o",
-                    markersize=3,
-                    color=colour,
-                    alpha=_darkness(k, len(flows)),
-                    label=kind if k == len(flows) - 1 else None,
-                )
+                    squares[entry.layer] += entry.measures["created_here"].norm ** 2
+            if squares:
+                layers = sorted(squares)
+                label = kind if k == len(flows) - 1 else None
+                line: Any = {"color": colour, "alpha": _darkness(k, len(flows)), "label": label}
+                axes.plot(layers, [squares[i] ** 0.5 for i in layers], "o-", markersize=3, **line)
     layers_present = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
     places, labels = thinned([str(layer) for layer in layers_present], 16)
     axes.set_xticks([layers_present[i] for i in places], labels, fontsize=7)
@@ -78,33 +74,19 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
     _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
 
 
-def _slopes(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+def _along_stream(axes: Any, flows: Sequence[CurvatureFlow], quantity: str) -> None:
+    """The gradient's norm ("gradient_scale"), or the curvature's with its interval ("norm")."""
+    curved = quantity == "norm"
+    symbol = "‖∂²ℓ/∂stream²‖$_F$" if curved else "‖∂ℓ/∂stream‖"
     for k, flow in enumerate(flows):
-        entries = flow.stream
-        axes.plot(
-            range(len(entries)),
-            [e.gradient_scale for e in entries],
-            marker="o",
-            markersize=3,
-            color=BLUE,
-            alpha=_darkness(k, len(flows)),
-            label=_step(flow) if len(flows) > 1 else "‖∂ℓ/∂stream‖",
-        )
-    _stream_ticks(axes, flows[-1].stream)
-    _finish(axes, flows, "norm of the gradient", "gradient scale along the stream")
-
-
-def _stream(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
-    for k, flow in enumerate(flows):
-        entries = flow.stream
-        ends = np.array([e.interval for e in entries]).T
-        label = _step(flow) if len(flows) > 1 else "‖∂²ℓ/∂stream²‖$_F$"
-        line: Any = {"color": ORANGE, "style": "o-", "markersize": 3, "label": label}
-        darkness = _darkness(k, len(flows))
-        norms = [e.norm for e in entries]
-        band(axes, range(len(norms)), norms, *ends, alpha=0.15, line_alpha=darkness, **line)
-    _stream_ticks(axes, flows[-1].stream)
-    _finish(axes, flows, "Frobenius norm", "curvature of the residual stream")
+        values = [getattr(entry, quantity) for entry in flow.stream]
+        ends = [entry.interval for entry in flow.stream] if curved else [(v, v) for v in values]
+        label = _step(flow) if len(flows) > 1 else symbol
+        line: Any = {"color": ORANGE if curved else BLUE, "style": "o-", "markersize": 3}
+        line |= {"alpha": 0.15, "line_alpha": _darkness(k, len(flows)), "label": label}
+        band(axes, range(len(values)), values, *np.array(ends).T, **line)
+    axes.set_xticks(*thinned([_short(e) for e in flows[-1].stream], 16), fontsize=7)
+    axes.set_xlabel("after block")
 
 
 def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
@@ -139,11 +121,6 @@ def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -
     axes.grid(alpha=0.25)
     if len(flows) <= 8:
         axes.legend(fontsize=7)
-
-
-def _stream_ticks(axes: Any, entries: Sequence[FlowEntry]) -> None:
-    axes.set_xticks(*thinned([_short(e) for e in entries], 16), fontsize=7)
-    axes.set_xlabel("after block")
 
 
 def _short(entry: FlowEntry) -> str:
