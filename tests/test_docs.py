@@ -11,6 +11,9 @@ import pytest
 
 from script_loading import ROOT, load
 
+_HOUSE = (
+    ROOT / "src/curvatlas", ROOT / "src/curvatlas/engines", ROOT / "src/curvatlas/analysis",
+)  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -83,3 +86,12 @@ def test_the_api_page_knows_every_public_name() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_path_that_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w./]+(?:/|\.pyi?|\.json))`", text)
+    assert len(paths) > 40
+    for path in paths:
+        places = [ROOT / path, *(folder / path for folder in _HOUSE)]
+        assert any(place.exists() for place in places), f"CONTRIBUTING names {path}"

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -46,6 +46,10 @@ from curvatlas.spectra.norms import spectral_norm
 from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits
 from curvatlas.zoo.training import evaluate, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Data = Dataset | tuple[Tensor, Tensor] | None
 
@@ -128,7 +132,7 @@ class ScalingGrid(Result):
         lines += [f"{name} {plane}" for name, plane in self.planes.items()]
         return "\n".join(lines)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Every quantity against D, one line a model size, with the fitted planes."""
         return grid_figure(self)
 

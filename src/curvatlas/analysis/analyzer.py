@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
 from curvatlas.spectra.summary import participation
 from curvatlas.spectra.trace import trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class LayerWiseCurvature(Result):
         ]
         return "\n".join(lines)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Largest eigenvalue of every sublayer as bars."""
         return layers_figure(self)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class EffectiveConditioning(Result):
             text += f", η·λmax/2 = {self.stability:.3g}"
         return text
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Sharpness of every layer with its certified interval, and the edge 2/η."""
         return conditioning_figure(self)
 

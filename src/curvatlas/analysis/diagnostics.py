@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ from curvatlas.problem import Batch, Problem
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Interval, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
 SADDLE = 0.1  # |λmin|/λmax from which negative curvature competes with positive
@@ -379,7 +383,7 @@ class ConvergenceTrajectory(Result):
         lines += [f"→ {item}" for item in self.recommendations] or ["nothing to recommend"]
         return "\n".join(lines)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Loss and gradient norm, sharpness against 2/η, conditioning."""
         return trajectory_figure(self)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from curvatlas.linear_operator import (
     require_part,
 )
 from curvatlas.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _FIELDS = {"H": "total", "H_outer": "outer", "H_functional": "functional"}
 _LETTERS = {
@@ -200,7 +204,7 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         blocks = len(self.names)
         return f"Hessian of {size} parameters in {blocks} blocks, loss {self.loss:.6g}: {listed}"
 
-    def plot(self, part: Part = "total") -> Any:
+    def plot(self, part: Part = "total") -> Figure:
         """Heat map of log10 |entries| with the blocks marked; returns the figure."""
         from matplotlib.figure import Figure
 

@@ -38,7 +38,7 @@ _MAP = "viridis"  # survives colour blindness and grey printing
 
 def plot_map(
     chosen: AtlasMap, *, limits: tuple[float, float] | None = None, title: str | None = None
-) -> Any:
+) -> Figure:
     """One heat map of log10 values (plain for couplings), or bars for traces."""
     if chosen.values.ndim == 1:
         return _bars([chosen], title)
@@ -51,7 +51,7 @@ def plot_map(
     return figure
 
 
-def plot_atlas(atlas: Atlas, *, view: str = "block", quantity: str = "frobenius") -> Any:
+def plot_atlas(atlas: Atlas, *, view: str = "block", quantity: str = "frobenius") -> Figure:
     """H, H_o and H_f side by side on one colour scale (bars for traces)."""
     chosen = [atlas.view(view, quantity, part) for part in PARTS]
     if chosen[0].values.ndim == 1:
@@ -74,7 +74,7 @@ def compare_atlases(
     view: str = "role",
     quantity: str = "frobenius",
     part: str = "total",
-) -> Any:
+) -> Figure:
     """The same map of several models on one colour scale."""
     chosen = {name: atlas.view(view, quantity, part) for name, atlas in atlases.items()}
     maps = list(chosen.values())
@@ -185,7 +185,7 @@ def _layers(names: Sequence[str]) -> list[tuple[str, int, int]]:
     return runs
 
 
-def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None = None) -> Any:
+def _bars(maps: Sequence[AtlasMap], title: str | None, labels: list[str] | None = None) -> Figure:
     """Horizontal bars with intervals, one colour a part."""
     names = maps[0].names
     height = max(2.4, 0.2 * len(names) + 0.9)
@@ -235,7 +235,7 @@ def entry_heat_map(
     *,
     title: str = "",
     limits: tuple[float, float] | None = None,
-) -> Any:
+) -> Figure:
     """log10 |entry| of a dense matrix with block separators, as in the paper.
 
     Rows are ordered block after block (``sizes`` entries each); ``limits`` in decades.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from curvatlas.theory.norm_bounds import CurvatureBounds
     from curvatlas.theory.statements import Outcome
 
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
     """An empty figure with axes in a row; never tied to a window."""
     try:
         from matplotlib.figure import Figure
@@ -40,7 +42,7 @@ def _quiet_minor_ticks(axis: Any) -> None:
                 side.set_minor_formatter(NullFormatter())
 
 
-def bounds_figure(found: CurvatureBounds) -> Any:
+def bounds_figure(found: CurvatureBounds) -> Figure:
     """The bounds beside the exact norm, and the matrix of group bounds."""
     import numpy as np
 
@@ -63,7 +65,7 @@ def bounds_figure(found: CurvatureBounds) -> Any:
     return figure
 
 
-def looseness_figure(outcome: Outcome) -> Any:
+def looseness_figure(outcome: Outcome) -> Figure:
     """Distribution of bound/true by kind of block, with what is allowed."""
     figure, (axis,) = new_figure(7.0, 3.6)
     ratios: dict[str, list[float]] = outcome.series["ratios"]
@@ -81,7 +83,7 @@ def looseness_figure(outcome: Outcome) -> Any:
     return figure
 
 
-def growth_figure(outcome: Outcome) -> Any:
+def growth_figure(outcome: Outcome) -> Figure:
     """Block norms against a scale on log-log axes, one panel a part; slopes in the legend."""
     panels: dict[str, dict[str, list[float]]] = outcome.series["panels"]
     scales: list[float] = outcome.series["scales"]
@@ -102,7 +104,7 @@ def growth_figure(outcome: Outcome) -> Any:
     return figure
 
 
-def spectrum_figure(outcome: Outcome) -> Any:
+def spectrum_figure(outcome: Outcome) -> Figure:
     """Computed eigenvalues against the closed form, sorted."""
     figure, (axis,) = new_figure(6.5, 3.6)
     computed: list[float] = outcome.series["computed"]
@@ -122,7 +124,7 @@ def spectrum_figure(outcome: Outcome) -> Any:
     return figure
 
 
-def lines_figure(outcome: Outcome) -> Any:
+def lines_figure(outcome: Outcome) -> Figure:
     """Plain curves: series["x"], series["curves"], labels and scales as given."""
     figure, (axis,) = new_figure(6.0, 3.8)
     for colour, (name, values) in zip(_COLOURS, outcome.series["curves"].items(), strict=False):

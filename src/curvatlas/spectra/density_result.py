@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from curvatlas.results import Result
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import Probes, Rule, wasserstein, zero_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 QUANTILE = 0.05  # of |λ| over eigenvalues that are not null: the small end of the spectrum
 _HALVINGS = 14  # of the logarithm of a magnitude: to a fifth of a percent
@@ -77,7 +81,7 @@ class SpectralDensity(Result):
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Density on a symmetric logarithmic axis: bulk and outliers in one picture."""
         from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ from curvatlas.spectra.requirements import (
     require_finite,
     require_square,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _BATCH = 8  # probes multiplied at once
 _FEWEST = 8
@@ -73,7 +77,7 @@ class DiagonalEstimate(Result):
         )
         return text if self.converged else text + ", NOT converged"
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Sorted entries with their intervals."""
         from matplotlib.figure import Figure
 

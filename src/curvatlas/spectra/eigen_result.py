@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 # -------------------------------------------------------------------------------------------------
 # Which eigenvalues are wanted, and in what order they are reported.
@@ -119,7 +123,7 @@ class Eigenpairs(Result):
             sides.append(f"below {low:.6g}")
         return sides
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Eigenvalues in order with their certified intervals."""
         from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ from curvatlas.linear_operator import LinearOperator
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.krylov import Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Interval = tuple[float, float]
 
@@ -75,7 +79,7 @@ class Estimate(Result):
         text += f"), {self.products} products"
         return text if self.converged else text + ", NOT converged"
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """The value with its intervals on one axis."""
         from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ condition number       max|λ| / q, q the ``quantile`` of |λ| over the non-null
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ from curvatlas.spectra.norms import frobenius_norm
 from curvatlas.spectra.quadrature import wasserstein
 from curvatlas.spectra.requirements import require_symmetric
 from curvatlas.spectra.trace import trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 # -------------------------------------------------------------------------------------------------
 # Directions along which the curvature is exactly zero, by name.
@@ -299,7 +303,7 @@ class CurvatureSummary(Result):
             ]
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """The spectral density."""
         return self.density.plot()
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.zoo import MLP, MLPConfig, ViT, ViTConfig, digits, reference_vit, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Data = tuple[Tensor, Tensor]
 
@@ -94,7 +98,7 @@ class Comparison(Result):
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([f"{self.title} ({self.seeds} seeds, 95 %)", *lines])
 
-    def plot(self, *, view: str = "role", part: str = "total") -> Any:
+    def plot(self, *, view: str = "role", part: str = "total") -> Figure:
         """The models' maps on one colour scale."""
         figure = compare_atlases(self.atlases, view=view, part=part)
         figure.suptitle(self.title)

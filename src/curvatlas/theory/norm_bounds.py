@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from curvatlas.results import Result
 from curvatlas.theory import reference
 from curvatlas.theory.reference import SingleHead
 from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
@@ -347,7 +351,7 @@ class CurvatureBounds(Result):
             ]
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """The four numbers on a log axis beside the matrix of group bounds."""
         from curvatlas.figures.theory import bounds_figure
 

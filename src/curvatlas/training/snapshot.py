@@ -16,6 +16,8 @@ from curvatlas.figures.training import history_figure
 from curvatlas.results import Interval, Result
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from curvatlas.training.monitor import Monitor
 
 
@@ -96,7 +98,7 @@ class CurvatureHistory(Result):
         lines.append(f"{len(self.snapshots)} snapshots, overhead {self.overhead:.1%}")
         return "\n".join(lines)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Loss, sharpness against 2/η, trace and negative mass over the steps, as a figure."""
         return history_figure(self)
 

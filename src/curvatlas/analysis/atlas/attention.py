@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from curvatlas.problem import Problem
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class AttentionCurvature(Result):
             lines.append(f"{name:24s} {norms}   {along.min():.4g} to {along.max():.4g}")
         return "\n".join([*lines, f"{len(self.batches)} batches, {self.products} products"])
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """The map of all data, and the diagonal blocks over the batches with their intervals."""
         return attention_figure(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.norms import spectral_norm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 Maps = dict[str, AtlasMap]
 Shares = dict[str, tuple[float, float, float]]
@@ -195,7 +199,7 @@ class Entries(Result):
         matrix: Tensor = getattr(self, part)
         return matrix[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
 
-    def plot(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Any:
+    def plot(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Figure:
         """log10 |entry| with block separators; ``limits`` (decades) make several comparable."""
         if part not in PARTS:
             raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from curvatlas.anatomy import Anatomy, Slice
 from curvatlas.figures.atlas import plot_atlas, plot_map, save_figures
 from curvatlas.linear_operator import PARTS
 from curvatlas.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 VIEWS = ("block", "role", "layer", "sublayer", "model")
 
@@ -196,7 +200,7 @@ class AtlasMap(Result):
         place: Any = i if self.values.ndim == 1 else (i, j)
         return float(self.low[place]), float(self.high[place])
 
-    def plot(self, **options: Any) -> Any:
+    def plot(self, **options: Any) -> Figure:
         """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
         return plot_map(self, **options)
 
@@ -322,7 +326,7 @@ class Atlas(Result):
         entries.sort(key=lambda entry: -entry.share)
         return tuple(entries[:count])
 
-    def plot(self, **options: Any) -> Any:
+    def plot(self, **options: Any) -> Figure:
         """The three parts side by side on one colour scale; see ``figures.atlas.plot_atlas``."""
         return plot_atlas(self, **options)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.norms import spectral_norm
 from curvatlas.spectra.summary import compare_densities
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _PER_DECADE = 8
 _FIRST = 10  # fits start here: below, single samples decide
@@ -200,7 +204,7 @@ class LandscapeConvergence(Result):
         ]
         return "\n".join(lines)
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
         return convergence_figure(self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from curvatlas.figures.landscape import (
     predicted_figure,
 )
 from curvatlas.results import Interval, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class TaylorExpansion(Result):
             )
         return text
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Size of each term, with the remainder and its bound."""
         return expansion_figure(self)
 
@@ -170,7 +173,7 @@ class PredictedTrajectory(Result):
             text += f"; the real run reached {float(self.actual[-1]):.5g}"
         return text
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Predicted and real loss against steps."""
         return predicted_figure(self)
 
@@ -207,7 +210,7 @@ class CriticalLearningRate(Result):
             f"{self.sharpness:.5g}; {state} by training: {tried}"
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Growth of a deviation against the rate, and the loss of the runs below and above."""
         return critical_rate_figure(self)
 
@@ -231,6 +234,6 @@ class ObservedCurvature(Result):
             f"{self.steps} steps"
         )
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Curvature along the trajectory."""
         return observed_figure(self)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.losses import LossLike, main_tensor
 from curvatlas.progress import track
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _SPECTRUM_UP_TO = 512  # entries of one sample's activation whose spectrum is computed in full
 Wanted = Callable[[Node], bool]  # which activations, and the sublayers that make them
@@ -398,7 +402,7 @@ class CurvaturePropagationAnalyzer:
 
     def visualize_curvature_flow(
         self, path: str | os.PathLike[str] | None = None, *, flows: Any = None
-    ) -> Any:
+    ) -> Figure:
         """Four panels over layers (and steps, after several analyses); saved where told."""
         chosen = list(flows) if flows is not None else self.history
         if not chosen:

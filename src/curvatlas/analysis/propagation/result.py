@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from curvatlas.figures.flow import plot_flow
 from curvatlas.results import Interval, Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,7 @@ class CurvatureFlow(Result):
                 values[row, layers.index(entry.layer)] = float(_quantity(entry, quantity))
         return names, values
 
-    def plot(self, **options: Any) -> Any:
+    def plot(self, **options: Any) -> Figure:
         """Four panels; see ``figures.flow.plot_flow``."""
         return plot_flow([self], **options)
 
