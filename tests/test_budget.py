@@ -1,15 +1,18 @@
-"""How much memory a process may use: the machine's, its control group's, its own limits."""
+"""How much memory and how many threads a process may use, and how long."""
 
 from __future__ import annotations
 
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from curvatlas import budget
+from curvatlas.budget import Clock, TimeUp, one_thread
 
 GB = 10**9
 
@@ -108,3 +111,48 @@ else:
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
     assert budget.ran_out(MemoryError())
     assert not budget.ran_out(RuntimeError("shape mismatch"))
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_one_thread_inside_and_as_before_outside() -> None:
+    with one_thread():
+        assert torch.get_num_threads() == 1
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_come_back_after_an_interruption() -> None:
+    with pytest.raises(KeyboardInterrupt), one_thread():
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("span", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("2h", 7200.0), (3, 3)]
+)
+def test_spans_of_time_are_read(span: str | float, seconds: float) -> None:
+    assert Clock(span).seconds == seconds
+
+
+@pytest.mark.parametrize("span", ["", "soon", "-3s", "0", "nan", 0.0, -1.0, float("nan")])
+def test_a_span_that_is_none_is_refused(span: str | float) -> None:
+    with pytest.raises(ValueError, match=r"as a time|must be positive"):
+        Clock(span)
+
+
+def test_a_clock_stops_work_when_its_time_is_up_and_never_without_one() -> None:
+    Clock(None).check()
+    Clock("1h").check()
+    with pytest.raises(TimeUp, match="the time budget of 1e-09 s is used up"):
+        Clock(1e-9).check()

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if hasattr(signal, "SIGTERM"):
         signal.signal(signal.SIGTERM, _terminate)
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
-    execution.leave()
+    execution.leave_group()
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) went away: not an error of ours
@@ -95,7 +95,7 @@ def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     command = typer.main.get_command(app)
     try:
-        execution.begin(arguments)
+        execution.check_processes(arguments)
         code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
     except Interrupted as interruption:
         _complain(str(interruption))

@@ -20,28 +20,26 @@ if TYPE_CHECKING:
 
 OUT_OF_TIME = 3  # exit code: stopped by the time budget, resumable
 _LARGEST_PRINTED = 512  # numbers of one tensor in the JSON answer
+SHARING_COMMANDS = ("analyze",)  # commands that share their work; the others run in one process
 
 
-TOGETHER = ("analyze",)  # commands that share their work; the others run in one process
-
-
-def several() -> bool:
+def is_one_of_several() -> bool:
     """Whether torchrun (or a launcher made of it) started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def begin(arguments: Sequence[str]) -> None:
+def check_processes(arguments: Sequence[str]) -> None:
     """Refuse what several processes cannot share; silence all but the first one.
 
     The others print no results, bars and warnings; their errors are still said.
     """
-    if not several():
+    if not is_one_of_several():
         return
     command = next((word for word in arguments if not word.startswith("-")), None)
-    if command is not None and command not in TOGETHER:
+    if command is not None and command not in SHARING_COMMANDS:
         raise ValueError(
             f"{command} runs in one process: start it without torchrun (only "
-            f"{', '.join(TOGETHER)} shares its work)."
+            f"{', '.join(SHARING_COMMANDS)} shares its work)."
         )
     if os.environ.get("RANK") != "0":
         # for the rest of the process
@@ -49,9 +47,9 @@ def begin(arguments: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
 
 
-def join(device: str) -> str:
+def join_group(device: str) -> str:
     """Join the group that torchrun has prepared, if any; gives the device of this process."""
-    if not several():
+    if not is_one_of_several():
         return device
     import torch
     import torch.distributed as dist
@@ -65,9 +63,9 @@ def join(device: str) -> str:
     return device
 
 
-def leave() -> None:
-    """Leave the group that ``join`` has joined."""
-    if several() and "torch.distributed" in sys.modules:
+def leave_group() -> None:
+    """Leave the group that ``join_group`` has joined."""
+    if is_one_of_several() and "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from curvatlas import files, parallel
 from curvatlas.budget import available_bytes, readable
-from curvatlas.cli.execution import join, open_run
+from curvatlas.cli.execution import join_group, open_run
 from curvatlas.cli.options import Inputs
 from curvatlas.problem import Problem
 from curvatlas.runs import Run
@@ -63,7 +63,7 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
 
     samples: None takes 512, or as many as keep two thousand products a matter of minutes.
     """
-    device = join(inputs.device)
+    device = join_group(inputs.device)
     count, size = samples or MOST_SAMPLES, inputs.batch_size
     how: Any = {
         "context": inputs.context,
