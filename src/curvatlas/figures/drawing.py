@@ -43,8 +43,13 @@ def tidy_log_axes(figure: Figure) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
+    """An empty figure, never tied to a window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "figures need matplotlib: install curvatlas with the 'figures' extra."
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

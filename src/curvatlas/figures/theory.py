@@ -4,51 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from curvatlas.figures import drawing
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.theory.norm_bounds import CurvatureBounds
     from curvatlas.theory.statements import Outcome
 
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+_COLOURS = (
+    drawing.BLUE,
+    drawing.ORANGE,
+    drawing.GREEN,
+    drawing.YELLOW,
+    drawing.SKY,
+    drawing.PINK,
+    drawing.GREY,
+)
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
-    """An empty figure with axes in a row; never tied to a window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "figures need matplotlib: install curvatlas with the 'figures' extra."
-        ) from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+def _panels(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
+    """An empty figure with axes in a row."""
+    figure = drawing.new_figure(width, height)
+    axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes)
+    return figure, axes
 
 
-def _quiet_minor_ticks(axis: Any) -> None:
-    """No labels between the decades: on short ranges they run into each other."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    for side in (axis.xaxis, axis.yaxis):
-        if side.get_scale() == "log":
-            low, high = side.get_view_interval()
-            if low > 0 and high / low > 100:
-                side.set_minor_formatter(NullFormatter())
-            else:
-                side.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-                side.set_minor_formatter(NullFormatter())
-
-
-def bounds_figure(found: CurvatureBounds) -> Figure:
+def bounds_figure(bounds: CurvatureBounds) -> Figure:
     """The bounds beside the exact norm, and the matrix of group bounds."""
     import numpy as np
 
-    figure, (left, right) = new_figure(9.5, 3.6, 2)
+    figure, (left, right) = _panels(9.5, 3.6, 2)
     names = ["exact", "token-structured", "data-free", "printed"]
-    values = [found.exact, found.token_structured, found.data_free, found.printed]
+    values = [bounds.exact, bounds.token_structured, bounds.data_free, bounds.printed]
     left.barh(names, values, color=_COLOURS[:4])
     left.set_xscale("log")
     left.invert_yaxis()
@@ -56,10 +46,10 @@ def bounds_figure(found: CurvatureBounds) -> Figure:
     for place, value in enumerate(values):
         left.text(value, place, f" {value:.3g}", va="center", fontsize=8)
     left.margins(x=0.25)
-    matrix = found.token_matrix.detach().cpu().numpy()
+    matrix = bounds.token_matrix.detach().cpu().numpy()
     shown = right.imshow(np.log10(np.maximum(matrix, matrix.max() * 1e-8)), cmap="viridis")
-    right.set_xticks(range(len(found.token_names)), found.token_names, fontsize=7, rotation=90)
-    right.set_yticks(range(len(found.token_names)), found.token_names, fontsize=7)
+    right.set_xticks(range(len(bounds.token_names)), bounds.token_names, fontsize=7, rotation=90)
+    right.set_yticks(range(len(bounds.token_names)), bounds.token_names, fontsize=7)
     right.set_title("token-structured bound of each pair", fontsize=9)
     figure.colorbar(shown, ax=right, label="log10")
     return figure
@@ -67,7 +57,7 @@ def bounds_figure(found: CurvatureBounds) -> Figure:
 
 def looseness_figure(outcome: Outcome) -> Figure:
     """Distribution of bound/true by kind of block, with what is allowed."""
-    figure, (axis,) = new_figure(7.0, 3.6)
+    figure, (axis,) = _panels(7.0, 3.6)
     ratios: dict[str, list[float]] = outcome.series["ratios"]
     axis.boxplot(list(ratios.values()), whis=(0, 100), widths=0.5)
     axis.set_xticks(range(1, len(ratios) + 1), list(ratios))
@@ -88,7 +78,7 @@ def growth_figure(outcome: Outcome) -> Figure:
     panels: dict[str, dict[str, list[float]]] = outcome.series["panels"]
     scales: list[float] = outcome.series["scales"]
     slopes: dict[str, dict[str, float]] = outcome.series.get("slopes", {})
-    figure, axes = new_figure(4.6 * len(panels), 3.8, len(panels))
+    figure, axes = _panels(4.6 * len(panels), 3.8, len(panels))
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         for colour, (name, values) in zip(_COLOURS * 3, curves.items(), strict=False):
             slope = slopes.get(title, {}).get(name)
@@ -96,17 +86,16 @@ def growth_figure(outcome: Outcome) -> Figure:
             axis.plot(scales, values, marker="o", markersize=3, color=colour, label=label)
         axis.set_xscale("log")
         axis.set_yscale("log")
-        _quiet_minor_ticks(axis)
         axis.set_xlabel(outcome.series.get("xlabel", "scale t"))
         axis.set_ylabel(outcome.series.get("ylabel", "Frobenius norm of the block"))
         axis.set_title(title, fontsize=9)
         axis.legend(fontsize=7, frameon=False)
-    return figure
+    return drawing.tidy_log_axes(figure)
 
 
 def spectrum_figure(outcome: Outcome) -> Figure:
     """Computed eigenvalues against the closed form, sorted."""
-    figure, (axis,) = new_figure(6.5, 3.6)
+    figure, (axis,) = _panels(6.5, 3.6)
     computed: list[float] = outcome.series["computed"]
     predicted: list[float] = outcome.series["predicted"]
     places = range(1, len(computed) + 1)
@@ -126,13 +115,12 @@ def spectrum_figure(outcome: Outcome) -> Figure:
 
 def lines_figure(outcome: Outcome) -> Figure:
     """Plain curves: series["x"], series["curves"], labels and scales as given."""
-    figure, (axis,) = new_figure(6.0, 3.8)
+    figure, (axis,) = _panels(6.0, 3.8)
     for colour, (name, values) in zip(_COLOURS, outcome.series["curves"].items(), strict=False):
         axis.plot(outcome.series["x"], values, marker="o", markersize=3, color=colour, label=name)
     axis.set_xscale(outcome.series.get("xscale", "linear"))
     axis.set_yscale(outcome.series.get("yscale", "linear"))
-    _quiet_minor_ticks(axis)
     axis.set_xlabel(outcome.series.get("xlabel", ""))
     axis.set_ylabel(outcome.series.get("ylabel", ""))
     axis.legend(fontsize=8, frameon=False)
-    return figure
+    return drawing.tidy_log_axes(figure)
