@@ -17,6 +17,7 @@ from curvatlas.theory.reference import (
     attention_hessian_blocks,
     block_hessian,
     draw_head,
+    head_as_block,
     normal,
 )
 from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, worst
@@ -210,12 +211,7 @@ def growth_weights(effort: CheckEffort) -> Outcome:
 def linear_attention(effort: CheckEffort) -> Outcome:
     head = draw_head(effort.generator(), length=5, d=4, d_k=3)
     spec = BlockSpec(d_model=4, d_k=3, d_v=4, residual=False, softmax=False)
-    names = {"Q": "query_weight", "K": "key_weight", "V": "value_weight"}
-    weights = {
-        "query_weight": head.query.T.contiguous(),
-        "key_weight": head.key.T.contiguous(),
-        "value_weight": head.value.T.contiguous(),
-    }
+    _, weights = head_as_block(head)
     panels: dict[str, dict[str, list[float]]] = {}
     slopes: dict[str, dict[str, float]] = {}
     diagonal = 0.0
@@ -229,7 +225,7 @@ def linear_attention(effort: CheckEffort) -> Outcome:
         for t in scales:
             result = block_hessian(spec, weights, t * head.x.unsqueeze(0), head.target.unsqueeze(0))
             for b in _BLOCKS:
-                curves[b].append(float(result.block(names[b[0]], names[b[1]], part).norm()))
+                curves[b].append(float(result.block(b[0], b[1], part).norm()))
         if part == "functional":
             diagonal = max(diagonal, *(max(curves.pop(b)) for b in ("QQ", "KK", "VV")))
         panels[title] = curves
