@@ -236,17 +236,17 @@ class DiagonalSampler(Resumable):
     def _complete(self) -> DiagonalEstimate:
         """Σ (A b) ⊙ b over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
-        rows, images = (part.to(self.op.device) for part in self.basis.known())
-        known = Completion(
+        rows, images = (part.to(self.op.device) for part in self.basis.multiplied_columns())
+        completion = Completion(
             self.op, torch.cat([rows, self.directions], 1), torch.cat([images, self.images], 1)
         )
         values = torch.zeros_like(self.total)
         sizes = torch.zeros_like(self.total)
-        for basis, image in known.blocks():
+        for basis, image in completion.blocks():
             values += (basis * image).sum(1)
             sizes += (basis * image).abs().sum(1)
         products = self.products + self.op.products - before
-        radius = 64 * self.basis.eps * known.magnification * sizes
+        radius = 64 * self.basis.eps * completion.magnification * sizes
         return exact_diagonal(values, products, self.basis.eps, "every column", radius=radius)
 
     def state(self) -> State:

@@ -165,13 +165,13 @@ def let_go_of_graphs(op: LinearOperator) -> None:
 
 
 def half_width(
-    shares: Array, samples: Array, *, exact: bool = False, whole: float | None = None
+    shares: Array, samples: Array, *, exact: bool = False, total: float | None = None
 ) -> float:
     """95 % half-width of the weighted mean; exact: the samples carry no probe noise.
 
-    whole: the value of the mean itself where it is known better than these probes tell. A batch
-    deviates in part by a multiple of the whole, and that part is known from it: every batch's
-    deviations are regressed on the probes' values of the whole and moved to its known value.
+    total: the value of the mean itself where it is known better than these probes tell. A batch
+    deviates in part by a multiple of the mean, and that part is known from it: every batch's
+    deviations are regressed on the probes' values of the mean and moved to its known value.
     """
     count, probes = samples.shape
     together = shares @ samples  # (q,)
@@ -182,9 +182,9 @@ def half_width(
         noise = deviations.var(1, ddof=1) / probes
     apart = together - together.mean()
     spread = float(apart @ apart)
-    if whole is not None and probes > 3 and spread > 0.0 and not exact:
+    if total is not None and probes > 3 and spread > 0.0 and not exact:
         slope = deviations @ apart / spread
-        missing = whole - float(together.mean())
+        missing = total - float(together.mean())
         rest = deviations - middle[:, None] - np.outer(slope, apart)
         middle = middle + slope * missing
         noise = (rest**2).sum(1) / (probes - 2) * (1 / probes + missing**2 / spread)

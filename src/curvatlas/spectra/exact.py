@@ -84,13 +84,13 @@ class KeptProducts(LinearOperator):
 
     def matrix(self, what: str) -> tuple[Tensor, float]:
         """The symmetric (n, n) in float64, and the magnification of its rounding."""
-        known = Completion(self.op, torch.cat(self._directions, 1), torch.cat(self._images, 1))
+        completion = Completion(self.op, torch.cat(self._directions, 1), torch.cat(self._images, 1))
         n = self.op.shape[0]
         place = float64_device(self.op.device)
         matrix = torch.zeros(n, n, dtype=torch.float64, device=place)
-        for basis, images in known.blocks():
+        for basis, images in completion.blocks():
             matrix.addmm_(images, basis.T)
-        return _symmetric(matrix, self.op.dtype, what), known.magnification
+        return _symmetric(matrix, self.op.dtype, what), completion.magnification
 
 
 class Completion:
@@ -107,10 +107,10 @@ class Completion:
         right, order = right[:rank, :rank], order[:rank]
         scaled = (in_float64(images)[:, held] / sizes[held]).cpu().numpy()[:, order]
         # A (D R⁻¹) = (A D) R⁻¹
-        known = solve_triangular(right, scaled.T, trans="T").T if rank else scaled
+        images_of_basis = solve_triangular(right, scaled.T, trans="T").T if rank else scaled
         self._place = float64_device(op.device)
         self._basis = torch.from_numpy(np.ascontiguousarray(basis[:, :rank])).to(self._place)
-        self._known = torch.from_numpy(np.ascontiguousarray(known)).to(self._place)
+        self._images = torch.from_numpy(np.ascontiguousarray(images_of_basis)).to(self._place)
         inverse = solve_triangular(right, np.eye(rank)) if rank else np.eye(1)
         self.magnification = float(np.linalg.norm(inverse, 2))
         self.missing = op.shape[1] - rank
@@ -119,7 +119,7 @@ class Completion:
         """(b, A b) in float64, (n, w) and (m, w): the known columns, then products."""
         n, rank = self._basis.shape
         if rank:
-            yield self._basis, self._known
+            yield self._basis, self._images
         reflections = torch.geqrf(self._basis) if rank else None
         for start in range(rank, n, _BLOCK):
             stop = min(start + _BLOCK, n)

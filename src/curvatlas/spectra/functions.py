@@ -107,35 +107,35 @@ def trace_function(
         matrix, products = symmetric_matrix(op, quantity)
         return _of_eigenvalues(matrix, products, torch.finfo(op.dtype).eps, function, quantity)
     eps = torch.finfo(op.dtype).eps
-    known = OutliersTakenOut(op, budget, seed)
-    inside = _applied(function, known.values)
-    d = n - len(known.values)
+    outliers = Outliers(op, budget, seed)
+    inside = _applied(function, outliers.values)
+    d = n - len(outliers.values)
     steps = max(min(30, (budget - 60) // 6, d), 2)
     fewer = max(steps - max(steps // 4, 1), 1)
-    if known.kept and known.reads_the_rest(steps * _probes_ahead(known, function, rtol)):
-        return _of_eigenvalues(*known.matrix(quantity), function, quantity)
-    scale = float(np.abs(known.values).max(initial=0.0))
+    if outliers.kept and outliers.reads_the_rest(steps * _probes_ahead(outliers, function, rtol)):
+        return _of_eigenvalues(*outliers.matrix(quantity), function, quantity)
+    scale = float(np.abs(outliers.values).max(initial=0.0))
     fine: list[float] = []
     coarse: list[float] = []
     sizes: list[float] = []
     with bar(quantity, total=budget) as progress:
         while True:
             count = _FEWEST_PROBES if not fine else min(len(fine), 16)
-            count = min(count, max((budget - known.products) // steps, 0))
+            count = min(count, max((budget - outliers.products) // steps, 0))
             if count == 0:
                 break
             starts = torch.randn(
-                n, count, generator=known.random, dtype=torch.float64, device="cpu"
+                n, count, generator=outliers.random, dtype=torch.float64, device="cpu"
             )
             alphas, betas, _ = recurrences(
-                known.op,
+                outliers.op,
                 starts.to(device=op.device, dtype=op.dtype),
                 steps,
-                known.vectors,
+                outliers.vectors,
                 scale=scale,
                 what=quantity,
             )
-            progress.update(known.products - progress.n)
+            progress.update(outliers.products - progress.n)
             scale = max(scale, float(np.abs(alphas).max()))
             for a, b in zip(alphas, betas, strict=True):
                 for integrals, s in ((fine, steps), (coarse, fewer)):
@@ -144,14 +144,14 @@ def trace_function(
                     integrals.append(d * float(weights @ parts))
                 sizes.append(d * float(weights @ np.abs(parts)))
             norm = float(np.abs(inside).sum() + np.mean(sizes))
-            reached = _estimate(inside, fine, coarse, rtol, norm, known.products, quantity)
+            reached = _estimate(inside, fine, coarse, rtol, norm, outliers.products, quantity)
             if reached.converged:
                 return reached
             goal = tolerance(reached.value, rtol, norm)
             more = len(fine) * ((reached.error / goal) ** 2 - 1) if goal > 0 else np.inf
             ahead = max(int(np.ceil(min(more, 1e9))), 1) * steps
-            if known.reads_the_rest(ahead):
-                return _of_eigenvalues(*known.matrix(quantity), function, quantity)
+            if outliers.reads_the_rest(ahead):
+                return _of_eigenvalues(*outliers.matrix(quantity), function, quantity)
     if len(fine) < 2:
         raise ValueError(f"{budget} products are too few for {quantity}: give at least 100.")
     return reached
@@ -242,7 +242,7 @@ def quadratic_form(
     )
 
 
-class OutliersTakenOut:
+class Outliers:
     """Eigenpairs that a short Lanczos run determines, and the way to the whole matrix from there.
 
     products: all that were taken of the operator since; op: it, with its products kept where it may
@@ -291,22 +291,22 @@ class OutliersTakenOut:
         return matrix, self.products, torch.finfo(self.op.dtype).eps * magnification
 
 
-def _probes_ahead(known: OutliersTakenOut, function: Function, rtol: float) -> int:
+def _probes_ahead(outliers: Outliers, function: Function, rtol: float) -> int:
     """How many probes rtol will take, by the rule of the basis' own random start.
 
     The mean of m probes scatters by (2 d Var f / m)^½ around d · mean f, the variance over the
     spectrum without the known eigenvalues.
     """
-    basis = known.basis
+    basis = outliers.basis
     nodes, weights = rule(*basis.recurrence(), basis.scale, basis.eps, basis.size)
-    weights = np.where(known.rest(nodes), weights, 0.0)
+    weights = np.where(outliers.rest(nodes), weights, 0.0)
     share = float(weights.sum())
     if share == 0.0:
         return _FEWEST_PROBES
-    parts, inside = _applied(function, nodes), _applied(function, known.values)
+    parts, inside = _applied(function, nodes), _applied(function, outliers.values)
     mean = float(weights @ parts) / share
     variance = float(weights @ (parts - mean) ** 2) / share
-    d = basis.size - len(known.values)
+    d = basis.size - len(outliers.values)
     norm = float(np.abs(inside).sum()) + d * float(weights @ np.abs(parts)) / share
     goal = tolerance(float(inside.sum()) + d * mean, rtol, norm)
     needed = 2 * d * variance * (1.96 / goal) ** 2 if goal > 0 else np.inf

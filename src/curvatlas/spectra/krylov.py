@@ -275,13 +275,13 @@ class KrylovBasis:
         # By symmetry A b_j has the coefficient C[j, i] on every earlier b_i: remove those first,
         # then one pass over the whole basis finds only rounding and is as good as two.
         earlier = np.flatnonzero(self.coefficients[j, :j])
-        known = self.coefficients[j, earlier]
+        by_symmetry = self.coefficients[j, earlier]
         alpha = self.store.dot(row, image)
         image = image - alpha * row
         if len(earlier) == 1:
-            image.sub_(self.store.row(earlier[0]), alpha=float(known[0]))
+            image.sub_(self.store.row(earlier[0]), alpha=float(by_symmetry[0]))
         elif len(earlier):
-            weights = torch.as_tensor(known, dtype=image.dtype, device=image.device)
+            weights = torch.as_tensor(by_symmetry, dtype=image.dtype, device=image.device)
             self.store.subtract(image, weights, torch.as_tensor(earlier, device="cpu"))
         local = self.store.norm(image)
         inner = self.store.project_out(image, self.count)
@@ -293,7 +293,7 @@ class KrylovBasis:
             raise not_finite(image, f"product {self.products} with the operator")
         column = self.coefficients[:, j]
         column[: self.count] += removed
-        column[earlier] += known
+        column[earlier] += by_symmetry
         column[j] += alpha_
         if after_ < 0.7 * local_:
             column[: self.count] += self.store.project_out(image, self.count).cpu().numpy()
@@ -342,7 +342,7 @@ class KrylovBasis:
         norm = float(np.linalg.norm(self.coefficients[:, 0]))
         return float(np.sqrt(self.size * (apart**2).mean())) / norm if norm else 0.0
 
-    def known(self) -> tuple[Tensor, Tensor]:
+    def multiplied_columns(self) -> tuple[Tensor, Tensor]:
         """The multiplied rows and their images by (1), as columns (n, M) each."""
         m, r = self.multiplied, self.count
         rows = self.rows[:r]

@@ -171,7 +171,7 @@ def frobenius_norm(
     shares, samples = linear_samples(parts, probes, lambda images: (total * images).sum(0) / value)
     return replace(
         estimate,
-        data_interval=around(value, half_width(shares, samples, whole=value)),
+        data_interval=around(value, half_width(shares, samples, total=value)),
         products=estimate.products + 2 * probes.shape[1],
     )
 
@@ -244,7 +244,7 @@ def _read_columns(op: LinearOperator) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Grams:
+class FrobeniusGrams:
     """Inner products of a group of probes on the sphere of the complement, (m, m) each."""
 
     images: Array  # A P u_i · A P u_j
@@ -261,7 +261,7 @@ class FrobeniusSampler(DeflatedSampler):
     """Right vectors V with their images beside the probes and theirs."""
 
     name, title = "frobenius_norm", "Frobenius norm"
-    group = Grams
+    group = FrobeniusGrams
     fewest_probes = FEWEST_PROBES
 
     def __init__(
@@ -282,7 +282,9 @@ class FrobeniusSampler(DeflatedSampler):
         self._vector_images = torch.empty(capacity, m, dtype=op.dtype, device=op.device)
         self.count = 0  # vectors of V
         self.next: Tensor | None = None
-        self._latest: dict[tuple[int, int], Grams] = {}  # with so much of V removed, of so many
+        self._latest: dict[
+            tuple[int, int], FrobeniusGrams
+        ] = {}  # with so much of V removed, of so many
         self._cost = 1 if op.tags.symmetric else 2  # products of a vector of V
 
     @property
@@ -385,10 +387,10 @@ class FrobeniusSampler(DeflatedSampler):
             return by_probes, by_probes
         return by_probes, self._cost * back + max(int(np.ceil(needed * now / before)) - m, 0)
 
-    def grams(self) -> Grams:
+    def grams(self) -> FrobeniusGrams:
         return self._grams(self.count)
 
-    def _grams(self, j: int) -> Grams:
+    def _grams(self, j: int) -> FrobeniusGrams:
         """Inner products of the probes at hand, with the first j vectors of V removed."""
         key = j, self.held
         self._latest = {k: grams for k, grams in self._latest.items() if k[1] == self.held}
@@ -399,7 +401,7 @@ class FrobeniusSampler(DeflatedSampler):
             images = self._inner_products(self.images, self.vector_images[:j], inside)
             scale = np.sqrt((self.op.shape[1] - j) / np.diag(lengths))
             sphere = scale[:, None] * scale
-            self._latest[key] = Grams(images * sphere, lengths * sphere)
+            self._latest[key] = FrobeniusGrams(images * sphere, lengths * sphere)
         return self._latest[key]
 
     def _inner_products(self, pieces: list[Tensor], rows: Tensor, inside: Tensor) -> Array:
@@ -456,18 +458,18 @@ class FrobeniusSampler(DeflatedSampler):
     def _complete(self) -> Estimate:
         """Σ ‖A b‖² over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
-        known = Completion(
+        completion = Completion(
             self.op,
             torch.cat([self.vectors.T, *self.probes], 1),
             torch.cat([self.vector_images.T, *self.images], 1),
         )
         value = 0.0
-        for _, images in known.blocks():
+        for _, images in completion.blocks():
             value = _grown(value, images)
         return exact_estimate(
             "Frobenius norm",
             value,
-            scale=value * known.magnification,
+            scale=value * completion.magnification,
             eps=torch.finfo(self.op.dtype).eps,
             products=self.products + self.op.products - before,
             method="every column",

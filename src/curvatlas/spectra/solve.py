@@ -28,7 +28,7 @@ from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, rademacher
 from curvatlas.spectra.exact import reads_at_once, symmetric_matrix
-from curvatlas.spectra.functions import OutliersTakenOut
+from curvatlas.spectra.functions import Outliers
 from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -228,8 +228,8 @@ def inverse(
         return MatrixOperator(matrix, tags=_inverse_tags(op, damping))
     closed = getattr(op, "inverse", None)
     if callable(closed):
-        known: LinearOperator = closed(damping)
-        return known
+        inverted: LinearOperator = closed(damping)
+        return inverted
     if method == "auto" and not op.tags.symmetric:
         method = "lsmr"
     options: dict[str, Any] = {"rtol": rtol, "max_products": max_products, "method": method}
@@ -487,14 +487,14 @@ def inverse_diagonal(
         return _of_matrix(matrix, damping, spent, torch.finfo(op.dtype).eps)
     if budget < 4:
         raise ValueError(f"{budget} products are too few for inverse_diagonal: give 100.")
-    known = OutliersTakenOut(op, budget, seed)
-    op, vectors, eigenvalues = known.op, known.vectors, known.values
+    outliers = Outliers(op, budget, seed)
+    op, vectors, eigenvalues = outliers.op, outliers.vectors, outliers.values
 
     def read() -> DiagonalEstimate:
-        matrix, spent, eps = known.matrix("inverse_diagonal")
+        matrix, spent, eps = outliers.matrix("inverse_diagonal")
         return _of_matrix(matrix, damping, spent, eps)
 
-    if known.kept and known.reads_the_rest(_GROUP * _iterations(known, damping, rtol)):
+    if outliers.kept and outliers.reads_the_rest(_GROUP * _iterations(outliers, damping, rtol)):
         return read()
     place = float64_device(op.device)
     exact = torch.zeros(n, dtype=torch.float64, device=place)
@@ -508,19 +508,19 @@ def inverse_diagonal(
     values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
     while not converged:
         # Half of what is left, so that a slow solve leaves something for a second group.
-        left = budget - known.products
+        left = budget - outliers.products
         count = min(_GROUP, left // 2)
         if count == 0 or (samples.shape[1] == 0 and count < 2):
             break
-        probes = rademacher(op, count, known.random)
+        probes = rademacher(op, count, outliers.random)
         outside = probes - vectors.T @ (vectors @ probes)
         # A solve that takes as many products as are missing from the matrix is not gone on with.
-        most = max(n - known.products, count) if known.kept else left
+        most = max(n - outliers.products, count) if outliers.kept else left
         solved = solve(
             op, outside, damping=damping, rtol=_solve_tolerance(rtol), max_products=min(left, most)
         )
         groups = 1.0
-        if solved.converged or not known.kept:
+        if solved.converged or not outliers.kept:
             samples = torch.cat([samples, in_float64(probes * solved.value)], 1)
             m = samples.shape[1]
             error = samples.std(1) / m**0.5
@@ -530,7 +530,7 @@ def inverse_diagonal(
             converged = solved.converged and relative <= rtol
             groups = m * ((relative / rtol) ** 2 - 1) / count
         ahead = int(min(max(groups, 1.0) * solved.products, 1e9))
-        if not converged and known.reads_the_rest(ahead):
+        if not converged and outliers.reads_the_rest(ahead):
             return read()
         if not solved.converged:
             break
@@ -538,20 +538,20 @@ def inverse_diagonal(
         values=values,
         interval=(values - half, values + half),
         relative_error=relative,
-        products=known.products,
+        products=outliers.products,
         converged=converged,
         exact=False,
         method="solves with Rademacher probes",
     )
 
 
-def _iterations(known: OutliersTakenOut, damping: float, rtol: float) -> int:
+def _iterations(outliers: Outliers, damping: float, rtol: float) -> int:
     """Steps of a solve outside the known eigenpairs: ½ κ^½ ln(2/ε) of conjugate gradients.
 
     κ by the Ritz values that are left; where they have both signs a solve takes κ itself.
     """
-    ritz = known.basis.ritz().values
-    rest = ritz[known.rest(ritz)] + damping
+    ritz = outliers.basis.ritz().values
+    rest = ritz[outliers.rest(ritz)] + damping
     if len(rest) == 0:
         return 1
     least = float(np.abs(rest).min())

@@ -37,88 +37,54 @@ from curvatlas.spectra.trace import trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-# -------------------------------------------------------------------------------------------------
-# Directions along which the curvature is exactly zero, by name.
-#
-# A key bias shifts all logits of a row alike and softmax does not see it; a shift of all class
-# logits
-# is invisible to cross-entropy; a shift of everything a LayerNorm reads is removed by it. Each
-# slice
-# of the anatomy is tested with two directions v: a random one in it (is the whole slice flat?) and
-# one that adds the same random row to all its output features (is its output shift flat?). v is
-# flat
-# if ‖A v‖ ≤ tolerance · ‖A‖: since v is random in its space, the whole space is then flat with
-# probability one.
-# -------------------------------------------------------------------------------------------------
+_AT_ONCE = 16  # directions multiplied together
 
 
-_AT_ONCE = 16
+def flat_directions(op: LinearOperator, norm: float) -> tuple[tuple[str, ...], int]:
+    """Slices of an operator's parameters along which it is exactly zero, and the products it took.
 
-
-@dataclass(frozen=True)
-class FlatDirection:
-    """A named flat subspace."""
-
-    slice: str
-    kind: str  # "whole" or "output shift"
-    dimension: int
-
-    def __str__(self) -> str:
-        return self.slice if self.kind == "whole" else f"{self.slice} ({self.kind})"
-
-
-@dataclass(frozen=True)
-class Found:
-    directions: tuple[FlatDirection, ...]
-    products: int
-
-
-def flat_directions(
-    op: LinearOperator, *, norm: float, tolerance: float | None = None, seed: int = 0
-) -> Found:
-    """Flat slices of an operator with a ``problem``; nothing for other operators."""
+    A key bias shifts all logits of a row alike and softmax does not see it; a shift of all class
+    logits is invisible to cross-entropy; a shift of everything a LayerNorm reads is removed by it.
+    Each slice of the anatomy is tested with two directions v: a random one in it (is all of it
+    flat?) and one that adds the same random row to all its output features (is its output shift
+    flat?). v is flat if ‖A v‖ ≤ 100 eps ‖A‖: since v is random in its space, the whole space is
+    then flat with probability one. Nothing for operators without a ``problem``.
+    """
     problem = getattr(op, "problem", None)
     if problem is None or op.shape[0] != problem.size:
-        return Found((), 0)
-    limit = (100 * torch.finfo(op.dtype).eps if tolerance is None else tolerance) * norm
-    random = generator(seed)
-    candidates: list[tuple[Any, str, int, Tensor]] = []
+        return (), 0
+    random = generator(0)
+    candidates: list[tuple[Any, str, Tensor]] = []
     for piece in problem.anatomy:
         draw = torch.randn(piece.size, generator=random, dtype=torch.float64, device="cpu")
-        candidates.append((piece, "whole", piece.size, draw))
+        candidates.append((piece, piece.name, draw))
         outputs = piece.shape[-1] if piece.transposed else piece.shape[0]
         inputs = piece.size // outputs
         if outputs > 1:
             row = torch.randn(inputs, generator=random, dtype=torch.float64, device="cpu")
             same = row.expand(outputs, inputs)
             same = same.T if piece.transposed else same
-            candidates.append((piece, "output shift", inputs, same.reshape(-1)))
-    found: dict[str, FlatDirection] = {}
+            candidates.append((piece, f"{piece.name} (output shift)", same.reshape(-1)))
+    flat: dict[str, str] = {}  # name of the slice → what of it is flat
     for start in range(0, len(candidates), _AT_ONCE):
         group = candidates[start : start + _AT_ONCE]
         columns = torch.zeros(op.shape[1], len(group), dtype=op.dtype, device=op.device)
-        for i, (piece, _, _, direction) in enumerate(group):
+        for i, (piece, _, direction) in enumerate(group):
             unit = direction / direction.norm()
             columns[torch.as_tensor(piece.indices, device="cpu"), i] = unit.to(op.device, op.dtype)
         sizes = torch.linalg.vector_norm(op @ columns, dim=0)
-        for (piece, kind, dimension, _), size in zip(group, sizes.tolist(), strict=True):
-            if size <= limit and piece.name not in found:
-                found[piece.name] = FlatDirection(piece.name, kind, dimension)
-    return Found(tuple(found.values()), len(candidates))
-
-
-# -------------------------------------------------------------------------------------------------
-# Where eigenvectors live: their mass by role, and over how many roles or entries they spread.
-#
-# mass of role r in v:   m_r = Σ_{i ∈ r} v_i²,  Σ_r m_r = 1
-# participation ratio:   1 / Σ_r m_r²  (1: a single role; the number of roles: evenly spread)
-# -------------------------------------------------------------------------------------------------
+        for (piece, described, _), size in zip(group, sizes.tolist(), strict=True):
+            if size <= 100 * torch.finfo(op.dtype).eps * norm:
+                flat.setdefault(piece.name, described)
+    return tuple(flat.values()), len(candidates)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Participation(Result):
-    """Mass of k eigenvectors in every group of parameters."""
+    """Mass m_r = Σ_{i ∈ r} v_i² of k eigenvectors v in every group r of parameters.
+
+    The participation ratio 1 / Σ_r m_r² is 1 for a single group, and their number for all evenly.
+    """
 
     groups: tuple[str, ...]
     mass: Tensor  # (k, groups), rows sum to one
@@ -159,15 +125,6 @@ def participation(
     )
 
 
-# -------------------------------------------------------------------------------------------------
-# How different two spectra are.
-#
-# W1 = ∫ |F_a(x) − F_b(x)| dx on the quadrature nodes, in the units of the eigenvalues;
-# JS = ½ KL(a‖m) + ½ KL(b‖m), m = (a + b)/2, in nats (0 … ln 2), of the two smoothed on one axis:
-# it depends on the smoothing, which is the same for both.
-# -------------------------------------------------------------------------------------------------
-
-
 _POINTS = 2048
 _WIDTH = 0.08  # of the kernel on the asinh axis
 
@@ -200,6 +157,10 @@ def compare_densities(
     scale: Literal["none", "largest"] = "none",
 ) -> DensityComparison:
     """Wasserstein-1 and Jensen-Shannon of two spectra.
+
+    W1 = ∫ |F_a(x) − F_b(x)| dx on the quadrature nodes, in the units of the eigenvalues;
+    JS = ½ KL(a‖m) + ½ KL(b‖m), m = (a + b)/2, in nats (0 … ln 2), of the two smoothed on one axis:
+    it depends on the smoothing, which is the same for both.
 
     scale="largest" divides each spectrum by its largest |eigenvalue| first: blocks are then
     compared in shape, not in size.
@@ -318,7 +279,7 @@ def curvature_summary(
     total = trace(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
     size = frobenius_norm(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
     density = spectral_density(op, max_products=max_products, seed=seed)
-    found = flat_directions(op, norm=ends.norm)
+    flat, tested = flat_directions(op, ends.norm)
     top, low, high = (float(t[0]) for t in (ends.values, *ends.interval))
     norm, square = ends.norm, size.value**2
     condition, bracket, quantile, null = _condition(density, torch.finfo(op.dtype).eps)
@@ -341,10 +302,10 @@ def curvature_summary(
         condition_interval=bracket,
         condition_quantile=quantile,
         null_share=null,
-        null_space=tuple(str(direction) for direction in found.directions),
+        null_space=flat,
         eigenpairs=ends,
         density=density,
-        products=ends.products + total.products + size.products + density.products + found.products,
+        products=ends.products + total.products + size.products + density.products + tested,
         converged=ends.converged and total.converged and size.converged,
     )
 

@@ -94,7 +94,7 @@ def _with_data_error(op: LinearOperator, estimate: Estimate, seed: int) -> Estim
         return estimate
     probes = data_probes(op, seed)
     shares, samples = linear_samples(parts, probes, lambda images: (probes * images).sum(0))
-    half = half_width(shares, samples, whole=estimate.value)
+    half = half_width(shares, samples, total=estimate.value)
     interval = around(estimate.value, half)
     return replace(estimate, data_interval=interval, products=estimate.products + probes.shape[1])
 
@@ -112,23 +112,22 @@ def _through_factors(
     most = int(np.clip(_DEAREST * 0.01 / rtol, FEWEST_PROBES + _FIRST_STEPS, _DEAREST))
     if max_products is not None:
         most = min(most, max_products - 1)
-    known = outer_part(op, min(most, op.shape[0]))
-    if known is None:
+    outer = outer_part(op, min(most, op.shape[0]))
+    if outer is None:
         return None
-    value = float(known.diagonal.sum())
-    if known.rest is None:
+    value, eps = float(outer.diagonal.sum()), torch.finfo(op.dtype).eps
+    if outer.rest is None:
         return exact_estimate(
-            "trace", value, scale=value, eps=torch.finfo(op.dtype).eps, products=known.products,
-            method=FACTORS,
-        )  # fmt: skip
-    left = None if max_products is None else max_products - known.products
-    rest = _estimate(known.rest, rtol, seed, left, room, checkpoint, offset=value)
+            "trace", value, scale=value, eps=eps, products=outer.products, method=FACTORS
+        )
+    left = None if max_products is None else max_products - outer.products
+    rest = _estimate(outer.rest, rtol, seed, left, room, checkpoint, offset=value)
     count_products(op, rest.products)
-    rounding = 64 * torch.finfo(op.dtype).eps * value
+    rounding = 64 * eps * value
     return replace(
         rest,
         interval=(rest.interval[0] - rounding, rest.interval[1] + rounding),
-        products=rest.products + known.products,
+        products=rest.products + outer.products,
         method=f"H_o by {FACTORS}, H_f by {rest.method}",
     )
 
@@ -172,20 +171,17 @@ def _estimate(
 
 
 def _closed_form(op: LinearOperator) -> Estimate | None:
-    eps = torch.finfo(op.dtype).eps
+    exact = getattr(op, "exact_trace", None)
     if isinstance(op, MatrixOperator):
-        diagonal = in_float64(op.matrix.diagonal())
-        return exact_estimate(
-            "trace", float(diagonal.sum()), scale=float(diagonal.abs().sum()), eps=eps,
-            products=0, method="diagonal of the matrix",
-        )  # fmt: skip
-    known = getattr(op, "exact_trace", None)
-    value = known() if callable(known) else None
-    if value is None:
+        entries = in_float64(op.matrix.diagonal())
+        value, scale = float(entries.sum()), float(entries.abs().sum())
+        method = "diagonal of the matrix"
+    elif callable(exact) and (known := exact()) is not None:
+        value, scale, method = float(known), abs(float(known)), "closed form"
+    else:
         return None
-    return exact_estimate(
-        "trace", float(value), scale=abs(float(value)), eps=eps, products=0, method="closed form"
-    )
+    eps = torch.finfo(op.dtype).eps
+    return exact_estimate("trace", value, scale=scale, eps=eps, products=0, method=method)
 
 
 @dataclass(frozen=True)
@@ -228,7 +224,7 @@ class Rest:
 
 
 @dataclass(frozen=True)
-class Grams:
+class TraceGrams:
     """What a group of probes says of B_c = B − c P in inner products, the vectors let go."""
 
     values: Array  # (m,) uᵀ B u
@@ -264,7 +260,7 @@ class TraceSampler(DeflatedSampler):
     """
 
     name = title = "trace"
-    group = Grams
+    group = TraceGrams
     fewest_probes = FEWEST_PROBES
 
     def __init__(
@@ -279,10 +275,12 @@ class TraceSampler(DeflatedSampler):
     ) -> None:
         self.size, self.offset = op.shape[0], offset
         self.basis = KrylovBasis(op, min(budget, self.size, room // 2) + 2)
-        self._known: list[tuple[Tensor, Tensor]] = []  # V u and V A u (r, ·) of each piece
+        self._coordinates_of: list[tuple[Tensor, Tensor]] = []  # V u and V A u (r, ·) of each piece
         self._lengths: Tensor
         self._forms: Tensor
-        self._latest: tuple[tuple[int, int], Grams] | None = None  # of so much of V and so many
+        self._latest: tuple[tuple[int, int], TraceGrams] | None = (
+            None  # of so much of V and so many
+        )
         super().__init__(op, budget, random, room=room, rtol=rtol)
         self.forget_probes()
 
@@ -400,19 +398,19 @@ class TraceSampler(DeflatedSampler):
     def _complete(self) -> Estimate:
         """Σ bᵀ A b over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
-        rows, images = (part.to(self.op.device) for part in self.basis.known())
-        known = Completion(
+        rows, images = (part.to(self.op.device) for part in self.basis.multiplied_columns())
+        completion = Completion(
             self.op, torch.cat([rows, *self.probes], 1), torch.cat([images, *self.images], 1)
         )
         total = size = 0.0
-        for basis, image in known.blocks():
+        for basis, image in completion.blocks():
             forms = (basis * image).sum(0)
             total += float(forms.sum())
             size += float(forms.abs().sum())
         return exact_estimate(
             "trace",
             self.offset + total,
-            scale=size * known.magnification,
+            scale=size * completion.magnification,
             eps=torch.finfo(self.op.dtype).eps,
             products=self.products + self.op.products - before,
             method="every column",
@@ -443,7 +441,7 @@ class TraceSampler(DeflatedSampler):
             total += float(sum_in_float64(centred * centred))
         return total / self.held
 
-    def grams(self) -> Grams:
+    def grams(self) -> TraceGrams:
         """Inner products of the probes at hand, with V as it is."""
         key = self.grown, self.held
         if self._latest is not None and self._latest[0] == key:
@@ -458,7 +456,7 @@ class TraceSampler(DeflatedSampler):
         d = self.size - j
         values = np.diag(cross) + centre * d
         squares = np.diag(gram) + 2 * centre * np.diag(cross) + centre**2 * d
-        self._latest = key, Grams(values, squares, centre, lengths, cross, gram)
+        self._latest = key, TraceGrams(values, squares, centre, lengths, cross, gram)
         return self._latest[1]
 
     def _centred(self, j: int) -> tuple[float, Iterator[tuple[Tensor, Tensor]]]:
@@ -493,16 +491,16 @@ class TraceSampler(DeflatedSampler):
 
     def _coordinates(self) -> tuple[Tensor, Tensor]:
         """V u and V A u (r, m) of the probes at hand, and ‖u‖² and uᵀAu (m,) beside them."""
-        rows, known = self.basis.rows[: self.basis.count], self._known
+        rows, made = self.basis.rows[: self.basis.count], self._coordinates_of
         for chunk, (probes, images) in enumerate(zip(self.probes, self.images, strict=True)):
-            if chunk == len(known):
+            if chunk == len(made):
                 self._note_lengths(probes, images)
-                known.append((rows @ probes, rows @ images))
-            elif len(known[chunk][0]) < len(rows):
-                new = rows[len(known[chunk][0]) :]
-                inside, raw = known[chunk]
-                known[chunk] = torch.cat([inside, new @ probes]), torch.cat([raw, new @ images])
-        return torch.cat([i for i, _ in known], 1), torch.cat([w for _, w in known], 1)
+                made.append((rows @ probes, rows @ images))
+            elif len(made[chunk][0]) < len(rows):
+                new = rows[len(made[chunk][0]) :]
+                inside, raw = made[chunk]
+                made[chunk] = torch.cat([inside, new @ probes]), torch.cat([raw, new @ images])
+        return torch.cat([i for i, _ in made], 1), torch.cat([w for _, w in made], 1)
 
     def _note_lengths(self, probes: Tensor, images: Tensor) -> None:
         self._lengths = torch.cat([self._lengths, _dots(probes, probes)])
@@ -511,22 +509,22 @@ class TraceSampler(DeflatedSampler):
     def forget_probes(self) -> None:
         super().forget_probes()
         empty = torch.zeros(0, dtype=torch.float64, device=float64_device(self.op.device))
-        self._known, self._lengths, self._forms, self._latest = [], empty, empty, None
+        self._coordinates_of, self._lengths, self._forms, self._latest = [], empty, empty, None
 
     def state(self) -> State:
         tensors, numbers = super().state()
         rows, counts = self.basis.state()
         # Made row by row as V grew: made anew at once they would differ in the last bits.
-        for i, (inside, raw) in enumerate(self._known):
+        for i, (inside, raw) in enumerate(self._coordinates_of):
             tensors.update({f"inside{i}": inside, f"raw{i}": raw})
-        return {**rows, **tensors}, {**counts, **numbers, "known": len(self._known)}
+        return {**rows, **tensors}, {**counts, **numbers, "placed": len(self._coordinates_of)}
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         super().restore(tensors, numbers)
         self.basis.restore(tensors, numbers)
-        for i in range(int(numbers["known"])):
+        for i in range(int(numbers["placed"])):
             pair = tensors[f"inside{i}"].to(self.op.device), tensors[f"raw{i}"].to(self.op.device)
-            self._known.append(pair)
+            self._coordinates_of.append(pair)
             self._note_lengths(self.probes[i], self.images[i])
 
 
