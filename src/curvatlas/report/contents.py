@@ -70,7 +70,7 @@ class Contents:
         return list(dict.fromkeys(entry.stage for entry in self.of_kind(*kinds)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """One part of the page."""
 

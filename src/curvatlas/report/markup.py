@@ -59,6 +59,13 @@ def join(*children: object, by: str = "") -> Markup:
     return Markup(by.join(pieces))
 
 
+def sentence(words: str, *numbers: object) -> Markup:
+    """Text in which every ``{}`` stands for the next of ``numbers``, set in bold."""
+    first, *rest = words.split("{}", len(numbers))
+    bold = [(tag("strong", value), after) for value, after in zip(numbers, rest, strict=True)]
+    return tag("span", first, *bold)
+
+
 def table(head: list[object], rows: list[list[object]], *, caption: object = None) -> Markup:
     """A table whose first column names the row; it scrolls sideways on narrow screens."""
     numeric = [

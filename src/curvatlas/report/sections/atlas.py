@@ -50,7 +50,7 @@ def atlas(contents: Contents) -> Section | None:
         "weights curve the loss together. Choose H, or its parts H_o and H_f; the colours of one "
         "view mean the same in all three.",
     )
-    return Section(identifier="atlas", title="Atlas of curvature", body=join(lead, *bodies))
+    return Section("atlas", "Atlas of curvature", join(lead, *bodies))
 
 
 def _atlas(content: dict[str, Any], identifier: str) -> Markup:
@@ -205,7 +205,7 @@ def propagation(contents: Contents) -> Section | None:
         "The second derivative of the loss at the input of each sublayer has two sources: what "
         "later sublayers had and this one passes on, and what it creates by its own bending.",
     )
-    return Section(identifier="propagation", title="Propagation", body=join(lead, *bodies))
+    return Section("propagation", "Propagation", join(lead, *bodies))
 
 
 def _flow(content: dict[str, Any]) -> Markup:

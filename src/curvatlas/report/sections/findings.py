@@ -16,7 +16,7 @@ from curvatlas.report.contents import (
     stage_words,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, table, tag
+from curvatlas.report.markup import Markup, join, number, sentence, table, tag
 from curvatlas.report.sections.atlas import ranked_blocks
 
 
@@ -32,9 +32,7 @@ def findings(contents: Contents) -> Section | None:
     if not sentences:
         return None
     items = [tag("li", sentence) for sentence in sentences]
-    return Section(
-        identifier="findings", title="Findings", body=tag("ul", items, class_="findings")
-    )
+    return Section("findings", "Findings", tag("ul", items, class_="findings"))
 
 
 def _at(stage: str) -> str:
@@ -50,14 +48,7 @@ def _losses(contents: Contents) -> Iterator[Markup]:
     before, after = as_number(first.get("loss")), as_number(last.get("loss"))
     if before is None or after is None:
         return
-    yield tag(
-        "span",
-        "Training took the loss from ",
-        tag("strong", number(before)),
-        " to ",
-        tag("strong", number(after)),
-        ".",
-    )
+    yield sentence("Training took the loss from {} to {}.", number(before), number(after))
 
 
 def _largest(contents: Contents, stage: str) -> tuple[float, tuple[float, float]] | None:
@@ -78,12 +69,8 @@ def _sharpness(contents: Contents) -> Iterator[Markup]:
         if value > 0:
             limit = number(2 / value)
             step = f" Plain gradient descent is stable along it for steps below 2/λmax = {limit}."
-        yield tag(
-            "span",
-            f"{_at(stage)} sharpest direction has curvature ",
-            tag("strong", f"λmax = {with_interval(value, interval)}"),
-            f".{step}",
-        )
+        shown = f"λmax = {with_interval(value, interval)}"
+        yield sentence(f"{_at(stage)} sharpest direction has curvature {{}}.{step}", shown)
     if len(seen) >= 2:
         (_, before, low), (_, after, high) = seen[0], seen[-1]
         apart = low[1] < high[0] or high[1] < low[0]
@@ -104,11 +91,10 @@ def _saddles(contents: Contents) -> Iterator[Markup]:
             continue
         value, interval = min(pairs)
         if interval[1] < 0:
-            yield tag(
-                "span",
-                f"{_at(stage)} loss also curves downwards: the most negative eigenvalue is ",
-                tag("strong", with_interval(value, interval)),
-                ", so the point is a saddle in that direction, not a minimum.",
+            yield sentence(
+                f"{_at(stage)} loss also curves downwards: the most negative eigenvalue is {{}}, "
+                "so the point is a saddle in that direction, not a minimum.",
+                with_interval(value, interval),
             )
         elif interval[0] >= 0:
             yield tag("span", f"{_at(stage)} loss shows no downward curvature.")
@@ -126,16 +112,14 @@ def _traces(contents: Contents) -> Iterator[Markup]:
         traces = {e.part: quantity(e.content) for e in entries if e.stage == stage}
         if "total" not in traces or traces["total"][0] is None:
             continue
-        pieces: list[object] = [
-            f"{_at(stage)} total curvature is ",
-            tag("strong", f"tr H = {with_interval(*traces['total'])}"),
-        ]
+        parts = ""
         if "outer" in traces and "functional" in traces:
-            pieces.append(
+            parts = (
                 f": {with_interval(*traces['outer'])} from the outer-product part H_o and "
                 f"{with_interval(*traces['functional'])} from the functional part H_f"
             )
-        yield tag("span", *pieces, ".")
+        total = f"tr H = {with_interval(*traces['total'])}"
+        yield sentence(f"{_at(stage)} total curvature is {{}}{parts}.", total)
 
 
 def _dominating(contents: Contents) -> Iterator[Markup]:
@@ -143,11 +127,10 @@ def _dominating(contents: Contents) -> Iterator[Markup]:
         blocks = ranked_blocks(entry.content)
         if blocks:
             name, _, share = blocks[0]
-            yield tag(
-                "span",
-                f"{_at(entry.stage)} block that curves most is ",
-                tag("strong", name),
-                f", with {share:.0%} of the squared norm of H.",
+            yield sentence(
+                f"{_at(entry.stage)} block that curves most is {{}}, with {share:.0%} of the "
+                "squared norm of H.",
+                name,
             )
 
 
@@ -158,11 +141,10 @@ def _growth(contents: Contents) -> Iterator[Markup]:
             for one in entry.content.get("activations") or []
         ]
         if len(norms) > 1 and norms[0] and norms[-1]:
-            yield tag(
-                "span",
-                f"{_at(entry.stage)} curvature at the embedding is ",
-                tag("strong", f"{number(norms[0] / norms[-1])} times"),
-                " that at the last activation.",
+            yield sentence(
+                f"{_at(entry.stage)} curvature at the embedding is {{}} that at the last "
+                "activation.",
+                f"{number(norms[0] / norms[-1])} times",
             )
 
 
@@ -184,9 +166,9 @@ def verdicts(contents: Contents) -> Section | None:
         alarm = tag("p", f"Not as recorded on this machine: {names}.", class_="caution")
     rows = [_row(one) for one in statements]
     return Section(
-        identifier="verdicts",
-        title="Theorems and claims",
-        body=join(
+        "verdicts",
+        "Theorems and claims",
+        join(
             tag("p", f"{len(statements)} statements tested on this machine: {summary}."),
             alarm,
             table(["statement", "verdict", "measured", "source"], rows),
@@ -218,7 +200,7 @@ def recommendations(contents: Contents) -> Section | None:
             bodies.append(join(stage_heading(entry.stage), tag("ul", items, class_="findings")))
     if not bodies:
         return None
-    return Section(identifier="recommendations", title="Recommendations", body=join(*bodies))
+    return Section("recommendations", "Recommendations", join(*bodies))
 
 
 def _item(one: dict[str, Any]) -> Markup:

@@ -16,7 +16,7 @@ from curvatlas.report.contents import (
     quantity,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, table, tag
+from curvatlas.report.markup import Markup, join, number, sentence, table, tag
 
 _EVIDENCE = 0.01  # p-value above which a slope is that of noise
 
@@ -38,9 +38,9 @@ def landscape(contents: Contents) -> Section | None:
         return None
     expansions = [_expansion(entry.content) for entry in contents.of_kind("TaylorExpansion")]
     return Section(
-        identifier="landscape",
-        title="Landscape",
-        body=join(
+        "landscape",
+        "Landscape",
+        join(
             tag("ul", sentences, class_="findings") if sentences else None,
             tag("div", pictures, class_="pair") if pictures else None,
             *expansions,
@@ -60,11 +60,9 @@ def _rate(content: dict[str, Any]) -> Markup | None:
         if ratios
         else ""
     )
-    return tag(
-        "span",
-        "Plain gradient descent becomes unstable at the learning rate ",
-        tag("strong", with_interval(value, as_interval(content.get("interval")))),
-        f".{said}",
+    return sentence(
+        f"Plain gradient descent becomes unstable at the learning rate {{}}.{said}",
+        with_interval(value, as_interval(content.get("interval"))),
     )
 
 
@@ -74,12 +72,10 @@ def _radius(content: dict[str, Any]) -> Markup | None:
         return None
     measured = as_number(content.get("measured_radius"))
     fails = f"; it was seen to fail at {number(measured)}" if measured is not None else ""
-    return tag(
-        "span",
+    return sentence(
         f"The model of order {content.get('order')} predicts the change of the loss within "
-        f"{accuracy:.1%} for steps up to ",
-        tag("strong", number(radius)),
-        f"{fails}.",
+        f"{accuracy:.1%} for steps up to {{}}{fails}.",
+        number(radius),
     )
 
 
@@ -96,11 +92,9 @@ def _verdict(content: dict[str, Any]) -> Markup | None:
         if p > _EVIDENCE
         else f"different from that of independent noise by {number(difference)}"
     )
-    return tag(
-        "span",
-        "One more sample changes the loss like k to the power ",
-        tag("strong", number(exponent)),
-        f", {words} (p = {number(p)}).",
+    return sentence(
+        f"One more sample changes the loss like k to the power {{}}, {words} (p = {number(p)}).",
+        number(exponent),
     )
 
 
@@ -237,7 +231,7 @@ def scaling(contents: Contents) -> Section | None:
     bodies = [_grid(entry.content) for entry in contents.entries if _rows(entry.content)]
     if not bodies:
         return None
-    return Section(identifier="scaling", title="Data and scaling", body=join(*bodies))
+    return Section("scaling", "Data and scaling", join(*bodies))
 
 
 def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:

@@ -38,11 +38,7 @@ def subject(contents: Contents) -> Section | None:
         rows,
         caption="The loss at which curvature was measured",
     )
-    return Section(
-        identifier="subject",
-        title="What was analysed",
-        body=join(lead, losses, _roles(first)),
-    )
+    return Section("subject", "What was analysed", join(lead, losses, _roles(first)))
 
 
 def _numbers(content: dict[str, Any]) -> list[object]:
@@ -108,9 +104,7 @@ def cautions(contents: Contents) -> Section | None:
     if not warnings:
         return None
     items = [tag("li", warning) for warning in warnings]
-    return Section(
-        identifier="warnings", title="Warnings", body=tag("ul", items, class_="cautions")
-    )
+    return Section("warnings", "Warnings", tag("ul", items, class_="cautions"))
 
 
 def others(contents: Contents) -> Section | None:
@@ -125,9 +119,9 @@ def others(contents: Contents) -> Section | None:
     if not rows:
         return None
     return Section(
-        identifier="others",
-        title="Other results",
-        body=table(["step", "field", "value"], rows, caption="Results without a picture"),
+        "others",
+        "Other results",
+        table(["step", "field", "value"], rows, caption="Results without a picture"),
     )
 
 
@@ -157,9 +151,9 @@ def reproduction(contents: Contents) -> Section:
         [name, step["kind"], float(step["seconds"])] for name, step in manifest["steps"].items()
     ]
     return Section(
-        identifier="reproduce",
-        title="How to reproduce",
-        body=join(
+        "reproduce",
+        "How to reproduce",
+        join(
             tag("pre", tag("code", command), tabindex=0),
             tag("p", "The same command on the same machine gives the same numbers."),
             tag(

@@ -35,11 +35,7 @@ def spectrum(contents: Contents) -> Section | None:
     pictures = (
         switch("spectrum", panels, label="Matrix whose spectrum is shown") if panels else None
     )
-    return Section(
-        identifier="spectrum",
-        title="Spectrum",
-        body=join(_introduction(), pictures, tables),
-    )
+    return Section("spectrum", "Spectrum", join(_introduction(), pictures, tables))
 
 
 def _introduction() -> Markup:

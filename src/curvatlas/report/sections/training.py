@@ -34,7 +34,7 @@ def training(contents: Contents) -> Section | None:
             parts.append(_history(history))
     if not any(parts):
         return None
-    return Section(identifier="training", title="Training", body=join(*parts))
+    return Section("training", "Training", join(*parts))
 
 
 def _history(history: dict[str, Any]) -> Markup | None:
@@ -84,7 +84,7 @@ def dynamics(contents: Contents) -> Section | None:
             )
     if not bodies:
         return None
-    return Section(identifier="dynamics", title="Training dynamics", body=join(*bodies))
+    return Section("dynamics", "Training dynamics", join(*bodies))
 
 
 def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
