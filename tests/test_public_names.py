@@ -78,6 +78,7 @@ TYPES = {
     "run": "LoadedRun",
     "run.report": "Path",
     'run["model.subject"]': "Result",
+    'run.result("model.total.eigenpairs", ca.Eigenpairs).values': "Tensor",
 }
 
 

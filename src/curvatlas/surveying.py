@@ -79,8 +79,8 @@ def survey(
     numbers of one that was not.
 
         run = ca.survey(problem, output="runs/vit")
-        run["model.total.eigenpairs"].values
-        run.open()                                  # the page, run.report, in the browser
+        run["model.total.eigenpairs"]      # or run.result(name, ca.Eigenpairs), for type checkers
+        run.open()                         # the page, run.report, in the browser
 
     output: the folder (default: named after what is computed, below ``curvatlas-runs``), or an
     open ``ca.runs.Run`` to which the results are added under ``stage``, as ``<stage>.subject`` …;

@@ -290,3 +290,13 @@ def test_damage_is_refused_or_harmless(
         assert _snapshot(tmp_path) == before
         path.write_bytes(content)
         (run / "manifest.json").write_bytes(manifest)
+
+
+def test_a_result_is_read_by_name_and_by_name_and_class(tmp_path: Path) -> None:
+    run = runs.load(write_run(tmp_path / "run"))
+    (name, trace) = next(iter(run.results.items()))
+    assert run[name] is run.result(name, type(trace)) is trace
+    with pytest.raises(TypeError, match=f"{name} is a {trace.kind}, expected a RunCheck"):
+        run.result(name, runs.RunCheck)
+    with pytest.raises(KeyError, match=f"no result 'nothing'; it has: .*{name}"):
+        run["nothing"]

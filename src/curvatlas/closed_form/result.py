@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -186,7 +188,7 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         plain.pop("_source", None)
         return plain
 
-    def save(self, path: Any, *, keep_previous: bool = False) -> Any:
+    def save(self, path: str | os.PathLike[str], *, keep_previous: bool = False) -> Path:
         """Write the result with all three parts to one file."""
         return Result.save(self._complete(), path, keep_previous=keep_previous)
 

@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from curvatlas.files import PARTIAL_SUFFIX, parse_json, read_bytes
 from curvatlas.results import Result, parse
 from curvatlas.runs import manifest as manifests
 from curvatlas.runs.manifest import Manifest
+
+R = TypeVar("R", bound=Result)
 
 RESULTS = "results"
 _MANIFEST_LIMIT = 16 * 2**20
@@ -51,7 +53,17 @@ class LoadedRun:
         return self.manifest.warnings
 
     def __getitem__(self, name: str) -> Result:
+        if name not in self.results:
+            stored = ", ".join(self.results) or "none"
+            raise KeyError(f"{self.path} has no result {name!r}; it has: {stored}.")
         return self.results[name]
+
+    def result(self, name: str, kind: type[R]) -> R:
+        """``run[name]`` for a type checker: the result, which has to be a ``kind``."""
+        result = self[name]
+        if not isinstance(result, kind):
+            raise TypeError(f"{name} is a {result.kind}, expected a {kind.kind}.")
+        return result
 
     @property
     def report(self) -> Path:
