@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -138,13 +138,6 @@ def batches_of(op: LinearOperator) -> Batches:
     return parts
 
 
-def data_probes(op: LinearOperator, seed: int) -> Tensor:
-    """The few normal probes (n, 6) on which all batches are compared."""
-    random = generator(seed + 1)
-    probes = torch.randn(op.shape[1], 6, generator=random, dtype=torch.float64, device="cpu")
-    return probes.to(device=op.device, dtype=op.dtype)
-
-
 def linear_samples(
     parts: Batches, probes: Tensor, read: Callable[[Tensor], Tensor]
 ) -> tuple[Array, Array]:
@@ -194,9 +187,29 @@ def half_width(
     return float(student.ppf(0.975, count - 1)) * float(np.sqrt(max(variance, 0.0)))
 
 
-def around(value: float, half: float) -> Interval:
-    """value ± half."""
-    return value - half, value + half
+def with_data_error(
+    op: LinearOperator, estimate: Estimate, seed: int, weigh: Callable[[Tensor], Tensor], cost: int
+) -> Estimate:
+    """The estimate with the scatter of its batches, on six normal probes u (n, 6).
+
+    A quantity that changes by E[wᵀ dA u] with the operator, w = weigh(u): one number a batch.
+    cost: products for each probe.
+    """
+    parts = batches_of(op)
+    if not parts:
+        return estimate
+    probes = torch.randn(
+        op.shape[1], 6, generator=generator(seed + 1), dtype=torch.float64, device="cpu"
+    )
+    probes = probes.to(device=op.device, dtype=op.dtype)
+    weights = weigh(probes)
+    let_go_of_graphs(op)  # those that ``weigh`` may have made
+    shares, samples = linear_samples(parts, probes, lambda images: (weights * images).sum(0))
+    half = half_width(shares, samples, total=estimate.value)
+    interval = estimate.value - half, estimate.value + half
+    return replace(
+        estimate, data_interval=interval, products=estimate.products + cost * probes.shape[1]
+    )
 
 
 def eigenvalue_half_widths(op: LinearOperator, vectors: Tensor) -> tuple[Tensor, int] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,10 @@ from curvatlas.spectra.deflated import AT_WORK, DeflatedSampler
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import (
     Estimate,
-    around,
-    batches_of,
+    Interval,
     close_enough,
-    data_probes,
     exact_estimate,
-    half_width,
-    linear_samples,
+    with_data_error,
 )
 from curvatlas.spectra.exact import (
     Completion,
@@ -119,14 +116,15 @@ def spectral_norm(
     else:
         squares = pairs.value, low, max(high, above)
         value, low, high = (float(np.sqrt(max(square, 0.0))) for square in squares)
-    spread = pairs.data_interval
+    data_interval: Interval | None = None
+    if pairs.data_interval is not None:
+        half = float(pairs.data_interval[1][0] - pairs.data_interval[0][0]) / 2
+        data_interval = value - half, value + half
     return Estimate(
         quantity="spectral norm",
         value=value,
         interval=(low, high),
-        data_interval=None
-        if spread is None
-        else around(value, float(spread[1][0] - spread[0][0]) / 2),
+        data_interval=data_interval,
         products=cost * pairs.products,
         converged=pairs.converged and close_enough(value, (high - low) / 2, rtol),
         exact=pairs.exact,
@@ -162,18 +160,10 @@ def frobenius_norm(
         room = vectors_within(op, memory, "frobenius_norm", fewest=FEWEST_VECTORS)
         estimate = _estimate(op, rtol, seed, max_products, room, checkpoint)
     value = estimate.value
-    parts = batches_of(op) if data_error and value > 0 else []
-    if not parts:
+    if not data_error or value == 0:
         return estimate
-    probes = data_probes(op, seed)
-    total = op @ probes
     # d‖A‖_F = ⟨A, dA⟩ / ‖A‖_F: linear around A, so every batch has its own number.
-    shares, samples = linear_samples(parts, probes, lambda images: (total * images).sum(0) / value)
-    return replace(
-        estimate,
-        data_interval=around(value, half_width(shares, samples, total=value)),
-        products=estimate.products + 2 * probes.shape[1],
-    )
+    return with_data_error(op, estimate, seed, lambda u: (op @ u) / value, 2)
 
 
 def _estimate(

@@ -73,9 +73,7 @@ def nystrom_preconditioner(
     if int(info) != 0:
         if shift == 0:
             raise ValueError("the operator is zero on random columns: it needs no preconditioner.")
-        raise ValueError(
-            f"{op!r} is not positive semidefinite: a preconditioner needs one that is."
-        )
+        raise ValueError(_not_psd(op))
     factor = torch.linalg.solve_triangular(root, image.T, upper=False).T  # (n, k)
     vectors, singular, _ = torch.linalg.svd(factor, full_matrices=False)
     values = (singular**2 - shift).clamp_min(0)
@@ -136,6 +134,12 @@ def partial_cholesky(op: LinearOperator, rank: int, *, diagonal: Tensor | None =
     return factor[:, :taken]
 
 
+_BY_NAME: dict[str, Callable[..., LowRankInverse]] = {
+    "nystrom": nystrom_preconditioner,
+    "cholesky": cholesky_preconditioner,
+}
+
+
 def as_preconditioner(
     wanted: Preconditioner | None, op: LinearOperator, damping: float
 ) -> Precondition | None:
@@ -143,21 +147,17 @@ def as_preconditioner(
     if wanted is None:
         return None
     if isinstance(wanted, str):
-        if wanted == "nystrom":
-            made: LinearOperator = nystrom_preconditioner(op, damping=damping)
-        elif wanted == "cholesky":
-            made = cholesky_preconditioner(op, damping=damping)
-        else:
+        if wanted not in _BY_NAME:
             raise ValueError(f"{_WHAT_IT_IS}, got {wanted!r}.")
-        return lambda columns: made @ columns
+        return _BY_NAME[wanted](op, damping=damping).matvec
     if isinstance(wanted, LinearOperator):
         if wanted.shape != op.shape:
             raise ValueError(f"the preconditioner {wanted!r} has another shape than {op!r}.")
         if wanted.dtype != op.dtype:
             raise TypeError(f"the preconditioner is of {wanted.dtype}, the operator of {op.dtype}.")
         if not wanted.tags.symmetric:
-            _refuse_asymmetric(lambda columns: wanted @ columns, op)
-        return lambda columns: wanted @ columns
+            _refuse_asymmetric(wanted.matvec, op)
+        return wanted.matvec
     if not callable(wanted):
         raise ValueError(f"{_WHAT_IT_IS}, got a {type(wanted).__name__}.")
 

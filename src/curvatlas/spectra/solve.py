@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from curvatlas.problem import Problem
 
 Method = Literal["auto", "cg", "minres", "lsmr"]
+_REACHED, _EXHAUSTED = "reached rtol", "product budget exhausted"
 _NAMES = {"cg": "conjugate gradients", "minres": "MINRES", "lsmr": "LSMR"}
 
 
@@ -115,15 +116,9 @@ def solve(
     # the last product is for the residual, LSMR's first for its start
     iterations = max(budget - (op.products - before) - cost, 0) // cost
     x, used, message = _run(op, columns, damping, rtol, iterations, method, precondition)
-    residual = columns - (op @ x + damping * x)
-    require_finite(residual)
-    norms = torch.linalg.vector_norm(columns, dim=0).clamp_min(torch.finfo(op.dtype).tiny)
-    relative = float((torch.linalg.vector_norm(residual, dim=0) / norms).max())
-    # The recurrence's residual drifts from the true one by rounding: where it has reached the
-    # tolerance, a factor of ten is forgiven.
-    goal = max(rtol, 10 * torch.finfo(op.dtype).eps)
-    converged = relative <= (10 * goal if message == "reached rtol" else goal)
-    if not converged and message == "reached rtol":
+    residual, eps = columns - (op @ x + damping * x), torch.finfo(op.dtype).eps
+    relative, converged = _converged(residual, columns, max(rtol, 10 * eps), message)
+    if not converged and message == _REACHED:
         message = "stopped at the least-squares solution: b is partly outside the range"
     return Solution(
         value=x.squeeze(-1) if b.ndim == 1 else x,
@@ -135,6 +130,18 @@ def solve(
         method=_NAMES[method] + (", preconditioned" if preconditioner is not None else ""),
         message="converged" if converged else message,
     )
+
+
+def _converged(rest: Tensor, first: Tensor, goal: float, message: str) -> tuple[float, bool]:
+    """‖rest‖ / ‖first‖, the largest of the columns, and whether that is small enough.
+
+    The recurrence's residual drifts from the true one by rounding: where it has reached the
+    tolerance, a factor of ten is forgiven.
+    """
+    require_finite(rest)
+    norms = torch.linalg.vector_norm(first, dim=0).clamp_min(torch.finfo(first.dtype).tiny)
+    relative = float((torch.linalg.vector_norm(rest, dim=0) / norms).max())
+    return relative, relative <= (10 * goal if message == _REACHED else goal)
 
 
 @alike_on_every_rank
@@ -177,13 +184,10 @@ def least_squares(
         x = start.detach().reshape(n, count).to(device=op.device, dtype=op.dtype)
     rest = columns if start is None else columns - op @ x
     step, used, message = _lsmr(op, rest, damping**0.5, rtol, iterations, squares=True)
-    first = torch.linalg.vector_norm(op.T @ rest, dim=0)
+    first = op.T @ rest
     gradient = op.T @ (rest - op @ step) - damping * step
-    require_finite(gradient)
-    tiny = torch.finfo(op.dtype).tiny
-    relative = float((torch.linalg.vector_norm(gradient, dim=0) / first.clamp_min(tiny)).max())
     goal = max(rtol, 100 * torch.finfo(op.dtype).eps)
-    converged = relative <= (10 * goal if message == "reached rtol" else goal)
+    relative, converged = _converged(gradient, first, goal, message)
     return Solution(
         value=(x + step).reshape(n, *b.shape[1:]),
         residual=relative,
@@ -316,7 +320,7 @@ def _conjugate_gradients(
     with bar("conjugate gradients", total=iterations) as progress:
         for step in range(iterations):
             if not bool(active.any()):
-                return x, step, "reached rtol"
+                return x, step, _REACHED
             if bool((active & ~(size > 0)).any()):
                 return x, step, "the preconditioner is not positive definite"
             image = op @ direction + damping * direction
@@ -334,8 +338,7 @@ def _conjugate_gradients(
             size = torch.where(active, new, size)
             active = active & (_dots(residual, residual) > goal)
             progress.update()
-    done = not bool(active.any())
-    return x, iterations, "reached rtol" if done else "product budget exhausted"
+    return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
 
 
 def _minres(
@@ -356,7 +359,7 @@ def _minres(
     with bar("MINRES", total=iterations) as progress:
         for step in range(iterations):
             if not bool(active.any()):
-                return x, step, "reached rtol"
+                return x, step, _REACHED
             image = op @ v + damping * v - beta * before
             alpha = _dots(v, image)
             after = torch.linalg.vector_norm(image - alpha * v, dim=0)
@@ -380,8 +383,7 @@ def _minres(
             invariant = after <= 8 * torch.finfo(b.dtype).eps * scale
             active = active & (left.abs() > rtol * norm) & ~invariant & ~singular
             progress.update()
-    done = not bool(active.any())
-    return x, iterations, "reached rtol" if done else "product budget exhausted"
+    return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
 
 
 def _lsmr(
@@ -409,7 +411,7 @@ def _lsmr(
     with bar("LSMR", total=iterations) as progress:
         for step in range(iterations):
             if not bool(active.any()):
-                return x, step, "reached rtol"
+                return x, step, _REACHED
             u, beta = _normalised(op @ v - alpha * u)
             square_norm = square_norm + beta**2
             v, alpha = _normalised(op.T @ u - beta * v)
@@ -448,8 +450,7 @@ def _lsmr(
             # What has ended is rounding from here on: keep it out of the operator.
             u, v = torch.where(active, u, zero), torch.where(active, v, zero)
             progress.update()
-    finished = not bool(active.any())
-    return x, iterations, "reached rtol" if finished else "product budget exhausted"
+    return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
 
 
 def _normalised(columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,14 +26,10 @@ from curvatlas.spectra.deflated import AT_WORK, DeflatedSampler
 from curvatlas.spectra.diagonal import FACTORS, count_products, outer_part, read_diagonal
 from curvatlas.spectra.estimate import (
     Estimate,
-    around,
-    batches_of,
     close_enough,
-    data_probes,
     exact_estimate,
-    half_width,
-    linear_samples,
     tolerance,
+    with_data_error,
 )
 from curvatlas.spectra.exact import Completion, products_allowed, reads_at_once, reads_the_rest
 from curvatlas.spectra.krylov import Array, KrylovBasis
@@ -85,18 +81,7 @@ def trace(
         room = vectors_within(op, memory, "trace", fewest=FEWEST_VECTORS)
         estimate = _through_factors(op, rtol, seed, max_products, room, checkpoint)
         estimate = estimate or _estimate(op, rtol, seed, max_products, room, checkpoint)
-    return _with_data_error(op, estimate, seed) if data_error else estimate
-
-
-def _with_data_error(op: LinearOperator, estimate: Estimate, seed: int) -> Estimate:
-    parts = batches_of(op)
-    if not parts:
-        return estimate
-    probes = data_probes(op, seed)
-    shares, samples = linear_samples(parts, probes, lambda images: (probes * images).sum(0))
-    half = half_width(shares, samples, total=estimate.value)
-    interval = around(estimate.value, half)
-    return replace(estimate, data_interval=interval, products=estimate.products + probes.shape[1])
+    return with_data_error(op, estimate, seed, lambda u: u, 1) if data_error else estimate
 
 
 def _through_factors(
