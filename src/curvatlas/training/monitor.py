@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import nan
 from typing import Any
 
@@ -53,27 +54,22 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+@dataclass(kw_only=True)
 class Measuring:
     """Measures one problem again and again; keeps the eigenvectors between measurements."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        *,
-        eigenvalues: int,
-        tol: float,
-        probes: int,
-        density_products: int,
-        max_products: int,
-        seed: int,
-    ) -> None:
-        self.problem = problem
-        self._eigenvalues, self._tol = eigenvalues, tol
-        self._probes, self._density_products = probes, density_products
-        self._max_products, self._seed = max_products, seed
+    problem: Problem
+    eigenvalues: int
+    tol: float
+    probes: int
+    density_products: int
+    max_products: int
+    seed: int
+
+    def __post_init__(self) -> None:
         self._ends: Tensor | None = None  # eigenvectors of both ends, for the warm start
         self._top: Tensor | None = None
-        self._roles = _by_role(problem.anatomy.slices)
+        self._roles = _by_role(self.problem.anatomy.slices)
         self._role_vectors: dict[str, Tensor] = {}
         self._role_sharpness: dict[str, float] = {}
         self._turn = 0
@@ -91,20 +87,20 @@ class Measuring:
         loss, gradient = problem.value(), problem.gradient()
         ends = eigenpairs(
             operator,
-            k=self._eigenvalues,
+            k=self.eigenvalues,
             which="both",
-            tol=self._tol,
+            tol=self.tol,
             start=self._ends,
-            max_products=min(self._max_products, problem.size),
+            max_products=min(self.max_products, problem.size),
             data_error=False,
-            seed=self._seed,
+            seed=self.seed,
         )
         order = torch.argsort(ends.values, descending=True)
-        top = ends.vectors[:, order[: self._eigenvalues]]
+        top = ends.vectors[:, order[: self.eigenvalues]]
         first = int(order[0])
         trace, interval, role_trace = self._traces(operator, step)
         density = spectral_density(
-            operator, max_products=self._density_products, seed=self._seed + step
+            operator, max_products=self.density_products, seed=self.seed + step
         )
         self._scale = float(ends.values.abs().max())
         self._next_role(operator)
@@ -155,9 +151,9 @@ class Measuring:
         self, operator: Hessian, step: int
     ) -> tuple[float, tuple[float, float], dict[str, float]]:
         """tr H and tr H[role, role] from the same ±1 probes: zᵀHz, whole and role by role."""
-        generator = torch.Generator().manual_seed(self._seed * 7919 + step)
+        generator = torch.Generator().manual_seed(self.seed * 7919 + step)
         signs = torch.randint(
-            0, 2, (self.problem.size, self._probes), generator=generator, device="cpu"
+            0, 2, (self.problem.size, self.probes), generator=generator, device="cpu"
         )
         probes = (2.0 * signs - 1.0).to(dtype=operator.dtype, device=operator.device)
         products = operator @ probes
@@ -182,18 +178,18 @@ class Measuring:
             view,
             k=1,
             which="largest",
-            tol=10 * self._tol,
+            tol=10 * self.tol,
             start=self._role_vectors.get(role),
-            max_products=min(self._max_products, view.shape[0]),
+            max_products=min(self.max_products, view.shape[0]),
             data_error=False,
-            seed=self._seed,
+            seed=self.seed,
         )
         self._role_sharpness[role] = float(top.values.max())
         self._role_vectors[role] = top.vectors[:, :1]
 
     def _vanishes(self, view: LinearOperator) -> bool:
         """Whether H[role, role] is rounding alone: a key's bias moves no attention weight."""
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(self.seed)
         probe = torch.randn(view.shape[0], generator=generator, dtype=torch.float64, device="cpu")
         probe = (probe / probe.norm()).to(dtype=view.dtype, device=view.device)
         size = float((view @ probe).norm())
@@ -267,7 +263,7 @@ class Monitor:
         with leaving_no_trace(bare):
             problem = Problem(bare, loss, data)
         self._measuring = Measuring(
-            problem,
+            problem=problem,
             eigenvalues=eigenvalues,
             tol=tol,
             probes=probes,
