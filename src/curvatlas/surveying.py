@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -101,15 +102,15 @@ def survey(
 
     def measure(run: Run) -> None:
         _Survey(
-            run,
-            problem,
+            run=run,
+            problem=problem,
             stage=stage,
             roles=roles,
             skip=skip,
             eigenvalues=eigenvalues,
             density_products=density_products,
-            products=products,
-            memory=bytes_asked,
+            products_asked=products,
+            memory_asked=bytes_asked,
             clock=clock,
             seed=seed,
             say=say or _silent,
@@ -206,36 +207,33 @@ def _check_options(
             raise ValueError(f"{option} must be at least 1, got {count}.")
 
 
+@dataclass(kw_only=True)
 class _Survey:
     """The steps on one problem. Each is read from the folder where it is stored already."""
 
-    def __init__(
-        self,
-        run: Run,
-        problem: Problem,
-        *,
-        stage: str,
-        roles: Sequence[str] | None,
-        skip: Collection[str],
-        eigenvalues: int,
-        density_products: int,
-        products: int | None,
-        memory: int | None,
-        clock: Clock,
-        seed: int,
-        say: Callable[[object], object],
-        detail: Callable[[object], object],
-    ) -> None:
-        self.run, self.problem, self.stage, self.clock = run, problem, stage, clock
-        self.eigenvalues, self.density_products, self.seed = eigenvalues, density_products, seed
-        self.products_asked, self.products = products, products or _PRODUCTS
-        self.skip = {*skip, *(("map", "propagation", "advice") if roles else ())}
-        self.say, self.detail = say, detail
-        self.memory = memory_plan(
-            memory if memory is not None else run.effort.get("memory"),
-            problem.size * problem.dtype.itemsize,
-        )
-        run.plan(memory=self.memory.total)
+    run: Run
+    problem: Problem
+    stage: str
+    roles: Sequence[str] | None
+    skip: Collection[str]
+    eigenvalues: int
+    density_products: int
+    products_asked: int | None
+    memory_asked: int | None
+    clock: Clock
+    seed: int
+    say: Callable[[object], object]
+    detail: Callable[[object], object]
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.products = self.products_asked or _PRODUCTS
+        if self.roles:
+            self.skip = {*self.skip, "map", "propagation", "advice"}
+        vector_bytes = problem.size * problem.dtype.itemsize
+        memory = self.run.effort.get("memory") if self.memory_asked is None else self.memory_asked
+        self.memory = memory_plan(memory, vector_bytes)
+        self.run.plan(memory=self.memory.total)
         budget = self.memory.graphs
         self.hessian = Hessian(problem, budget=budget)
         self.full = {
@@ -244,17 +242,17 @@ class _Survey:
             "functional": FunctionalHessian(problem, budget=budget),
         }
         self.operators: dict[str, LinearOperator] = dict(self.full)
-        if roles:
-            chosen = chosen_slices(problem.anatomy, roles)
+        if self.roles:
+            chosen = chosen_slices(problem.anatomy, self.roles)
             self.operators = {part: op[chosen, chosen] for part, op in self.full.items()}
-        if clock.seconds is not None:
+        if self.clock.seconds is not None:
             # An estimate is stopped between two products and goes on there from its checkpoint.
             for operator in self.operators.values():
-                operator.before_product = clock.check
+                operator.before_product = self.clock.check
         # Half of the bytes where the vectors would not fit: their rounding is in the residuals.
-        rows = self.memory.vectors // (problem.size * problem.dtype.itemsize)
-        wanted = 2 * eigenvalues
-        self.storage = torch.bfloat16 if rows < 2 * wanted + max(6, wanted // 4) + 3 else None
+        wanted = 2 * self.eigenvalues
+        rows_needed = 2 * wanted + max(6, wanted // 4) + 3
+        self.storage = torch.bfloat16 if self.memory.vectors < rows_needed * vector_bytes else None
 
     def carry_out(self, *, name: str | None, data: str | None) -> None:
         """Every step, the most telling first."""
@@ -303,12 +301,17 @@ class _Survey:
     def _say_of(self, part: str, result: Result) -> None:
         self.say(f"  {_SYMBOLS[part]}: {result}")
 
+    def _estimate(self, name: str, compute: Callable[[Path], R]) -> R:
+        """A step whose result depends on how many products there may be, with its checkpoint."""
+        checkpoint = self.run.checkpoint_path(f"{self.stage}.{name}")
+        return self._step(name, lambda: compute(checkpoint), spends=_SPENDS)
+
     def _ends(self, part: str) -> Eigenpairs:
         """The extreme eigenvalues; H_o has no negative ones."""
-        operator, name = self.operators[part], f"{part}.eigenpairs"
-        return self._step(
-            name,
-            lambda: eigenpairs(
+        operator = self.operators[part]
+        return self._estimate(
+            f"{part}.eigenpairs",
+            lambda checkpoint: eigenpairs(
                 operator,
                 k=min(self.eigenvalues, max(1, operator.shape[0] // 2)),
                 which="largest" if part == "outer" else "both",
@@ -317,53 +320,48 @@ class _Survey:
                 max_products=self.products,
                 memory=self.memory.vectors,
                 storage=self.storage,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
+                checkpoint=checkpoint,
             ),
-            spends=_SPENDS,
         )
 
     def _traces(self) -> None:
-        total, outer = self._trace("total"), self._trace("outer")
-        functional = self._step(
-            "functional.trace", lambda: _difference(total, outer), spends=_SPENDS
+        traces = {part: self._trace(part) for part in ("total", "outer")}
+        traces["functional"] = self._estimate(
+            "functional.trace", lambda _: _difference(traces["total"], traces["outer"])
         )
-        for part, estimate in (("total", total), ("outer", outer), ("functional", functional)):
+        for part, estimate in traces.items():
             self._say_of(part, estimate)
 
     def _trace(self, part: str) -> Estimate:
-        name = f"{part}.trace"
-        return self._step(
-            name,
-            lambda: trace(
+        return self._estimate(
+            f"{part}.trace",
+            lambda checkpoint: trace(
                 self.operators[part],
                 rtol=_TRACE_ERROR,
                 # Two seeds: the traces of H and H_o are subtracted, their errors independent.
                 seed=2 * self.seed + (part == "outer"),
                 max_products=self.products,
                 memory=self.memory.vectors,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
+                checkpoint=checkpoint,
             ),
-            spends=_SPENDS,
         )
 
     def _density(self, part: str) -> SpectralDensity:
-        name = f"{part}.density"
-        return self._step(
-            name,
-            lambda: spectral_density(
+        return self._estimate(
+            f"{part}.density",
+            lambda checkpoint: spectral_density(
                 self.operators[part],
                 max_products=min(self.density_products, self.products),
                 memory=self.memory.vectors,
                 seed=self.seed,
-                checkpoint=self.run.checkpoint_path(f"{self.stage}.{name}"),
+                checkpoint=checkpoint,
             ),
-            spends=_SPENDS,
         )
 
     def _advice(self, ends: Eigenpairs, density: SpectralDensity) -> None:
         """Recommendations from the spectrum already measured and the sharpness of each layer."""
 
-        def read() -> Advice:
+        def read(_: Path) -> Advice:
             conditioning = conditioning_of(
                 self.problem,
                 self.hessian,
@@ -378,7 +376,7 @@ class _Survey:
             advice = recommend([conditioning], model=self.problem.model)
             return Advice(conditioning=conditioning, recommendations=advice)
 
-        for recommendation in self._step("advice", read, spends=_SPENDS).recommendations:
+        for recommendation in self._estimate("advice", read).recommendations:
             self.say(f"  → {recommendation}")
 
     def _map(self) -> None:
@@ -390,24 +388,19 @@ class _Survey:
                 f"the budget allows {self.products_asked}."
             )
             return
-        self.say(
-            "  "
-            + str(
-                self._step(
-                    "atlas",
-                    lambda: atlas(
-                        self.problem,
-                        biases=False,
-                        rtol=_MAP_ERROR,
-                        method="sketch" if self.problem.size > _DENSE_MAP_PARAMETERS else "dense",
-                        products=self.products_asked or max(_PRODUCTS, 5 * blocks),
-                        seed=self.seed,
-                        budget=self.memory.graphs,
-                    ),
-                    spends=_SPENDS,
-                )
-            )
+        map_of_roles = self._estimate(
+            "atlas",
+            lambda _: atlas(
+                self.problem,
+                biases=False,
+                rtol=_MAP_ERROR,
+                method="sketch" if self.problem.size > _DENSE_MAP_PARAMETERS else "dense",
+                products=self.products_asked or max(_PRODUCTS, 5 * blocks),
+                seed=self.seed,
+                budget=self.memory.graphs,
+            ),
         )
+        self.say(f"  {map_of_roles}")
 
     def _propagation(self) -> None:
         """Curvature by depth on a few samples; a model without known sublayers has none."""
