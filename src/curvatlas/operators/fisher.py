@@ -88,9 +88,9 @@ class _ResidualLinearisation(OuterLinearisation):
         super().__init__(problem, batch, names, logit_room=fisher._logit_room)
 
     def _output_product(self, rebuild: Rebuild) -> Callable[[list[Tensor]], list[Tensor]]:
-        whole = rebuild(self._z)
-        if isinstance(whole, HiddenLogits):
-            return self._chunked_product(whole)
+        logits = rebuild(self._z)
+        if isinstance(logits, HiddenLogits):
+            return self._chunked_product(logits)
         if len(self._z) != 1:
             raise ProblemError("a sampled or empirical Fisher needs one output tensor.")
         loss, targets, z = self._problem.loss, self.batch.targets, self._z[0]

@@ -25,8 +25,7 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +90,21 @@ class Resumable:
             self.begin()
         else:
             self.restore(*stored)
-        with bar(self.title, total=self.budget) as progress, file.kept(self):
-            while not self.done:
-                progress.update(self.products - progress.n)
-                file.mark()
-                self.step()
-                if self.products % self.products_between_looks == 0 and file.due():
-                    file.save(*self.state())
+        between: tuple[int, State] | None = None  # the rewrites and the state before this step
+        with bar(self.title, total=self.budget) as progress:
+            try:
+                while not self.done:
+                    progress.update(self.products - progress.n)
+                    if file.path is not None:
+                        between = self.rewrites, self.state()
+                    self.step()
+                    if self.products % self.products_between_looks == 0 and file.due():
+                        file.save(*self.state())
+            except BaseException:  # Ctrl-C, a kill, an error
+                # A NaN in a product is an error of the operator: what was reached before is valid.
+                if between is not None and between[0] == self.rewrites:
+                    file.save(*between[1], everywhere=True)  # any process may be the only one left
+                raise
         if file.path is not None:
             file.save(*self.state())
 
@@ -208,7 +215,9 @@ class Checkpoint:
         header = {"schema": _SCHEMA, "fingerprint": self._mark, "numbers": dict(numbers)}
         written = False
         try:
-            _replace(self.path, tensors, {"curvatlas_checkpoint": json.dumps(header)})
+            metadata = {"curvatlas_checkpoint": json.dumps(header)}
+            write = functools.partial(files.write, self.path, tensors, metadata, keep_previous=True)
+            files.write_keeping_previous(self.path, write)
             written = True
         except OSError as error:
             self._report(error)
@@ -230,35 +239,6 @@ class Checkpoint:
         """Whether enough time has passed for a write to cost little."""
         elapsed = time.monotonic() - self._written
         return self.path is not None and elapsed * MAX_WRITE_SHARE >= self._cost
-
-    def mark(self) -> None:
-        """Between two steps: this is the state that an interruption saves from now on."""
-        if self.path is not None:
-            self._marked = (self._estimate.rewrites, self._estimate.state())
-
-    @contextmanager
-    def kept(self, estimate: Resumable) -> Iterator[None]:
-        """Write the state marked last when the body is interrupted (Ctrl-C, an error, a kill)."""
-        self._estimate = estimate
-        self.mark()
-        try:
-            yield
-        except BaseException:
-            # A NaN in a product is an error of the operator: what was reached before stays valid.
-            if self.path is not None:
-                generation, marked = self._marked
-                if generation == estimate.rewrites:
-                    self.save(*marked, everywhere=True)  # any process may be the only one left
-            raise
-        finally:
-            # The owner of the state holds this file: in a ring, a basis would outlive its use.
-            for name in ("_estimate", "_marked"):
-                vars(self).pop(name, None)
-
-
-def _replace(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    write = functools.partial(files.write, path, tensors, metadata, keep_previous=True)
-    files.write_keeping_previous(path, write)
 
 
 def checksum(tensor: Tensor, start: int = 0) -> int:
