@@ -106,10 +106,10 @@ class Jacobian(LinearOperator):
             if self.checks:
                 self._check()
             self._version = version
-        start = 0
+        start, names = 0, self.problem.parameter_names
         with self.problem.evaluating():
             for place, batch in enumerate(self._batches()):
-                linear = self._kept.get(place) or self._linearised(batch)
+                linear = self._kept.get(place) or _Linearised(self.problem, batch, names)
                 if self._may_keep(place, linear):
                     self._kept[place] = linear
                 rows = slice(start, start + self._rows[place])
@@ -119,10 +119,6 @@ class Jacobian(LinearOperator):
                     fill(linear, rows, slice(first, min(first + step, count)))
                 start = rows.stop
                 del linear
-
-    def _linearised(self, batch: Batch) -> _Linearised:
-        names = self.problem.parameter_names
-        return _Linearised(self.problem, batch, names)
 
     def _may_keep(self, place: int, linear: _Linearised) -> bool:
         if place in self._kept or not self.problem.held:
@@ -134,7 +130,8 @@ class Jacobian(LinearOperator):
         """(Jv)ᵀu = vᵀ(Jᵀu) on the first batch: a wrong double backward breaks it."""
         self.problem.check()
         with self.problem.evaluating():
-            linear = self._linearised(next(self._batches()))
+            names = self.problem.parameter_names
+            linear = _Linearised(self.problem, next(self._batches()), names)
             generator = torch.Generator().manual_seed(0)
             v = torch.randn(1, self.shape[1], generator=generator, dtype=self.dtype, device="cpu")
             u = torch.randn(1, self._rows[0], generator=generator, dtype=self.dtype, device="cpu")

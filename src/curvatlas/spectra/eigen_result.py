@@ -17,28 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# -------------------------------------------------------------------------------------------------
-# Which eigenvalues are wanted, and in what order they are reported.
-# -------------------------------------------------------------------------------------------------
-
-
 Which = Literal["largest", "smallest", "both", "magnitude"]
 WHICH: tuple[Which, ...] = ("largest", "smallest", "both", "magnitude")
 Positions = NDArray[np.int64]
-
-
-def select(values: Array, k: int, which: Which) -> Positions:
-    """Positions of the wanted ones among ascending ``values``, in the order they are reported."""
-    m = len(values)
-    if which == "largest":
-        return np.arange(m - 1, max(m - 1 - k, -1), -1)
-    if which == "smallest":
-        return np.arange(min(k, m))
-    if which == "both":
-        if 2 * k >= m:
-            return np.arange(m - 1, -1, -1)
-        return np.concatenate([np.arange(m - 1, m - 1 - k, -1), np.arange(k - 1, -1, -1)])
-    return np.argsort(-np.abs(values), kind="stable")[:k]
 
 
 def by_interest(values: Array, which: Which) -> Positions:
@@ -54,6 +35,16 @@ def by_interest(values: Array, which: Which) -> Positions:
     both[0::2] = np.arange(m - 1, m - 1 - len(both[0::2]), -1)
     both[1::2] = np.arange(len(both[1::2]))
     return both
+
+
+def select(values: Array, k: int, which: Which) -> Positions:
+    """Positions of the wanted ones among ascending ``values``, in the order they are reported."""
+    m = len(values)
+    if which != "both":
+        return by_interest(values, which)[:k]
+    if 2 * k >= m:
+        return np.arange(m - 1, -1, -1)
+    return np.concatenate([np.arange(m - 1, m - 1 - k, -1), np.arange(k - 1, -1, -1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +160,6 @@ def cluster_radii(values: Array, residuals: Array) -> Array:
         label = np.cumsum(starts) - 1
         joint = np.sqrt(np.bincount(label, residuals[order] ** 2))[label]
         # A member reaching further than its cluster's bound keeps that bound.
-        if np.allclose(joint, radii, rtol=0, atol=0):
-            break
         if (joint <= radii).all():
             break
         radii = np.maximum(joint, radii)

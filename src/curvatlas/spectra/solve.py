@@ -115,7 +115,14 @@ def solve(
     cost = count * (2 if method == "lsmr" else 1)
     # the last product is for the residual, LSMR's first for its start
     iterations = max(budget - (op.products - before) - cost, 0) // cost
-    x, used, message = _run(op, columns, damping, rtol, iterations, method, precondition)
+    if method == "cg":
+        run = _conjugate_gradients(op, columns, damping, rtol, iterations, precondition)
+    elif method == "minres":
+        run = _minres(op, columns, damping, rtol, iterations)
+    else:
+        shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
+        run = _lsmr(shifted, columns, 0.0, rtol, iterations, squares=False)
+    x, used, message = run
     residual, eps = columns - (op @ x + damping * x), torch.finfo(op.dtype).eps
     relative, converged = _converged(residual, columns, max(rtol, 10 * eps), message)
     if not converged and message == _REACHED:
@@ -276,23 +283,6 @@ class InverseOperator(LinearOperator):
 
 def _inverse_tags(op: LinearOperator, damping: float) -> Tags:
     return Tags(symmetric=op.tags.symmetric, psd=op.tags.psd and damping >= 0)
-
-
-def _run(
-    op: LinearOperator,
-    b: Tensor,
-    damping: float,
-    rtol: float,
-    iterations: int,
-    method: str,
-    precondition: Precondition | None,
-) -> tuple[Tensor, int, str]:
-    if method == "cg":
-        return _conjugate_gradients(op, b, damping, rtol, iterations, precondition)
-    if method == "minres":
-        return _minres(op, b, damping, rtol, iterations)
-    shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
-    return _lsmr(shifted, b, 0.0, rtol, iterations, squares=False)
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
