@@ -450,8 +450,8 @@ def heatmap(
         preserveAspectRatio="none",
         class_="cells",
     )
-    total_width = left + width + _GAP + _BAR_WIDTH + 64
-    total_height = 8 + height + bottom
+    full_width = left + width + _GAP + _BAR_WIDTH + 64
+    full_height = 8 + height + bottom
     picture = tag(
         "svg",
         tag("title", f"{title}. {description}"),
@@ -473,8 +473,9 @@ def heatmap(
             data_cells=identifier,
         ),
         _colour_bar(scale, signed, left + width + _GAP, height),
-        viewBox=f"0 0 {total_width:.0f} {total_height:.0f}",
-        style=_width(total_width),
+        viewBox=f"0 0 {full_width:.0f} {full_height:.0f}",
+        # Labels stay readable: the picture is never shrunk far, narrow screens scroll it.
+        style=f"max-width:{1.35 * full_width:.0f}px;min-width:{min(0.85 * full_width, 900):.0f}px",
         role="img",
         aria_label=f"{title}. {description}",
     )
@@ -491,11 +492,6 @@ def heatmap(
         description=description,
         wide=True,
     )
-
-
-def _width(natural: float) -> str:
-    """Labels stay readable: the picture is never shrunk far, narrow screens scroll it."""
-    return f"max-width:{1.35 * natural:.0f}px;min-width:{min(0.85 * natural, 900):.0f}px"
 
 
 def common_limits(matrices: Sequence[Matrix], *, signed: bool) -> tuple[float, float]:

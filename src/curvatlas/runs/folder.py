@@ -384,15 +384,14 @@ def _with_effort(
     # Their vectors were laid out for another memory, their steps for other products.
     for file in (folder / checking.CHECKPOINTS).glob("*"):
         file.unlink(missing_ok=True)
-    steps = {name: entry for name, entry in manifest.steps.items() if _spent(entry, effort)}
+    steps = {  # those that were computed with this effort, as far as they depend on it
+        name: entry
+        for name, entry in manifest.steps.items()
+        if all(effort.get(key) == value for key, value in entry.effort.items())
+    }
     anew = manifest.steps.keys() - steps.keys()
     told = ", ".join(f"{key} {effort[key]} for {stored.get(key)}" for key in changed)
     note = f"resumed with {told}: {len(steps)} results were computed before"
     note += f", {len(anew)} are computed anew" if anew else ""
     warnings = (line for line in manifest.warnings if line.partition(":")[0] not in anew)
     return manifest.changed(steps=steps, warnings=(*warnings, note))
-
-
-def _spent(entry: StepEntry, effort: dict[str, Any]) -> bool:
-    """Whether a result was computed with this effort, as far as it depends on it."""
-    return all(effort.get(key) == value for key, value in entry.effort.items())

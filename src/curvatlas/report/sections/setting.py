@@ -141,7 +141,10 @@ def reproduction(contents: Contents) -> Section:
     command = shlex.join(manifest["command"]) if manifest["command"] else "(run from Python)"
     versions = {"curvatlas": manifest["version"], **manifest["environment"]}
     settings: dict[str, object] = {
-        **{f"option {key}": _option(value) for key, value in manifest["options"].items()},
+        **{
+            f"option {key}": "–" if value is None else str(value)
+            for key, value in manifest["options"].items()
+        },
         **versions,
         **{f"{key} fingerprint": value for key, value in manifest["fingerprints"].items() if value},
         "started": manifest["created"],
@@ -168,7 +171,3 @@ def reproduction(contents: Contents) -> Section:
             ),
         ),
     )
-
-
-def _option(value: Any) -> str:
-    return "–" if value is None else str(value)

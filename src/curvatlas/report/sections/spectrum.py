@@ -35,16 +35,13 @@ def spectrum(contents: Contents) -> Section | None:
     pictures = (
         switch("spectrum", panels, label="Matrix whose spectrum is shown") if panels else None
     )
-    return Section("spectrum", "Spectrum", join(_introduction(), pictures, tables))
-
-
-def _introduction() -> Markup:
-    return tag(
+    lead = tag(
         "p",
         "Most directions hardly curve (the bulk near zero); a few curve strongly (the outliers). "
         "Curvature is H = H_o + H_f: H_o comes from the loss at fixed network slopes and is never "
         "negative, H_f from the network's own bending.",
     )
+    return Section("spectrum", "Spectrum", join(lead, pictures, tables))
 
 
 def _density(contents: Contents, part: str) -> Markup | None:

@@ -89,13 +89,16 @@ def dynamics(contents: Contents) -> Section | None:
 
 def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
     for value in content.values():
-        if isinstance(value, list) and len(value) > 1 and all(map(_has_step, value)):
+        if (
+            isinstance(value, list)
+            and len(value) > 1
+            and all(
+                isinstance(record, dict) and as_number(record.get("step")) is not None
+                for record in value
+            )
+        ):
             return value
     return []
-
-
-def _has_step(record: Any) -> bool:
-    return isinstance(record, dict) and as_number(record.get("step")) is not None
 
 
 def _figures(records: list[dict[str, Any]]) -> Markup:
