@@ -380,9 +380,6 @@ class DiagonalOperator(LinearOperator):
             return DiagonalOperator(self.diagonal[rows.to(self.device)])
         return Submatrix(self, rows, columns)
 
-    def exact_trace(self) -> float:
-        return float(in_float64(self.diagonal).sum())
-
     def exact_frobenius_norm(self) -> float:
         return float(torch.linalg.vector_norm(in_float64(self.diagonal)))
 

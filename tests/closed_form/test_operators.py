@@ -216,3 +216,11 @@ def test_a_block_whose_tensors_do_not_fit_is_multiplied_through_full_products(
     assert type(lean) is not type(kept)
     assert _close(lean.dense(), found.block("up_weight", "query_weight"))
     assert _close(kept.dense(), lean.dense())
+
+
+def test_the_interval_of_an_exact_trace_knows_of_entries_that_cancel() -> None:
+    entries = torch.tensor([1.0, -1.0, 1e-9], dtype=torch.float64)
+    estimate = ca.trace(ca.DiagonalOperator(entries))
+    low, high = estimate.interval
+    assert high - low >= 2 * torch.finfo(torch.float64).eps
+    assert low <= 1e-9 <= high

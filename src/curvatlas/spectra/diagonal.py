@@ -109,7 +109,7 @@ def diagonal(
     n = require_square(op, "diagonal")
     check_rtol(rtol)
     eps = torch.finfo(op.dtype).eps
-    entries = _closed_form(op)
+    entries = closed_form_diagonal(op)
     if entries is not None:
         return exact_diagonal(entries, 0, eps, "closed form")
     budget = products_allowed(max_products, n)
@@ -288,7 +288,8 @@ def read_diagonal(op: LinearOperator, what: str = "diagonal") -> Tensor:
     return torch.cat(entries)
 
 
-def _closed_form(op: LinearOperator) -> Tensor | None:
+def closed_form_diagonal(op: LinearOperator) -> Tensor | None:
+    """The diagonal of an operator that has it written out, else None."""
     if isinstance(op, MatrixOperator):
         return in_float64(op.matrix.diagonal())
     exact = getattr(op, "exact_diagonal", None)

@@ -23,7 +23,13 @@ from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.precision import float64_device, in_float64, sum_in_float64
 from curvatlas.spectra.checkpoint import Checkpoint, State, fingerprint, generator
 from curvatlas.spectra.deflated import AT_WORK, DeflatedSampler
-from curvatlas.spectra.diagonal import FACTORS, count_products, outer_part, read_diagonal
+from curvatlas.spectra.diagonal import (
+    FACTORS,
+    closed_form_diagonal,
+    count_products,
+    outer_part,
+    read_diagonal,
+)
 from curvatlas.spectra.estimate import (
     Estimate,
     close_enough,
@@ -156,13 +162,13 @@ def _estimate(
 
 
 def _closed_form(op: LinearOperator) -> Estimate | None:
+    method = "diagonal of the matrix" if isinstance(op, MatrixOperator) else "closed form"
     exact = getattr(op, "exact_trace", None)
-    if isinstance(op, MatrixOperator):
-        entries = in_float64(op.matrix.diagonal())
-        value, scale = float(entries.sum()), float(entries.abs().sum())
-        method = "diagonal of the matrix"
-    elif callable(exact) and (known := exact()) is not None:
-        value, scale, method = float(known), abs(float(known)), "closed form"
+    if (entries := closed_form_diagonal(op)) is not None:
+        entries = in_float64(entries)
+        value, scale = float(entries.sum()), float(entries.abs().sum())  # entries may cancel
+    elif callable(exact) and (trace := exact()) is not None:
+        value, scale = float(trace), abs(float(trace))
     else:
         return None
     eps = torch.finfo(op.dtype).eps

@@ -78,11 +78,6 @@ class DecomposedHessian(LinearOperator):
         """The diagonal (P,) of one part where a closed form gives it."""
         return None
 
-    def exact_trace(self, part: Part = "total") -> float | None:
-        """The sum of ``exact_diagonal``."""
-        diagonal = self.exact_diagonal(part)
-        return None if diagonal is None else float(diagonal.double().sum())
-
 
 class HessianPart(LinearOperator):
     """H_o or H_f of a ``DecomposedHessian``."""
@@ -109,9 +104,6 @@ class HessianPart(LinearOperator):
 
     def exact_diagonal(self) -> Tensor | None:
         return self.hessian.exact_diagonal(self.part)
-
-    def exact_trace(self) -> float | None:
-        return self.hessian.exact_trace(self.part)
 
 
 def _two_names(key: Any) -> tuple[str, str] | None:
