@@ -256,9 +256,9 @@ class KFAC(BlockwiseOperator):
             "per": (self.per, ("target", "sample")),
             "norms": (self.norms, ("exact", "diagonal")),
         }
-        for option, (value, known) in options.items():
-            if value not in known:
-                raise ValueError(f"{option} is one of {', '.join(known)}, got {value!r}.")
+        for option, (value, allowed) in options.items():
+            if value not in allowed:
+                raise ValueError(f"{option} is one of {', '.join(allowed)}, got {value!r}.")
         if self.samples < 1:
             raise ValueError(f"samples must be at least 1, got {self.samples}.")
         if self.kind == "exact" and self.per == "sample":

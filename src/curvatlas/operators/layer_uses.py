@@ -108,7 +108,7 @@ class UseRecorder(TorchFunctionMode):
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         reader = _READERS.get(func)
-        if reader is None or not any(map(self._known, (*args, *kwargs.values()))):
+        if reader is None or not any(map(self._is_of_a_leaf, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         call = reader(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -140,7 +140,7 @@ class UseRecorder(TorchFunctionMode):
         # A copy goes on: the result may be changed in place (ReLU), and its node must stay y's.
         return result.clone()
 
-    def _known(self, argument: Any) -> bool:
+    def _is_of_a_leaf(self, argument: Any) -> bool:
         if not isinstance(argument, Tensor):
             return False
         return id(argument) in self._names or id(argument._base) in self._names
@@ -149,17 +149,17 @@ class UseRecorder(TorchFunctionMode):
         """Which parameter the tensor is, or is some rows or the transpose of."""
         if tensor is None or id(tensor) in self._names:
             return _Place(self._names.get(id(tensor)))
-        whole = tensor._base
-        if whole is None or id(whole) not in self._names or call.kind != "linear":
+        base = tensor._base
+        if base is None or id(base) not in self._names or call.kind != "linear":
             return _Place()
-        name, same_start = self._names[id(whole)], whole.storage_offset() == tensor.storage_offset()
-        if whole.shape == tensor.shape[::-1] and whole.stride() == tensor.stride()[::-1]:
+        name, same_start = self._names[id(base)], base.storage_offset() == tensor.storage_offset()
+        if base.shape == tensor.shape[::-1] and base.stride() == tensor.stride()[::-1]:
             return _Place(name, flipped=True) if tensor.ndim == 2 and same_start else _Place()
-        some_rows = whole.shape[1:] == tensor.shape[1:] and whole.stride() == tensor.stride()
-        if not some_rows or not whole.is_contiguous() or call.transposed:
+        some_rows = base.shape[1:] == tensor.shape[1:] and base.stride() == tensor.stride()
+        if not some_rows or not base.is_contiguous() or call.transposed:
             return _Place()
-        start = (tensor.storage_offset() - whole.storage_offset()) // whole[0].numel()
-        return _Place(name, rows=(start, whole.shape[0]))
+        start = (tensor.storage_offset() - base.storage_offset()) // base[0].numel()
+        return _Place(name, rows=(start, base.shape[0]))
 
     @contextmanager
     def _watching_linear(self) -> Iterator[None]:
@@ -189,10 +189,10 @@ class RecordedPass:
         """Jᵀ seed at the uses: (K, *outputs) → one (K, *grid, out) a use."""
         if not self.uses:
             return []
-        found = pull([self.outputs], [use.edge for use in self.uses], [seeds])
+        pulled = pull([self.outputs], [use.edge for use in self.uses], [seeds])
         return [
             use.slopes(seeds.new_zeros(len(seeds), *use.shape) if slope is None else slope)
-            for use, slope in zip(self.uses, found, strict=True)
+            for use, slope in zip(self.uses, pulled, strict=True)
         ]
 
     def unexplained(self) -> tuple[str, ...]:

@@ -150,11 +150,11 @@ class _Part:
         self._sizes = [sizes[name] for name in self.names]
         self._total = offset
         self.size: int = sum(piece.size for piece in slices)
-        whole = [p.parameter for p in slices] == self.names and self.size == offset
-        whole = whole and all(isinstance(piece, Slice) for piece in slices)  # others: any order
+        in_order = all(isinstance(piece, Slice) for piece in slices)  # others: in any order
+        in_order = in_order and [p.parameter for p in slices] == self.names
         # Positions of the wanted entries among the concatenated parameters; None: all, in order.
         self._places: Tensor | None = None
-        if not whole:
+        if not (in_order and self.size == offset):
             parts = [p.indices - flat_start[p.parameter] + local_start[p.parameter] for p in slices]
             self._places = torch.cat(parts).to(parent.device)
 
