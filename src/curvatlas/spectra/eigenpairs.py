@@ -55,58 +55,178 @@ from curvatlas.spectra.requirements import (
 # Times the tolerance: further off, unwanted neighbours carry more of the residual than the vector
 # itself, and an eigenvalue may still be emerging among them.
 REFINED_WITHIN = 1.5
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The pairs to be reported."""
-
-    values: Array  # (k,)
-    coordinates: Array  # (m, k) orthonormal columns in the basis
-    residuals: Array  # (k,)
-
-
-def wanted_pairs(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions, accepted: float) -> Wanted:
-    """The Ritz pairs, or refined ones where those reach ``accepted`` and the Ritz pairs do not."""
-    plain = Wanted(ritz.values[chosen], ritz.coordinates[:, chosen], ritz.residuals[chosen])
-    near = accepted < plain.residuals.max(initial=0.0) <= REFINED_WITHIN * accepted
-    # What rounding did to a basis stored in fewer bits is no residual that could be turned.
-    if not near or basis.store.packed:
-        return plain
-    better = refined(basis, ritz, chosen)
-    return better if better.residuals.max() <= accepted else plain
-
-
-def refined(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions) -> Wanted:
-    r"""Orthonormal vectors near the Ritz vectors ``chosen`` with smaller residuals.
-
-    In the Ritz basis the residual of e_i is z_i, its coordinates on the p pending rows. Adding
-    unwanted Ritz vectors j, at the distance δ_j = θ_j − θ_i, costs δ_j inside the basis and turns
-    the residual:
-
-        min_ε ‖z_i + Σ_j ε_j z_j‖² + Σ_j δ_j² ε_j²,    ε = −D⁻² Zᵀ (I + Z D⁻² Zᵀ)⁻¹ z_i.
-
-    At the edge of a bulk, where neighbours have not converged and lie near, the residual falls by a
-    quarter to a half: what one or two further products would do (refined Ritz vectors, Jia 1997).
-    The vectors are made orthonormal afterwards and their residuals computed, not predicted.
-    """
-    others = np.setdiff1d(np.arange(len(ritz.values)), chosen)
-    rows = ritz.pending[:, others]  # (p, m − k)
-    tiny = np.finfo(np.float64).eps * max(basis.scale, np.finfo(np.float64).tiny)
-    mixed = np.zeros((len(ritz.values), len(chosen)))
-    for column, i in enumerate(chosen):
-        weights = 1.0 / np.maximum(np.abs(ritz.values[others] - ritz.values[i]), tiny) ** 2
-        inner = np.eye(len(rows)) + (rows * weights) @ rows.T
-        mixed[others, column] = -weights * (rows.T @ np.linalg.solve(inner, ritz.pending[:, i]))
-        mixed[i, column] = 1.0
-    left, _, right = np.linalg.svd(mixed, full_matrices=False)
-    coordinates = ritz.coordinates @ (left @ right)  # the nearest orthonormal columns
-    action = basis.coefficients[: basis.multiplied, : basis.multiplied]
-    values = np.einsum("ij,ij->j", coordinates, action @ coordinates)
-    return Wanted(values, coordinates, basis.residuals(values, coordinates))
-
-
 _ASYMMETRY_OF_FEW_BITS = 0.05  # of a basis stored in bfloat16
+
+
+@alike_on_every_rank
+def eigenpairs(
+    op: LinearOperator,
+    *,
+    k: int = 6,
+    which: Which = "largest",
+    tol: float = 1e-4,
+    seed: int = 0,
+    start: Tensor | None = None,
+    max_products: int | None = None,
+    memory: int | float | str | None = None,
+    storage: torch.dtype | None = None,
+    shard: bool = False,
+    thorough: bool = False,
+    bounded: float | None = None,
+    data_error: bool = True,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Eigenpairs:
+    """The k largest, smallest (most negative), both (k at each end) or largest-|λ| eigenpairs.
+
+    tol: residual relative to ‖A‖;  start: (n,) or (n, j) earlier eigenvectors to warm-start from;
+    max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis and what is
+    made of it, half of the machine's by default; beyond it the run restarts thickly;
+    data_error: where the operator knows its batches, measure their scatter too (one more product
+    for each pair);  checkpoint: a file to resume from.
+    thorough: search for overlooked copies until they are improbable in crowded spectra too.
+    bounded: go on until ``spectrum_within`` reaches at most ``bounded``·‖A‖ beyond the values.
+    storage: precision of the stored basis, torch.bfloat16 for half of float32's memory: sums stay
+    in the operator's precision, and what rounding does is part of the residuals.
+    shard: every process of the group holds its own part of the basis and of ``result.vectors``,
+    n/world entries of each vector (``parallel.Shards`` says which).
+    """
+    n = require_symmetric(op, "eigenpairs")
+    if storage is not None and not storage.is_floating_point:
+        raise ValueError(f"storage must be a floating-point type, got {storage}.")
+    wanted = _check(n, k, which, tol, bounded)
+    if max_products is None:
+        max_products = min(n, 1000 + 40 * k)
+    check_budget(max_products)
+    if n <= max_products and (2 * wanted >= n or reads_at_once("eigenpairs", n, max_products)):
+        pairs = _dense_eigenpairs(op, k, which)
+        return _with_data_error(op, pairs) if data_error else pairs
+    mark = fingerprint(
+        op,
+        estimate="eigenpairs",
+        k=k,
+        which=which,
+        tol=tol,
+        seed=seed,
+        max_products=max_products,
+        memory=memory,
+        storage=str(storage),
+        warm=None if start is None else list(start.shape),
+        thorough=thorough,
+        bounded=bounded,
+    )
+    shards = parallel.Shards.of(n) if shard else None
+    capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
+
+    def run() -> Eigenpairs:
+        # The basis goes before the scatter is measured, which takes memory of its own.
+        file: Checkpoint = Checkpoint(checkpoint, mark)
+        if shards is not None:
+            file = ShardedCheckpoint(checkpoint, mark, shards)
+        basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
+        lanczos = LanczosRun(
+            basis, k, which, wanted, tol, max_products, seed, start, thorough, bounded
+        )
+        lanczos.run(file)
+        return lanczos.result()
+
+    pairs = run()
+    return _with_data_error(op, pairs) if data_error and shards is None else pairs
+
+
+def _dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
+    """Eigenpairs from the dense matrix; the residual is rounding."""
+    matrix, products = symmetric_matrix(op, "eigenpairs")
+    values, vectors = torch.linalg.eigh(matrix)
+    ends = (float(values[0]), float(values[-1]))
+    norm = max(abs(ends[0]), abs(ends[1]))
+    chosen = torch.from_numpy(select(values.cpu().numpy(), k, which)).to(values.device)
+    values, vectors = values[chosen], vectors[:, chosen]
+    floor = 32 * torch.finfo(op.dtype).eps * norm
+    residuals = torch.linalg.vector_norm(matrix @ vectors - vectors * values, dim=0) + floor
+    values, residuals = values.cpu(), residuals.cpu()
+    return Eigenpairs(
+        values=values,
+        vectors=vectors.to(op.dtype),
+        residuals=residuals,
+        interval=(values - residuals, values + residuals),
+        which=which,
+        k=k,
+        tol=0.0,
+        norm=norm,
+        missed_probability=0.0,
+        complete_outside=(0.0, 0.0),
+        spectrum_within=ends,
+        products=products,
+        converged=True,
+        exact=True,
+    )
+
+
+def _with_data_error(op: LinearOperator, pairs: Eigenpairs) -> Eigenpairs:
+    measured = eigenvalue_half_widths(op, pairs.vectors)
+    if measured is None:
+        return pairs
+    half, products = measured
+    interval = (pairs.values - half, pairs.values + half)
+    return replace(pairs, data_interval=interval, products=pairs.products + products)
+
+
+def _check(n: int, k: int, which: str, tol: float, bounded: float | None) -> int:
+    if which not in WHICH:
+        raise ValueError(f"which must be one of {', '.join(WHICH)}, got {which!r}.")
+    if not isinstance(k, int | np.integer) or k < 1 or k > n:
+        raise ValueError(f"k must be an integer between 1 and the operator's size {n}, got {k!r}.")
+    if not isinstance(tol, int | float | np.number) or not tol > 0:
+        raise ValueError(f"tol must be positive, got {tol!r}.")
+    if bounded is not None and not bounded > 0:
+        raise ValueError(f"bounded must be positive or None, got {bounded!r}.")
+    return min(2 * k, n) if which == "both" else k
+
+
+def _capacity(
+    op: LinearOperator,
+    wanted: int,
+    max_products: int,
+    memory: int | float | str | None,
+    storage: torch.dtype | None,
+    shards: parallel.Shards | None,
+) -> tuple[int, torch.device]:
+    """How many rows fit, and where: beside the operator, or in main memory when it is short.
+
+    Without ``memory`` they are planned by what the machine has, not by what is free: a basis that
+    restarts elsewhere ends in other digits. Ranks that work together take the fewest that any of
+    them has room for: where one restarts, the others have to.
+    """
+    most = min(max_products + 4 + wanted, op.shape[1] + 2)
+    least = min(2 * wanted + 12 if memory is None else wanted + max(6, wanted // 4), most)
+    # The longest shard, whichever this process has: all of them restart at the same step.
+    length = op.shape[1] if shards is None else shards.largest
+    row = length * (storage or op.dtype).itemsize
+    device = op.device
+    if memory is None:
+        in_main_memory = 2 * default_budget() // row
+        beside_operator = in_main_memory
+        if device.type != "cpu":
+            beside_operator = 2 * default_budget(device) // row
+        if shards is not None or parallel.sums_over_processes(op):
+            ranks = parallel.shared(lambda: [beside_operator, in_main_memory], 2)
+            beside_operator, in_main_memory = map(min, zip(*ranks, strict=True))
+        if device.type == "cuda" and beside_operator < most:
+            return max(least, min(most, in_main_memory)), torch.device("cpu")
+        return max(least, min(most, beside_operator)), device
+    # Beside the basis: the vectors made of it (a packed one is turned into them), and the image
+    # that a step works on.
+    beside = 0 if storage not in (None, op.dtype) else wanted + 3
+    rows = parse_bytes(memory) // row - beside
+    if rows < least:
+        needed = 1.01 * (least + beside) * row  # more than three digits may round away
+        raise ValueError(
+            f"memory={readable(parse_bytes(memory))} holds {rows + beside} vectors of "
+            f"{readable(row)}: {wanted} eigenpairs need at least {least + beside}, give "
+            f"memory={readable(needed)!r}, ask for fewer"
+            + (" or store them as torch.bfloat16." if beside else ".")
+        )
+    return min(most, rows), device
 
 
 class LanczosRun(Resumable):
@@ -293,172 +413,50 @@ class LanczosRun(Resumable):
         self.done, self.next_look = bool(numbers["done"]), int(numbers["next_look"])
 
 
-@alike_on_every_rank
-def eigenpairs(
-    op: LinearOperator,
-    *,
-    k: int = 6,
-    which: Which = "largest",
-    tol: float = 1e-4,
-    seed: int = 0,
-    start: Tensor | None = None,
-    max_products: int | None = None,
-    memory: int | float | str | None = None,
-    storage: torch.dtype | None = None,
-    shard: bool = False,
-    thorough: bool = False,
-    bounded: float | None = None,
-    data_error: bool = True,
-    checkpoint: str | os.PathLike[str] | None = None,
-) -> Eigenpairs:
-    """The k largest, smallest (most negative), both (k at each end) or largest-|λ| eigenpairs.
+@dataclass(frozen=True)
+class Wanted:
+    """The pairs to be reported."""
 
-    tol: residual relative to ‖A‖;  start: (n,) or (n, j) earlier eigenvectors to warm-start from;
-    max_products: default min(n, 1000 + 40 k);  memory: bytes (or "2GB") for the basis and what is
-    made of it, half of the machine's by default; beyond it the run restarts thickly;
-    data_error: where the operator knows its batches, measure their scatter too (one more product
-    for each pair);  checkpoint: a file to resume from.
-    thorough: search for overlooked copies until they are improbable in crowded spectra too.
-    bounded: go on until ``spectrum_within`` reaches at most ``bounded``·‖A‖ beyond the values.
-    storage: precision of the stored basis, torch.bfloat16 for half of float32's memory: sums stay
-    in the operator's precision, and what rounding does is part of the residuals.
-    shard: every process of the group holds its own part of the basis and of ``result.vectors``,
-    n/world entries of each vector (``parallel.Shards`` says which).
+    values: Array  # (k,)
+    coordinates: Array  # (m, k) orthonormal columns in the basis
+    residuals: Array  # (k,)
+
+
+def wanted_pairs(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions, accepted: float) -> Wanted:
+    """The Ritz pairs, or refined ones where those reach ``accepted`` and the Ritz pairs do not."""
+    plain = Wanted(ritz.values[chosen], ritz.coordinates[:, chosen], ritz.residuals[chosen])
+    near = accepted < plain.residuals.max(initial=0.0) <= REFINED_WITHIN * accepted
+    # What rounding did to a basis stored in fewer bits is no residual that could be turned.
+    if not near or basis.store.packed:
+        return plain
+    better = refined(basis, ritz, chosen)
+    return better if better.residuals.max() <= accepted else plain
+
+
+def refined(basis: KrylovBasis, ritz: RitzPairs, chosen: Positions) -> Wanted:
+    r"""Orthonormal vectors near the Ritz vectors ``chosen`` with smaller residuals.
+
+    In the Ritz basis the residual of e_i is z_i, its coordinates on the p pending rows. Adding
+    unwanted Ritz vectors j, at the distance δ_j = θ_j − θ_i, costs δ_j inside the basis and turns
+    the residual:
+
+        min_ε ‖z_i + Σ_j ε_j z_j‖² + Σ_j δ_j² ε_j²,    ε = −D⁻² Zᵀ (I + Z D⁻² Zᵀ)⁻¹ z_i.
+
+    At the edge of a bulk, where neighbours have not converged and lie near, the residual falls by a
+    quarter to a half: what one or two further products would do (refined Ritz vectors, Jia 1997).
+    The vectors are made orthonormal afterwards and their residuals computed, not predicted.
     """
-    n = require_symmetric(op, "eigenpairs")
-    if storage is not None and not storage.is_floating_point:
-        raise ValueError(f"storage must be a floating-point type, got {storage}.")
-    wanted = _check(n, k, which, tol, bounded)
-    if max_products is None:
-        max_products = min(n, 1000 + 40 * k)
-    check_budget(max_products)
-    if n <= max_products and (2 * wanted >= n or reads_at_once("eigenpairs", n, max_products)):
-        pairs = _dense_eigenpairs(op, k, which)
-        return _with_data_error(op, pairs) if data_error else pairs
-    mark = fingerprint(
-        op,
-        estimate="eigenpairs",
-        k=k,
-        which=which,
-        tol=tol,
-        seed=seed,
-        max_products=max_products,
-        memory=memory,
-        storage=str(storage),
-        warm=None if start is None else list(start.shape),
-        thorough=thorough,
-        bounded=bounded,
-    )
-    shards = parallel.Shards.of(n) if shard else None
-    capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
-
-    def run() -> Eigenpairs:
-        # The basis goes before the scatter is measured, which takes memory of its own.
-        file: Checkpoint = Checkpoint(checkpoint, mark)
-        if shards is not None:
-            file = ShardedCheckpoint(checkpoint, mark, shards)
-        basis = KrylovBasis(op, capacity, device, storage=storage, shards=shards)
-        lanczos = LanczosRun(
-            basis, k, which, wanted, tol, max_products, seed, start, thorough, bounded
-        )
-        lanczos.run(file)
-        return lanczos.result()
-
-    pairs = run()
-    return _with_data_error(op, pairs) if data_error and shards is None else pairs
-
-
-def _dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
-    """Eigenpairs from the dense matrix; the residual is rounding."""
-    matrix, products = symmetric_matrix(op, "eigenpairs")
-    values, vectors = torch.linalg.eigh(matrix)
-    ends = (float(values[0]), float(values[-1]))
-    norm = max(abs(ends[0]), abs(ends[1]))
-    chosen = torch.from_numpy(select(values.cpu().numpy(), k, which)).to(values.device)
-    values, vectors = values[chosen], vectors[:, chosen]
-    floor = 32 * torch.finfo(op.dtype).eps * norm
-    residuals = torch.linalg.vector_norm(matrix @ vectors - vectors * values, dim=0) + floor
-    values, residuals = values.cpu(), residuals.cpu()
-    return Eigenpairs(
-        values=values,
-        vectors=vectors.to(op.dtype),
-        residuals=residuals,
-        interval=(values - residuals, values + residuals),
-        which=which,
-        k=k,
-        tol=0.0,
-        norm=norm,
-        missed_probability=0.0,
-        complete_outside=(0.0, 0.0),
-        spectrum_within=ends,
-        products=products,
-        converged=True,
-        exact=True,
-    )
-
-
-def _with_data_error(op: LinearOperator, pairs: Eigenpairs) -> Eigenpairs:
-    measured = eigenvalue_half_widths(op, pairs.vectors)
-    if measured is None:
-        return pairs
-    half, products = measured
-    interval = (pairs.values - half, pairs.values + half)
-    return replace(pairs, data_interval=interval, products=pairs.products + products)
-
-
-def _check(n: int, k: int, which: str, tol: float, bounded: float | None) -> int:
-    if which not in WHICH:
-        raise ValueError(f"which must be one of {', '.join(WHICH)}, got {which!r}.")
-    if not isinstance(k, int | np.integer) or k < 1 or k > n:
-        raise ValueError(f"k must be an integer between 1 and the operator's size {n}, got {k!r}.")
-    if not isinstance(tol, int | float | np.number) or not tol > 0:
-        raise ValueError(f"tol must be positive, got {tol!r}.")
-    if bounded is not None and not bounded > 0:
-        raise ValueError(f"bounded must be positive or None, got {bounded!r}.")
-    return min(2 * k, n) if which == "both" else k
-
-
-def _capacity(
-    op: LinearOperator,
-    wanted: int,
-    max_products: int,
-    memory: int | float | str | None,
-    storage: torch.dtype | None,
-    shards: parallel.Shards | None,
-) -> tuple[int, torch.device]:
-    """How many rows fit, and where: beside the operator, or in main memory when it is short.
-
-    Without ``memory`` they are planned by what the machine has, not by what is free: a basis that
-    restarts elsewhere ends in other digits. Ranks that work together take the fewest that any of
-    them has room for: where one restarts, the others have to.
-    """
-    most = min(max_products + 4 + wanted, op.shape[1] + 2)
-    least = min(2 * wanted + 12 if memory is None else wanted + max(6, wanted // 4), most)
-    # The longest shard, whichever this process has: all of them restart at the same step.
-    length = op.shape[1] if shards is None else shards.largest
-    row = length * (storage or op.dtype).itemsize
-    device = op.device
-    if memory is None:
-        in_main_memory = 2 * default_budget() // row
-        beside_operator = in_main_memory
-        if device.type != "cpu":
-            beside_operator = 2 * default_budget(device) // row
-        if shards is not None or parallel.sums_over_processes(op):
-            ranks = parallel.shared(lambda: [beside_operator, in_main_memory], 2)
-            beside_operator, in_main_memory = map(min, zip(*ranks, strict=True))
-        if device.type == "cuda" and beside_operator < most:
-            return max(least, min(most, in_main_memory)), torch.device("cpu")
-        return max(least, min(most, beside_operator)), device
-    # Beside the basis: the vectors made of it (a packed one is turned into them), and the image
-    # that a step works on.
-    beside = 0 if storage not in (None, op.dtype) else wanted + 3
-    rows = parse_bytes(memory) // row - beside
-    if rows < least:
-        needed = 1.01 * (least + beside) * row  # more than three digits may round away
-        raise ValueError(
-            f"memory={readable(parse_bytes(memory))} holds {rows + beside} vectors of "
-            f"{readable(row)}: {wanted} eigenpairs need at least {least + beside}, give "
-            f"memory={readable(needed)!r}, ask for fewer"
-            + (" or store them as torch.bfloat16." if beside else ".")
-        )
-    return min(most, rows), device
+    others = np.setdiff1d(np.arange(len(ritz.values)), chosen)
+    rows = ritz.pending[:, others]  # (p, m − k)
+    tiny = np.finfo(np.float64).eps * max(basis.scale, np.finfo(np.float64).tiny)
+    mixed = np.zeros((len(ritz.values), len(chosen)))
+    for column, i in enumerate(chosen):
+        weights = 1.0 / np.maximum(np.abs(ritz.values[others] - ritz.values[i]), tiny) ** 2
+        inner = np.eye(len(rows)) + (rows * weights) @ rows.T
+        mixed[others, column] = -weights * (rows.T @ np.linalg.solve(inner, ritz.pending[:, i]))
+        mixed[i, column] = 1.0
+    left, _, right = np.linalg.svd(mixed, full_matrices=False)
+    coordinates = ritz.coordinates @ (left @ right)  # the nearest orthonormal columns
+    action = basis.coefficients[: basis.multiplied, : basis.multiplied]
+    values = np.einsum("ij,ij->j", coordinates, action @ coordinates)
+    return Wanted(values, coordinates, basis.residuals(values, coordinates))
