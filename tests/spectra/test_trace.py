@@ -131,7 +131,6 @@ def test_letting_the_probes_go_changes_nothing_but_rounding() -> None:
     assert not held.let_go
     few, all_pairs = let_go.rest(), held.rest()
     assert few.values == pytest.approx(all_pairs.values, rel=1e-12)
-    assert few.squares == pytest.approx(all_pairs.squares, rel=1e-12)
     assert few.centred == pytest.approx(all_pairs.centred, rel=1e-12)
 
 
@@ -144,7 +143,7 @@ def test_bands_of_entries_give_the_same_forms(monkeypatch: pytest.MonkeyPatch) -
     at_once = sampler.rest()
     monkeypatch.setattr("curvatlas.spectra.deflated._BAND", 500)
     banded = sampler.rest()
-    for name in ("values", "squares", "centred", "third", "fourth"):
+    for name in ("values", "centred", "third", "fourth"):
         assert getattr(banded, name) == pytest.approx(getattr(at_once, name), rel=1e-11), name
 
 

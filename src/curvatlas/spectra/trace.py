@@ -180,7 +180,6 @@ class Rest:
     """What the probes say of B = P A P."""
 
     values: Array  # (m,) uᵀ B u
-    squares: Array  # (m,) ‖B u‖²
     centred: float  # mean ‖B_c u‖², estimates ‖B_c‖_F²
     third: float  # mean (u_i·B_c u_j) (B_c u_i·B_c u_j), i ≠ j: estimates tr B_c³
     fourth: float  # mean (B_c u_i·B_c u_j)², i ≠ j: estimates tr B_c⁴
@@ -219,7 +218,6 @@ class TraceGrams:
     """What a group of probes says of B_c = B − c P in inner products, the vectors let go."""
 
     values: Array  # (m,) uᵀ B u
-    squares: Array  # (m,) ‖B u‖²
     centre: float  # c
     lengths: Array  # (m, m) u_i·u_j
     cross: Array  # (m, m) u_i·B_c u_j
@@ -418,12 +416,11 @@ class TraceSampler(DeflatedSampler):
         """Quadratic forms of B on the probes, scaled to the sphere of the complement."""
         groups = [*self.let_go, self.grams()] if self.held else self.let_go
         values = np.concatenate([group.values for group in groups])
-        squares = np.concatenate([group.squares for group in groups])
         centre = float(values.mean()) / (self.size - self.basis.multiplied)
         pairs = [group.centred_at(centre) for group in groups]
         mean = sum(float(np.trace(gram)) for _, gram in pairs) / len(values)
         third = _off_mean([cross * gram for cross, gram in pairs])
-        return Rest(values, squares, mean, third, _off_mean([gram * gram for _, gram in pairs]))
+        return Rest(values, mean, third, _off_mean([gram * gram for _, gram in pairs]))
 
     def centred_with(self, deflated: int) -> float:
         """Mean ‖B_c u‖² of the probes at hand, with only the first so many vectors of V."""
@@ -446,8 +443,7 @@ class TraceSampler(DeflatedSampler):
         lengths, cross, gram = sums.numpy()
         d = self.size - j
         values = np.diag(cross) + centre * d
-        squares = np.diag(gram) + 2 * centre * np.diag(cross) + centre**2 * d
-        self._latest = key, TraceGrams(values, squares, centre, lengths, cross, gram)
+        self._latest = key, TraceGrams(values, centre, lengths, cross, gram)
         return self._latest[1]
 
     def _centred(self, j: int) -> tuple[float, Iterator[tuple[Tensor, Tensor]]]:
