@@ -93,9 +93,10 @@ class CurvatureOperator(LinearOperator):
         graphs = [] if self._full is None else self._full.ready(columns.shape[1])
         if not graphs:
             return self.restricted(pieces, layout.names).T
-        # As ``restricted`` does, so that the bits do not depend on when the graphs were made.
-        pieces = {name: piece.contiguous() for name, piece in pieces.items()}
         count, total = columns.shape[1], torch.zeros((), dtype=self.dtype, device=self.device)
+        if count > 1:
+            # As ``restricted`` does, so that the bits do not depend on when the graphs were made.
+            pieces = {name: piece.contiguous() for name, piece in pieces.items()}
         for place, (share, graph) in enumerate(graphs):
             rows = [
                 total.new_zeros(count, size) if row is None else row.reshape(count, size)

@@ -84,7 +84,8 @@ class CrossEntropy(Loss):
         return 1 if tuple(places) == tuple(targets.shape) else -1
 
     def arranged(self, outputs: Tensor, targets: Any) -> Tensor:
-        return outputs.movedim(self.class_axis(outputs.shape, targets), -1)
+        axis = self.class_axis(outputs.shape, targets)
+        return outputs if axis == -1 else outputs.movedim(axis, -1)  # no node where nothing moves
 
     def check(self, outputs: Tensor | HiddenLogits, targets: Any) -> None:
         if not isinstance(targets, Tensor):
