@@ -392,9 +392,13 @@ class GaussNewton(CurvatureOperator):
             )
         tags = Tags(symmetric=True, psd=problem.loss.convex)
         super().__init__(
-            problem, budget=budget, checks=checks, compile=compile,
-            expected_products=expected_products, tags=tags,
-        )  # fmt: skip
+            problem,
+            budget=budget,
+            checks=checks,
+            compile=compile,
+            expected_products=expected_products,
+            tags=tags,
+        )
 
 
 class AllPartsLinearisation(Linearisation):

@@ -343,9 +343,17 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, np.gen
 # What functions and foreign objects are told apart by. Their whole numbers and texts are not:
 # ranks and devices are among them, which differ by right.
 _TELLING = (
-    bool, float, complex, np.floating, np.ndarray, Tensor, nn.Module, functools.partial,
-    types.FunctionType, types.MethodType,
-)  # fmt: skip
+    bool,
+    float,
+    complex,
+    np.floating,
+    np.ndarray,
+    Tensor,
+    nn.Module,
+    functools.partial,
+    types.FunctionType,
+    types.MethodType,
+)
 
 
 def content(value: Any) -> bytes:

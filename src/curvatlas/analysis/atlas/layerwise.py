@@ -177,7 +177,7 @@ def pooled_roles(problem: Problem, *, layers: bool = False) -> dict[str, tuple[S
 def role_shares(problem: Problem, vectors: Tensor) -> Participation:
     """Mass of each column of ``vectors`` (n, k) in every role, one column at a time.
 
-    ``spectra.participation`` for vectors that fill the memory, in any stored precision.
+    ``spectra.summary`` for vectors that fill the memory, in any stored precision.
     """
     roles = pooled_roles(problem)
     mass = torch.zeros(vectors.shape[1], len(roles), dtype=torch.float64)
