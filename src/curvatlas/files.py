@@ -14,8 +14,8 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,16 +45,11 @@ def replacing(target: Path, *, keep_previous: bool = False) -> Iterator[Path]:
     (not on file systems without hard links).
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary: Path | None = None
+    # The name comes before the file, so that a stop at any moment finds what has to be removed.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
-        handle, name = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name}.", suffix=PARTIAL_SUFFIX
-        )
-        os.close(handle)
-        temporary = Path(name)
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield temporary
-        # mkstemp makes the file private; a result is as readable as any other file of the user.
-        temporary.chmod(0o666 & ~_umask())
         _flush(temporary)
         if keep_previous and target.exists():
             with contextlib.suppress(OSError):
@@ -63,9 +58,8 @@ def replacing(target: Path, *, keep_previous: bool = False) -> Iterator[Path]:
         os.replace(temporary, target)
         _flush(target.parent)
     except BaseException as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         if _means_disk_full(error):
             raise OSError(
                 errno.ENOSPC, f"no space left on the disk while writing {target.name}", str(target)
@@ -235,12 +229,6 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _means_disk_full(error: BaseException) -> bool:
