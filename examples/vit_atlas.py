@@ -20,6 +20,7 @@ from curvatlas.studies.comparisons import (
     compare_checkpoints,
     compare_input_scale,
     compare_norm_placement,
+    compare_softmax,
     compare_training,
     compare_with_mlp,
 )
@@ -57,7 +58,7 @@ def main() -> None:
     if options.claims:
         print(examine_claims("digits"))
         print(compare_checkpoints(model, weights, "cross_entropy", tuple(batch)))
-        for compare in (compare_input_scale, compare_with_mlp, compare_training):
+        for compare in (compare_input_scale, compare_softmax, compare_with_mlp, compare_training):
             print(compare(samples=samples, seeds=seeds))
     print(f"figures in {options.output}")
 

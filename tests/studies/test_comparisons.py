@@ -15,6 +15,7 @@ from curvatlas.studies.comparisons import (
     compare_checkpoints,
     compare_input_scale,
     compare_norm_placement,
+    compare_softmax,
     compare_training,
     compare_with_mlp,
     spread_of,
@@ -58,7 +59,14 @@ def test_a_comparison_reports_what_the_atlas_of_each_model_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [compare_norm_placement, compare_input_scale, compare_with_mlp, compare_training]
+    "call",
+    [
+        compare_norm_placement,
+        compare_input_scale,
+        compare_softmax,
+        compare_with_mlp,
+        compare_training,
+    ],
 )
 def test_every_comparison_is_one_call(call: Any) -> None:
     extra: dict[str, Any] = {"steps": 3} if call is compare_training else {}

@@ -205,6 +205,18 @@ def compare_input_scale(
     return compare("input scale", makers, seeds=seeds, **options)
 
 
+def compare_softmax(
+    *, depth: int = 1, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
+) -> Comparison:
+    """Softmax against linear attention, the source of heterogeneity taken away."""
+    data = _digits(samples)
+    makers = {
+        "softmax": _vit(data, n_layers=depth, softmax=True),
+        "linear": _vit(data, n_layers=depth, softmax=False),
+    }
+    return compare("softmax against linear attention", makers, seeds=seeds, **options)
+
+
 def compare_with_mlp(
     *, depth: int = 1, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
 ) -> Comparison:
