@@ -61,13 +61,17 @@ def judged(name: str, file: Path, whole: ca.Result) -> tuple[str, str]:
 
 def in_child(work: Callable[[], Any], *, kill_after: float | None = None, by: int = 9) -> None:
     """Run ``work`` in a forked process; send it a signal after some seconds."""
+    # A signal that comes before the child's own ``try`` would let it go on as a second parent.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     child = os.fork()
     if child == 0:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             work()
+            os._exit(0)
         except BaseException:
             os._exit(1)
-        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if kill_after is not None:
         time.sleep(kill_after)
         with_signal = by if os.waitpid(child, os.WNOHANG) == (0, 0) else None
