@@ -41,6 +41,11 @@ from curvatlas.runs import Run
 from spectra.spectrum_operators import SpectrumOperator
 from spectra.stops import ESTIMATES, operator, traced
 
+# A child that is killed while it draws its bar would keep the lock that forks share; and one that
+# is forked while the bars' own thread holds a lock would wait for it.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
+
 ROOT = Path(__file__).resolve().parents[1]
 Verdicts = Iterator[tuple[str, str]]  # verdict, what was done
 
@@ -67,6 +72,7 @@ def in_child(work: Callable[[], Any], *, kill_after: float | None = None, by: in
     if child == 0:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            torch.set_num_threads(1)  # the parent's threads do not come along
             work()
             os._exit(0)
         except BaseException:
@@ -434,8 +440,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # A child that is killed while it draws its bar would keep the lock that forks share.
-    tqdm.set_lock(threading.RLock())
     bad = 0
     print(f"{'part':10}{'tried':>8}  verdicts", flush=True)
     for name in options.part or PARTS:
