@@ -24,14 +24,8 @@ from curvatlas.operators.per_sample import (
     target_factors,
 )
 from curvatlas.problem import CrossEntropy, MeanSquaredError, Problem
+from digit_problems import SAMPLES, vit_problem
 from oracles import product, with_hand_written_norms
-
-SAMPLES = zoo.digits().train.to(torch.float64)
-
-
-def vit_problem(count: int, **options: object) -> Problem:
-    model = zoo.reference_vit(**{"d_model": 4, "patch_size": 4, "d_ff": 6, **options})  # type: ignore[arg-type]
-    return Problem(model.double().eval(), "cross_entropy", tuple(SAMPLES.take(count)))
 
 
 def random_columns(problem: Problem, count: int, seed: int = 0) -> Tensor:

@@ -111,14 +111,18 @@ class CurvatureOperator(LinearOperator):
             raise self._not_finite(pieces)
         return total.T
 
-    def restricted(self, columns: Columns, rows: Sequence[str]) -> Tensor:
+    def restricted(
+        self, columns: Columns, rows: Sequence[str], *, shards: parallel.Shards | None = None
+    ) -> Tensor:
         """Products with columns that live in some parameters only, read off at ``rows``.
 
-        columns: parameter name → (K, *shape); the result is (K, Σ sizes of rows).
+        columns: parameter name → (K, *shape); the result is (K, Σ sizes of rows), with ``shards``
+        of one column this process's entries of it.
         """
-        return self._batch_sums(columns, rows, lambda linear, some: (linear.product(some, rows),))[
-            0
-        ]
+        sums = self._batch_sums(
+            columns, rows, lambda linear, some: (linear.product(some, rows),), shards=shards
+        )
+        return sums[0]
 
     def _batch_sums(
         self,
@@ -182,13 +186,8 @@ class CurvatureOperator(LinearOperator):
         self.products += 1
         layout = self.problem.layout
         columns = layout.split(shards.gathered(part).unsqueeze(-1))
-        total = self._batch_sums(
-            dict(zip(layout.names, columns, strict=True)),
-            layout.names,
-            lambda linear, some: (linear.product(some, layout.names),),
-            shards=shards,
-        )
-        return total.flatten()
+        pieces = dict(zip(layout.names, columns, strict=True))
+        return self.restricted(pieces, layout.names, shards=shards).flatten()
 
     def _marked(
         self, columns: Columns, version: tuple[bytes, bytes] | None = None

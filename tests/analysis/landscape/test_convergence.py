@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from curvatlas import zoo
 from curvatlas.analysis.landscape.convergence import (
     Bins,
     _square_weights,
@@ -22,19 +21,7 @@ from curvatlas.analysis.landscape.convergence import (
 )
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import subset
-from curvatlas.problem import Problem
-
-SAMPLES = zoo.digits().train.to(torch.float64)
-
-
-def vit_problem(count: int, **options: object) -> Problem:
-    model = zoo.reference_vit(**{"d_model": 4, "patch_size": 4, "d_ff": 6, **options})  # type: ignore[arg-type]
-    return Problem(model.double().eval(), "cross_entropy", tuple(SAMPLES.take(count)))
-
-
-def random_columns(problem: Problem, count: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(problem.size, count, generator=generator, dtype=torch.float64)
+from digit_problems import vit_problem
 
 
 def test_differences_are_those_of_the_running_means() -> None:

@@ -158,7 +158,8 @@ class KeptLinearisations:
                     yield piece
 
     def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
-        built, graphs = False, []
+        built, place = False, -1
+        graphs: list[tuple[float, Linearisation]] = []
         for place, batch in enumerate(self._pieces()):
             linear = self._kept.get(place)
             if linear is None:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.attention_core import AttentionCore, CoreTangent, attention_mask
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, complete, stage_number
+from curvatlas.engines.tangent.linear import (
+    BackwardPass,
+    Buffers,
+    Linear,
+    complete,
+    count_directions,
+    stage_number,
+)
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.precision import float64_device
 
@@ -129,7 +136,7 @@ class AttentionStage:
         key: str,
     ) -> tuple[Tensor | None, AttentionTangent]:
         """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
-        directions = x_dot.shape[0] if x_dot is not None else next(iter(dots.values())).shape[0]
+        directions = count_directions(x_dot, dots)
         heads = self._push_projections(x, x_dot, dots, directions, space)
         mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
         tokens: Tensor | None = None

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number
+from curvatlas.engines.tangent.linear import (
+    BackwardPass,
+    Buffers,
+    Linear,
+    count_directions,
+    stage_number,
+)
 from curvatlas.engines.tangent.structure import Activation, BlockSpec, Weights
 
 # ---- activations: f and its derivatives, no autograd (derivations §6) --------------------------
@@ -192,7 +198,7 @@ class FeedForwardStage:
         key: str,
     ) -> tuple[Tensor | None, FeedForwardTangent]:
         """The output's tangent (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
-        directions = _directions(x_dot, dots)
+        directions = count_directions(x_dot, dots)
         shape = (directions, *self.slope_up.shape)
         up = space.take(self._key + "up", *shape, like=self.slope_up)
         up_dot = self.up.push(x, x_dot, dots, up)
@@ -228,7 +234,7 @@ class FeedForwardStage:
         inner = {"up_weight", "up_bias", "gate_weight", "gate_bias"}
         if not (needs_input or backward.wanted & inner or backward.record):
             return None
-        directions = _directions(rate if rate is not None else x_dot, dots)
+        directions = count_directions(rate if rate is not None else x_dot, dots)
         shape = (directions, *self.slope_up.shape)
         buffer = backward.space.take("wide", *shape, like=self.slope_up)
         t = buffer if self.down.pull(rate, dots, buffer) else None
@@ -286,10 +292,6 @@ class FeedForwardStage:
         self.bend_gate = None if self.bend_gate is None else self.bend_gate * t
         self.bend_cross = None if self.bend_cross is None else self.bend_cross * t
         self._recorded = True
-
-
-def _directions(moved: Tensor | None, dots: Mapping[str, Tensor]) -> int:
-    return moved.shape[0] if moved is not None else next(iter(dots.values())).shape[0]
 
 
 def _sum_of_products(out: Tensor, *terms: tuple[Tensor | None, Tensor | None]) -> Tensor | None:

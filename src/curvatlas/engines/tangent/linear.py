@@ -316,3 +316,8 @@ def _transposed_times(left: Tensor, right: Tensor, out: Tensor, *, accumulate: b
         out.baddbmm_(left.mT, shared)
     else:
         torch.bmm(left.mT, shared, out=out)
+
+
+def count_directions(moved: Tensor | None, dots: Mapping[str, Tensor]) -> int:
+    """K, of tangents (K, ...) of the input or of the weights."""
+    return moved.shape[0] if moved is not None else next(iter(dots.values())).shape[0]
