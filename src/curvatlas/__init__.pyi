@@ -44,6 +44,10 @@ from .analysis.landscape.convergence import (
     LandscapeConvergence as LandscapeConvergence,
     landscape_convergence as landscape_convergence,
 )
+from .analysis.landscape.sharpness import (
+    SharpnessDrift as SharpnessDrift,
+    sharpness_drift as sharpness_drift,
+)
 from .analysis.landscape.taylor import TaylorExpansionAnalyzer as TaylorExpansionAnalyzer
 from .analysis.landscape.taylor_result import (
     CriticalLearningRate as CriticalLearningRate,
@@ -112,6 +116,10 @@ from .operators.jacobian import Jacobian as Jacobian
 from .operators.kfac import (
     EKFAC as EKFAC,
     KFAC as KFAC,
+)
+from .operators.third_derivative import (
+    HessianDerivative as HessianDerivative,
+    ThirdDerivative as ThirdDerivative,
 )
 from .problem import Problem as Problem
 from .results import (

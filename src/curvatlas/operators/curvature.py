@@ -218,7 +218,7 @@ class CurvatureOperator(LinearOperator):
 
     def _start(self, names: list[str]) -> KeptLinearisations:
         self.problem.sample_axes.room = self.budget
-        sample = _probe_batch(self.problem)
+        sample = probe_batch(self.problem)
         try:
             with self.problem.evaluating():
                 linear = self._linearise()(self.problem, sample, names)
@@ -314,7 +314,7 @@ class CurvatureOperator(LinearOperator):
         self._full = self._partial = None
 
 
-def _probe_batch(problem: Problem) -> Batch:
+def probe_batch(problem: Problem) -> Batch:
     """One sample with a valid target, or the first batch where batches cannot be cut."""
     first = next(problem.batches())
     if not problem.separable:
