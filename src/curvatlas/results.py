@@ -26,7 +26,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from curvatlas.files import parse_json
 
 R = TypeVar("R", bound="Result")
 Interval = tuple[float, float]  # low and high, at 95 % unless said otherwise
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SCHEMA = 2
 _HEADER = "curvatlas"  # entry of the metadata that holds everything but the tensors
@@ -69,6 +71,8 @@ class Result:
     """Base of every result: registers the class so that ``load`` finds it by name."""
 
     kind: ClassVar[str] = "Result"
+    # Properties that ``result[name]`` and ``dict(result)`` know beside the fields.
+    also: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -83,9 +87,9 @@ class Result:
 
     def keys(self) -> tuple[str, ...]:
         """Names of the fields, so that ``dict(result)`` and ``result[name]`` work too."""
-        return tuple(_fields(self))
+        return (*_fields(self), *self.also)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         """The field ``key``: a result reads like a mapping as well."""
         if key in self.keys():
             return getattr(self, key)
@@ -116,6 +120,30 @@ class Result:
         if not isinstance(result, cls):
             raise TypeError(f"{path} holds a {result.kind}, expected a {cls.kind}.")
         return result
+
+
+def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """The function with a second keyword for some arguments: the article's word → ours.
+
+    ``@also_named(dataloader="data")``: a call as the article prints it, ``f(dataloader=…)``, is
+    ``f(data=…)``.
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            for other, name in names.items():
+                if other in kwargs:
+                    if name in kwargs:
+                        raise TypeError(
+                            f"{function.__name__} takes {name} or {other}, which mean the same."
+                        )
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorated
 
 
 def load(path: str | os.PathLike[str]) -> Result:

@@ -166,15 +166,15 @@ def test_pooled_heads_give_a_factor_of_the_outer_part(pooling: str) -> None:
         block.derivatives(x, x).outer_factor()
 
 
-def test_active_dropout_is_refused_and_eval_is_not() -> None:
+def test_in_train_mode_the_hessian_is_that_without_dropout_and_this_is_said() -> None:
     block = TransformerBlockHessian(4, 6, dropout=0.2).double()
     x, y = batch()
-    with pytest.raises(ValueError, match=r"dropout of 0\.2 is active"):
-        block.compute_block_hessian(x, y)
-    assert not torch.equal(block(x), block(x))
+    with pytest.warns(UserWarning, match=r"train mode \(dropout of 0\.2.*evaluation mode"):
+        found = block.compute_block_hessian(x, y).H
+    assert not torch.equal(block(x), block(x))  # still in train mode
     block.eval()
     assert torch.equal(block(x), block(x))
-    block.compute_block_hessian(x, y)
+    assert torch.equal(block.compute_block_hessian(x, y).H, found)
 
 
 def test_bad_input_gets_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

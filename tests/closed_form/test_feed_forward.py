@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.func import functional_call, jacrev
@@ -76,11 +78,20 @@ def test_relu_at_exactly_zero_uses_the_slope_zero_and_no_nan() -> None:
     assert float(layer.compute_hessian(x, y).H.abs().max()) == 0.0
 
 
-def test_active_dropout_and_wrong_input_are_refused() -> None:
+def test_in_train_mode_derivatives_are_those_without_dropout_and_this_is_said_once() -> None:
     layer = FFNHessian(3, 2, dropout=0.1)
-    with pytest.raises(ValueError, match="eval"):
-        layer.compute_hessian(torch.zeros(4, 3), torch.zeros(4, 3))
-    layer.eval()
+    x, y = torch.randn(2, 4, 3).unbind()
+    with pytest.warns(UserWarning, match=r"train mode \(dropout of 0\.1.*evaluation mode"):
+        found = layer.compute_hessian(x, y).H
+    assert layer.training
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(layer.compute_hessian(x, y).H, found)
+    assert torch.equal(layer.eval().compute_hessian(x, y).H, found)
+
+
+def test_wrong_input_is_refused() -> None:
+    layer = FFNHessian(3, 2)
     with pytest.raises(ValueError, match="end in 3"):
         layer.compute_ffn_jacobians(torch.zeros(4, 2))
     with pytest.raises(TypeError, match="convert"):

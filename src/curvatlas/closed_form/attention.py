@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvatlas.closed_form.block import ClosedFormBlock, combine_masks
 from curvatlas.closed_form.evaluation import evaluate
@@ -37,7 +38,8 @@ class SelfAttentionHessian(ClosedFormBlock):
 
         QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
 
-    and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``.
+    and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``, and by the article's
+    names ``result["hessian_estimates"]["H_WQ"]`` (which are exact).
     """
 
     def __init__(
@@ -78,6 +80,59 @@ class SelfAttentionHessian(ClosedFormBlock):
         if not bias:
             names = {name for name in names if not name.endswith("_bias")}
         super().__init__(spec, frozenset(names), dropout=dropout)
+
+    @property
+    def W_Q(self) -> nn.Parameter:
+        """The query weight (heads · d_k, d_model) by the papers' name."""
+        return self.get_parameter("query_weight")
+
+    @property
+    def W_K(self) -> nn.Parameter:
+        """The key weight (heads · d_k, d_model)."""
+        return self.get_parameter("key_weight")
+
+    @property
+    def W_V(self) -> nn.Parameter:
+        """The value weight (heads · d_v, d_model)."""
+        return self.get_parameter("value_weight")
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        return_attention: Literal[False] = False,
+        *,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        return_attention: Literal[True],
+        *,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        x: Tensor,
+        return_attention: bool = False,
+        *,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(L, d) or (B, L, d) → the same shape; with ``return_attention`` also A (B, heads, L, L).
+
+        Masks as in ``ClosedFormBlock``. A of one sequence (L, d) is (heads, L, L).
+        """
+        outputs = super().forward(x, mask=mask, key_padding_mask=key_padding_mask)
+        if not return_attention:
+            return outputs
+        batched = x.unsqueeze(0) if x.ndim == 2 else x
+        allowed = combine_masks(mask, key_padding_mask, batched)
+        weights = evaluate(self.spec, self.weights, batched, allowed).attention
+        return outputs, weights.squeeze(0) if x.ndim == 2 else weights
 
     compute_attention_hessian = ClosedFormBlock.compute_hessian
 

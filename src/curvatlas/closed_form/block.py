@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from curvatlas.budget import parse_bytes
 from curvatlas.closed_form.assembly import Workspace
 from curvatlas.closed_form.derivatives import BlockDerivatives
-from curvatlas.closed_form.evaluation import evaluate
+from curvatlas.closed_form.evaluation import evaluate, seeds_at
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
 from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
-from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.reading import map_module
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, require_part
+from curvatlas.problem.evaluation import say_evaluation_mode
 from curvatlas.progress import track
 
 _COLUMNS = 64
@@ -267,7 +268,7 @@ class ClosedFormBlock(nn.Module):
     def derivatives(
         self,
         x: Tensor,
-        target: Tensor,
+        target: Tensor | None = None,
         *,
         loss: str | OutputLoss = "mse",
         mask: Tensor | None = None,
@@ -277,17 +278,20 @@ class ClosedFormBlock(nn.Module):
         """The Hessian at x as an operator (``ca.eigenpairs(block.derivatives(x, y))``), with single
         blocks, exact diagonal, norms, traces, factor: nothing P × P unless asked for.
 
+        Without a target the objective is ½‖Z‖², summed over the features and averaged over the
+        tokens. Derivatives are those in evaluation mode, without dropout (said once in train mode).
         ``budget`` bounds the memory of per-token tensors ("200MB"); the batch is split to fit.
         """
-        self._refuse_dropout()
+        if self.training and self.dropout > 0:
+            say_evaluation_mode(self, f"dropout of {self.dropout:g}")
         if x.ndim not in (2, 3):
             raise ValueError(f"x must be (L, d) or (B, L, d), got {tuple(x.shape)}.")
         if x.ndim == 2:
-            x, target = x.unsqueeze(0), target.unsqueeze(0)
+            x, target = x.unsqueeze(0), None if target is None else target.unsqueeze(0)
         weights = {name: p.detach().clone() for name, p in self.weights.items()}
         allowed = combine_masks(mask, key_padding_mask, x)
         evaluation = evaluate(self.spec, weights, x.detach(), allowed)
-        seeds = resolve_loss(loss).seeds(evaluation.output, target)
+        seeds = seeds_at(evaluation.output, target, loss)
         if not bool(torch.isfinite(seeds.value)):
             raise ValueError(
                 f"the loss is {float(seeds.value)}: inputs or weights are not finite, no Hessian."
@@ -300,7 +304,7 @@ class ClosedFormBlock(nn.Module):
     def compute_hessian(
         self,
         x: Tensor,
-        target: Tensor,
+        target: Tensor | None = None,
         loss: str | OutputLoss = "mse",
         *,
         part: Part = "total",
@@ -315,18 +319,14 @@ class ClosedFormBlock(nn.Module):
         H_o = Jᵀ Λ J and H_f = Σ_z δ_z ∂²Z_z with δ = ∂ℓ/∂Z, Λ = ∂²ℓ/∂Z² at the output Z. ``part``
         is assembled at once (into ``out`` (P, P) when given, with the scratch memory of
         ``workspace``: reuse both and nothing is allocated), the others when first read.
+
+        Without a target the objective is the article's, ½‖Z‖² summed over the features and averaged
+        over the tokens.
         """
         derivatives = self.derivatives(
             x, target, loss=loss, mask=mask, key_padding_mask=key_padding_mask, budget=budget
         )
         return block_hessian(derivatives, part=part, out=out, workspace=workspace)
-
-    def _refuse_dropout(self) -> None:
-        if self.training and self.dropout > 0:
-            raise ValueError(
-                f"dropout of {self.dropout:g} is active: call .eval() first, the Hessian of a "
-                "random loss is not defined."
-            )
 
 
 class TransformerBlockHessian(ClosedFormBlock):

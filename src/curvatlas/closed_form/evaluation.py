@@ -17,8 +17,46 @@ from curvatlas.engines.tangent.attention import Rotation
 from curvatlas.engines.tangent.attention_core import attention_mask
 from curvatlas.engines.tangent.block import check_block
 from curvatlas.engines.tangent.feed_forward import HiddenUnits, hidden_units
+from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.engines.tangent.norm import normalize
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+
+
+class HalfSquaredNorm(OutputLoss):
+    """ℓ = ½ Σ_i ‖z_i‖² / N over the N tokens: the objective of a closed form without a target.
+
+    δ = Z/N and Λ_i = I/N. The article's: half the squared norm, summed over the features and
+    averaged over the tokens.
+    """
+
+    def seeds(self, outputs: Tensor, targets: Tensor | None = None) -> Seeds:
+        d = outputs.shape[-1]
+        tokens = outputs.numel() // d
+        identity = torch.eye(d, dtype=outputs.dtype, device=outputs.device) / tokens
+
+        def blocks(some: slice) -> Tensor:
+            return identity.expand(len(range(*some.indices(tokens))), d, d)
+
+        return Seeds(
+            value=0.5 * outputs.square().sum() / tokens,
+            delta=outputs / tokens,
+            product=lambda v: v / tokens,
+            blocks=blocks,
+            convex=True,
+        )
+
+
+def seeds_at(outputs: Tensor, target: Tensor | None, loss: str | OutputLoss) -> Seeds:
+    """Value, δ and Λ of the loss at ``outputs`` (B, L, d); without a target ``HalfSquaredNorm``."""
+    if target is not None:
+        return resolve_loss(loss).seeds(outputs, target)
+    if loss != "mse" and not isinstance(loss, HalfSquaredNorm):
+        name = loss if isinstance(loss, str) else type(loss).__name__
+        raise ValueError(
+            f"loss={name!r} needs a target: without one the objective is ½‖y‖², summed over the "
+            "features and averaged over the tokens."
+        )
+    return HalfSquaredNorm().seeds(outputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from curvatlas.engines.tangent.feed_forward import check_activation
 from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
 from curvatlas.engines.tangent.structure import Activation, BlockSpec
 from curvatlas.linear_operator import Part
+from curvatlas.problem.evaluation import say_evaluation_mode
 from curvatlas.results import Result
 
 
@@ -36,7 +37,10 @@ class FeedForwardJacobians(Result):
 
 
 class FFNHessian(nn.Module):
-    """y = W2 act(W1 x + b1) + b2, or gated y = W2 (act(W_g x) ⊙ W_u x), with exact derivatives."""
+    """y = W2 act(W1 x + b1) + b2, or gated y = W2 (act(W_g x) ⊙ W_u x), with exact derivatives.
+
+    Derivatives are those in evaluation mode, without dropout; in train mode this is said once.
+    """
 
     def __init__(
         self,
@@ -90,10 +94,7 @@ class FFNHessian(nn.Module):
 
     def _evaluate(self, x: Tensor) -> Evaluation:
         if self.training and self.dropout > 0:
-            raise ValueError(
-                f"dropout of {self.dropout:g} is active: call .eval() first, the Hessian of a "
-                "random loss is not defined."
-            )
+            say_evaluation_mode(self, f"dropout of {self.dropout:g}")
         if x.shape[-1] != self.d_model:
             raise ValueError(f"x must end in {self.d_model}, got {tuple(x.shape)}.")
         weights = {name: p.detach().clone() for name, p in self.named_parameters()}

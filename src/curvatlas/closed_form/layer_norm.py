@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import functional
 from torch.func import functional_call
 
+from curvatlas.closed_form.evaluation import seeds_at
 from curvatlas.closed_form.result import BlockHessian, ZeroStructure
-from curvatlas.engines.tangent.losses import OutputLoss, resolve_loss
+from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.norm import norm_hessian, norm_jacobian, norm_second, normalize
 from curvatlas.engines.tangent.reading import map_norm
 from curvatlas.engines.tangent.structure import Norm
@@ -113,12 +114,15 @@ class LayerNormHessian(nn.Module):
         return norm_second(n, inv_std, gamma * cotangent.detach(), norm=self.norm)
 
     def compute_hessian_wrt_weight(
-        self, x: Tensor, target: Tensor, loss: str | OutputLoss = "mse"
+        self, x: Tensor, target: Tensor | None = None, loss: str | OutputLoss = "mse"
     ) -> BlockHessian:
         r"""The true Hessian over (γ, β):  γγ = Σ diag(n)Λ diag(n),  γβ = Σ diag(n)Λ,  ββ = ΣΛ.
 
         y is linear in γ and β, so the functional part is exactly zero and the outer part is the
         whole Hessian. x (d,), (L, d) or (B, L, d); ``result.block("weight", "bias")``.
+
+        Without a target the objective is ½‖y‖², summed over the features and averaged over the
+        tokens, so that Λ = I/tokens: γγ = diag(mean n²).
         """
         if self.weight is None:
             raise ValueError("this norm has no weight: its parameter Hessian is empty.")
@@ -126,8 +130,8 @@ class LayerNormHessian(nn.Module):
         y = n * gamma if self.bias is None else n * gamma + self.bias.detach()
         lead = (1,) * (3 - x.ndim)
         outputs = y.view(*lead, *y.shape)
-        targets = target.view(*lead, *target.shape)
-        seeds = resolve_loss(loss).seeds(outputs, targets)
+        targets = None if target is None else target.view(*lead, *target.shape)
+        seeds = seeds_at(outputs, targets, loss)
         tokens = n.reshape(-1, n.shape[-1])
         d = tokens.shape[-1]
         rows = [torch.diag_embed(tokens)]  # ∂y/∂γ = diag(n), ∂y/∂β = I

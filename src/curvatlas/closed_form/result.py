@@ -41,6 +41,14 @@ _LETTERS = {
 }
 
 
+_SUBLAYERS = {
+    **dict.fromkeys(("query", "key", "value", "output"), "attention"),
+    **dict.fromkeys(("gate", "up", "down"), "ffn"),
+    "norm1": "norm1",
+    "norm2": "norm2",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroStructure(Result):
     """Blocks (a, b) that vanish whatever the weights are, for each part of the Hessian.
@@ -63,6 +71,24 @@ class ZeroStructure(Result):
         return "structurally zero blocks\n  " + "\n  ".join(lines)
 
 
+class BlockSizes(dict[str, int]):
+    """Parameter → size, in flat order; ``sizes["attention"]`` adds up the article's sublayers."""
+
+    def __missing__(self, name: str) -> int:
+        sublayers = self.by_sublayer()
+        if name in sublayers:
+            return sublayers[name]
+        raise KeyError(f"no {name!r}: there are {', '.join([*self, *sublayers])}.")
+
+    def by_sublayer(self) -> dict[str, int]:
+        """``attention``, ``norm1``, ``ffn``, ``norm2``, as far as there are any, in flat order."""
+        sums: dict[str, int] = {}
+        for name, size in self.items():
+            sublayer = _SUBLAYERS.get(name.removesuffix("_weight").removesuffix("_bias"), name)
+            sums[sublayer] = sums.get(sublayer, 0) + size
+        return sums
+
+
 @dataclass(kw_only=True, eq=False)
 class BlockHessian(Result, MatrixOperator, DecomposedHessian):
     """Hessian of a loss over the parameters ``names``, in the order of the flat vector.
@@ -70,18 +96,20 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
     It is the operator of H (``ca.eigenpairs(result)``); ``outer`` and ``functional`` are those of
     its parts. ``H`` is there from the start, ``H_outer`` and ``H_functional`` are assembled when
     first asked for (from the weights of the time of the call). ``result["H"]``, ``result["QK"]``
-    and ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks.
+    and ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks;
+    ``block_sizes`` goes by parameter, ``result["block_sizes"]`` by sublayer as in the article.
     """
 
     loss: float
     names: tuple[str, ...]
-    block_sizes: dict[str, int]
+    block_sizes: dict[str, int]  # of every parameter; ["attention"] and the like are their sums
     structure: ZeroStructure
     attention: Tensor | None = None  # A (B, heads, L, L)
     parts: dict[str, Tensor] = field(default_factory=dict)
     _source: Callable[[Part], Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.block_sizes = BlockSizes(self.block_sizes)
         size = sum(self.block_sizes.values())
         # a file may hold no part, or matrices of another size: products will say so
         like, tags = next(iter(self.parts.values()), torch.empty(0)), Tags(symmetric=True)
@@ -126,13 +154,23 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
 
     def keys(self) -> tuple[str, ...]:
         """What ``result[...]`` knows by name, besides blocks such as ``"QK"``."""
-        return (*_FIELDS, "loss", "names", "block_sizes", "structure", "attention")
+        own = (*_FIELDS, "loss", "names", "block_sizes", "structure", "attention")
+        return (*own, "hessian_estimates") if _LETTERS["Q"] in self.block_sizes else own
+
+    @property
+    def hessian_estimates(self) -> dict[str, Tensor]:
+        """The article's H_WQ, H_WK, H_WV (and H_WO): the exact diagonal blocks ∂²ℓ/∂W² of attention
+        weights."""
+        letters = [x for x in "QKVO" if _LETTERS[x] in self.block_sizes]
+        return {f"H_W{x}": self.block(x, x) for x in letters}
 
     def __getitem__(self, key: Any) -> Any:
         """``result["H_outer"]``, ``result["loss"]``, a block as ``result["QK"]``, or an operator of
         rows × columns, ``result["query", 3:7]``."""
         if not isinstance(key, str):
             return LinearOperator.__getitem__(self, key)
+        if key == "block_sizes":
+            return BlockSizes(self.block_sizes).by_sublayer()
         if key in _FIELDS:
             return self.part(cast(Part, _FIELDS[key]))
         if len(key) == 2 and set(key) <= set("QKVO"):

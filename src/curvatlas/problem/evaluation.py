@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from curvatlas.problem.kernels import (
     warn_of_compiled,
     warn_once,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def unwrap(model: Any) -> nn.Module:
@@ -543,6 +547,15 @@ def random_modules(model: nn.Module) -> list[str]:
     return names
 
 
+def _batch_norms(model: nn.Module) -> list[str]:
+    """Batch normalisations that use the statistics of their batch, by name."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+
+
 def check_mode(model: nn.Module) -> None:
     """Refuse dropout and batch statistics that are switched on."""
     dropping = random_modules(model)
@@ -550,16 +563,57 @@ def check_mode(model: nn.Module) -> None:
         raise ProblemError(
             f"dropout is active in {_listed(dropping)}, so the loss is random: call model.eval()."
         )
-    batch_norms = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
-    ]
+    batch_norms = _batch_norms(model)
     if batch_norms:
         raise ProblemError(
             f"batch normalisation uses batch statistics in {_listed(batch_norms)}, so the loss is "
             "not a sum over samples: call model.eval()."
         )
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode after.
+
+    Said once for every model where it makes a difference: the numbers are those of the network
+    without its dropout, not of what a training step sees.
+    """
+    training = [module for module in model.modules() if module.training]
+    switched = [*random_modules(model), *_batch_norms(model)] if training else []
+    if switched:
+        say_evaluation_mode(model, _listed(switched))
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def say_evaluation_mode(model: nn.Module, where: str) -> None:
+    """Warn, once for every model, that a model in train mode is evaluated without its dropout."""
+    warn_once(
+        model,
+        "evaluation mode",
+        f"{type(model).__name__} is in train mode ({where} would make the loss random): it is "
+        "evaluated in evaluation mode and put back; call model.eval() to say so yourself.",
+    )
+
+
+def evaluated(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a model, or a method of an object that has one, in evaluation mode."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        first: Any = args[0] if args else kwargs.get("model")
+        model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
+        if not isinstance(model, nn.Module):
+            return function(*args, **kwargs)  # which says what it expects
+        with in_evaluation_mode(model):
+            return function(*args, **kwargs)
+
+    return called
 
 
 def check_same_loss(first: float, second: float, *, eps: float) -> None:
