@@ -19,6 +19,7 @@ from curvatlas.engines.tangent.reading import (
     map_norm,
 )
 from curvatlas.engines.tangent.stack import BlockStack
+from curvatlas.problem.evaluation import evaluation
 from curvatlas.zoo.models import GPT, Attention, Block, BlockConfig, GPTConfig, ViT, ViTConfig
 from oracles import flat, relative_error
 
@@ -135,22 +136,6 @@ def _vit() -> nn.Module:
     return _prepare(transformers.ViTForImageClassification(config))
 
 
-class DoubleRMSNorm(nn.Module):
-    """Llama's RMSNorm without its cast to float32, which would hide everything below 1e-7."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = original.weight, original.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (
-            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
-
-
-DoubleRMSNorm.__name__ = "LlamaRMSNorm"
-
-
 def _llama(**options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -163,12 +148,7 @@ def _llama(**options: Any) -> Any:
         "max_position_embeddings": 32,
         "head_dim": 4,
     }
-    model = _prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)))
-    for layer in model.model.layers:
-        layer.input_layernorm = DoubleRMSNorm(layer.input_layernorm)
-        layer.post_attention_layernorm = DoubleRMSNorm(layer.post_attention_layernorm)
-    model.model.norm = DoubleRMSNorm(model.model.norm)
-    return model
+    return _prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | options)))
 
 
 def _rotary(length: int, size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -216,7 +196,8 @@ def test_llama_layers_are_read(attention_bias: bool) -> None:
 
     def run(x: Tensor) -> Tensor:
         rotary = _rotary(x.shape[1], 4, base)
-        return layer(x, attention_mask=_causal(x.shape[1]), position_embeddings=rotary)
+        with evaluation(layer, stay_double=True):  # its norm would round to float32
+            return layer(x, attention_mask=_causal(x.shape[1]), position_embeddings=rotary)
 
     _assert_same_block(layer, run)
 
@@ -310,10 +291,11 @@ def test_whole_hugging_face_bodies_are_read() -> None:
 
     def run_llama(x: Tensor) -> Tensor:
         rotary = _rotary(x.shape[1], 4, BlockStack.from_module(llama).specs[0].rope_base or 0.0)
-        for layer in llama.model.layers:
-            mask = _causal(x.shape[1])
-            x = layer(x, attention_mask=mask, position_embeddings=rotary)
-        return llama.lm_head(llama.model.norm(x))
+        with evaluation(llama, stay_double=True):
+            for layer in llama.model.layers:
+                mask = _causal(x.shape[1])
+                x = layer(x, attention_mask=mask, position_embeddings=rotary)
+            return llama.lm_head(llama.model.norm(x))
 
     _assert_same_stack(llama, run_llama, length=5, targets=torch.randint(11, (2, 5)))
 

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.attention_core import AttentionCore, CoreTangent, attention_mask
+from curvatlas.engines.tangent.attention_core import (
+    AttentionCore,
+    CoreTangent,
+    Keyless,
+    attention_mask,
+)
 from curvatlas.engines.tangent.linear import (
     BackwardPass,
     Buffers,
@@ -27,21 +32,40 @@ from curvatlas.precision import float64_device
 
 
 class Rotation:
-    """Rotary positions: the rotation R_i of each of L positions; ``angles`` (L, s/2).
+    """Rotary positions: the turn R_i of each of L positions.
 
-    Coordinate p turns with coordinate p + s/2 (Llama's layout) by the angle i · base^(−2p/s). The
-    map is linear and orthogonal: its tangent is the same rotation, its adjoint the opposite one.
+    Coordinate p of a head's first r turns with coordinate p + r/2 (Llama's layout), or 2p with
+    2p + 1 (``interleaved``, GPT-J's), and the coordinates behind them stay:
+
+        y_first = c₁ x_first − s₁ x_second        y_second = c₂ x_second + s₂ x_first
+
+    ``first`` = (c₁, s₁) and ``second`` = (c₂, s₂) are (L, r/2), or (n, L, r/2) where samples
+    differ. The map is linear: its tangent is itself, its adjoint the transposed turn, also where
+    the tables carry a factor (YaRN) or differ within a pair.
     """
 
-    def __init__(self, angles: Tensor) -> None:
-        self.cos = angles.cos()
-        self.sin = angles.sin()
+    def __init__(
+        self,
+        first: tuple[Tensor, Tensor],
+        second: tuple[Tensor, Tensor] | None = None,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        self.first, self.second = first, first if second is None else second
+        self.interleaved = interleaved
 
     @classmethod
     def from_base(
-        cls, base: float, *, length: int, size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        base: float,
+        *,
+        length: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        interleaved: bool = False,
     ) -> Rotation:
-        """Angles i · base^(−2p/s) for positions 0 … L−1 and p < s/2."""
+        """Angles i · base^(−2p/r) for positions 0 … L−1 and p < r/2, r = ``size``."""
         if size % 2:
             raise ValueError(f"rotary positions pair coordinates: head size {size} is odd.")
         if not base > 0:
@@ -51,21 +75,84 @@ class Rotation:
         place = float64_device(device)
         exponent = torch.arange(half, dtype=torch.float64, device=place) / half
         position = torch.arange(length, dtype=torch.float64, device=place)
-        return cls((position[:, None] * base ** (-exponent)).to(dtype=dtype).to(device=device))
+        angles = (position[:, None] * base ** (-exponent)).to(dtype=dtype).to(device=device)
+        return cls((angles.cos(), angles.sin()), interleaved=interleaved)
+
+    @classmethod
+    def from_tables(cls, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Rotation:
+        """The tables a library multiplies with, one number a coordinate: (n or 1, L, r) each."""
+        if cos.shape != sin.shape or cos.ndim != 3 or cos.shape[-1] % 2:
+            raise ValueError(
+                f"cosines and sines must be (n, L, even), got {tuple(cos.shape)} and "
+                f"{tuple(sin.shape)}."
+            )
+        tables = [table.detach()[0] if len(table) == 1 else table.detach() for table in (cos, sin)]
+        (c1, c2), (s1, s2) = (_halves(table, interleaved) for table in tables)
+        alike = torch.equal(c1, c2) and torch.equal(s1, s2)
+        return cls((c1, s1), None if alike else (c2, s2), interleaved=interleaved)
+
+    @property
+    def size(self) -> int:
+        """r, how many coordinates of a head turn."""
+        return 2 * self.first[0].shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(L, r/2), or (n, L, r/2)."""
+        return tuple(self.first[0].shape)
+
+    def to(self, *, dtype: torch.dtype, device: torch.device) -> Rotation:
+        """The same turns in another dtype or place."""
+        pairs = [
+            (cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype))
+            for cos, sin in (self.first, self.second)
+        ]
+        second = None if self.second is self.first else pairs[1]
+        return Rotation(pairs[0], second, interleaved=self.interleaved)
+
+    def of_samples(self, samples: slice) -> Rotation:
+        """The turns of some samples."""
+        if len(self.shape) == 2:
+            return self
+        (c1, s1), (c2, s2) = self.first, self.second
+        first = (c1[samples], s1[samples])
+        second = None if self.second is self.first else (c2[samples], s2[samples])
+        return Rotation(first, second, interleaved=self.interleaved)
 
     def apply(self, x: Tensor) -> Tensor:
-        """R_i x_i:  (…, L, s) → (…, L, s)."""
-        return _turn(x, self.cos, self.sin)
+        """R_i x_i:  (…, L, s) → (…, L, s); (n, …, L, s) where samples differ."""
+        (c1, s1), (c2, s2) = self._shaped(x.ndim)
+        return self._turned(x, c1, -s1, c2, s2)
 
     def adjoint(self, x: Tensor) -> Tensor:
         """R_iᵀ x_i:  (…, L, s) → (…, L, s)."""
-        return _turn(x, self.cos, -self.sin)
+        (c1, s1), (c2, s2) = self._shaped(x.ndim)
+        return self._turned(x, c1, s2, c2, -s1)
+
+    def _shaped(self, axes: int) -> list[list[Tensor]]:
+        """The tables as they meet a tensor of so many axes, samples first."""
+        if len(self.shape) == 2:
+            return [list(self.first), list(self.second)]
+        n, length, half = self.shape
+        shape = (n, *[1] * (axes - 3), length, half)
+        return [[table.view(shape) for table in pair] for pair in (self.first, self.second)]
+
+    def _turned(self, x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """(a first + b second, c second + d first), the coordinates behind them as they are."""
+        first, second = _halves(x[..., : self.size], self.interleaved)
+        pair = torch.addcmul(first * a, second, b), torch.addcmul(second * c, first, d)
+        rest = [x[..., self.size :]] if self.size < x.shape[-1] else []
+        if self.interleaved:
+            return torch.cat([torch.stack(pair, -1).flatten(-2), *rest], -1)
+        return torch.cat([*pair, *rest], -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The two coordinates of every pair, (…, r/2) each (views)."""
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
     half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return x[..., :half], x[..., half:]
 
 
 PROJECTIONS = ("query", "key", "value")
@@ -81,25 +168,31 @@ class AttentionTangent:
 
 
 class AttentionStage:
-    """Self-attention at tokens x (N, d), N = n · L."""
+    """Self-attention at tokens x (N, d), N = n · L; ``rotation`` instead of ``spec.rope_base``."""
 
     def __init__(
-        self, spec: BlockSpec, weights: Weights, x: Tensor, *, samples: int, mask: Tensor | None
+        self,
+        spec: BlockSpec,
+        weights: Weights,
+        x: Tensor,
+        *,
+        samples: int,
+        mask: Tensor | None,
+        rotation: Rotation | None = None,
+        keyless: Keyless = "refuse",
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
         self._key = stage_number()
         self.together, self.inputs = _projections(weights)
-        self.rotation: Rotation | None = None
-        if spec.rope_base is not None:
-            self.rotation = Rotation.from_base(
-                spec.rope_base,
-                length=self.length,
-                size=spec.key_size,
-                dtype=x.dtype,
-                device=x.device,
-            )
+        self.rotation = self._rotation(rotation, x)
         bias, allowed = attention_mask(
-            spec, mask, samples=samples, length=self.length, dtype=x.dtype, device=x.device
+            spec,
+            mask,
+            samples=samples,
+            length=self.length,
+            dtype=x.dtype,
+            device=x.device,
+            keyless=keyless,
         )
         fresh = Buffers(keep=False)
         q, k, v = (
@@ -121,6 +214,27 @@ class AttentionStage:
         self.output: Linear | None = None
         if "output_weight" in weights:
             self.output = Linear(["output"], weights)
+
+    def _rotation(self, tables: Rotation | None, x: Tensor) -> Rotation | None:
+        """The turns of the positions: those the call brought, or those of ``rope_base``."""
+        spec, place = self.spec, {"dtype": x.dtype, "device": x.device}
+        if tables is None and spec.rope_tables:
+            raise ValueError(
+                "the rotary positions of this block come with each call: pass rotation=."
+            )
+        if tables is None and spec.rope_base is not None:
+            return Rotation.from_base(
+                spec.rope_base, length=self.length, size=spec.key_size, **place
+            )
+        if tables is None:
+            return None
+        expected = {(self.length,), (self.samples, self.length)}
+        if tables.shape[:-1] not in expected or tables.size > spec.key_size:
+            raise ValueError(
+                f"the rotation's tables are {tables.shape}: needed are (L, r/2) or (n, L, r/2) "
+                f"with n={self.samples}, L={self.length} and r at most {spec.key_size}."
+            )
+        return tables.to(**place)
 
     def value(self) -> Tensor:
         """F (N, d)."""

@@ -26,12 +26,15 @@ come second: q̇ (S, K, dk, M). ``None`` is zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stage_number
 from curvatlas.engines.tangent.structure import BlockSpec
+
+Keyless = Literal["refuse", "zero"]  # what a query without keys gets
 
 
 def attention_mask(
@@ -42,6 +45,7 @@ def attention_mask(
     length: int,
     dtype: torch.dtype,
     device: torch.device,
+    keyless: Keyless = "refuse",
 ) -> tuple[Tensor | None, Tensor | None]:
     """Additive bias and boolean permission of the logits, each broadcastable to (n, H, L, L).
 
@@ -49,7 +53,8 @@ def attention_mask(
     (n, L, L) or (n, H, L, L) for pairs; or of floating dtype, added to the logits, with the same
     shapes except (n, L). Where n = L a boolean mask of two axes is read as (n, L).
     ``spec.causal`` forbids keys after the query on top of it, ``spec.window`` those too far before
-    it. A row that may attend to nothing has no softmax and is refused.
+    it. A row that may attend to nothing has no softmax and is refused, or is all zero with
+    ``keyless="zero"``, as in ``F.scaled_dot_product_attention``.
     """
     allowed: Tensor | None = None
     bias: Tensor | None = None
@@ -82,7 +87,7 @@ def attention_mask(
         bias = forbidden if bias is None else bias + forbidden
     if mask is not None and bias is not None:
         empty = bias.isneginf().all(-1)
-        if bool(empty.any()):
+        if keyless == "refuse" and bool(empty.any()):
             where = empty.nonzero()[0].tolist()
             raise ValueError(
                 f"query {where[-1]} of sample {where[0]} may attend to no key: its softmax is not "
@@ -92,11 +97,12 @@ def attention_mask(
 
 
 def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor:
+    full = (samples, heads, length, length)
+    if mask.ndim == 4 and all(a in (1, b) for a, b in zip(mask.shape, full, strict=True)):
+        return mask.expand(*mask.shape[:3], length)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {
         (length, length): (1, 1, length, length),
         (samples, length, length): (samples, 1, length, length),
-        (samples, 1, length, length): (samples, 1, length, length),
-        (samples, heads, length, length): (samples, heads, length, length),
     }
     if mask.dtype == torch.bool:
         shapes[(samples, length)] = (samples, 1, 1, length)
@@ -144,6 +150,8 @@ class AttentionCore:
             if bias is not None:
                 logits += bias
             self.A = torch.softmax(logits, -1)
+            if bias is not None:
+                self.A.masked_fill_(bias.isneginf().all(-1, keepdim=True), 0.0)
         else:
             self.A = logits if self.allowed is None else logits.mul_(self.allowed)
         self.delta: Tensor | None = None  # δ_O (S, dv, M)

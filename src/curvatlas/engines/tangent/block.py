@@ -24,7 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.attention import AttentionStage, AttentionTangent
+from curvatlas.engines.tangent.attention import AttentionStage, AttentionTangent, Rotation
+from curvatlas.engines.tangent.attention_core import Keyless
 from curvatlas.engines.tangent.feed_forward import (
     FeedForwardStage,
     FeedForwardTangent,
@@ -315,7 +316,9 @@ class LinearisedBlock:
     """A block at inputs x (n, L, d) or (L, d), with what its derivatives need.
 
     ``mask`` is boolean with True where attention is allowed, (n, L) for padding keys or (n, L, L),
-    or floating and added to the logits; ``spec.causal`` comes on top.
+    or floating and added to the logits; ``spec.causal`` comes on top. ``rotation`` are rotary
+    positions as a model's own tables have them, instead of ``spec.rope_base``. A query without keys
+    is refused, or mixes nothing with ``keyless="zero"``.
 
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
     workspace every result lives in a buffer that the next product overwrites. Neighbours that share
@@ -329,6 +332,8 @@ class LinearisedBlock:
         x: Tensor,
         mask: Tensor | None = None,
         *,
+        rotation: Rotation | None = None,
+        keyless: Keyless = "refuse",
         space: Buffers | None = None,
         turn: int = 0,
         x_again: Formed | None = None,
@@ -338,7 +343,7 @@ class LinearisedBlock:
             mask = mask.unsqueeze(0)
         self._check(spec, weights, x)
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
-        self.spec = spec
+        self.spec, self._rotation, self._keyless = spec, rotation, keyless
         # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
         self.turn = turn = turn if spec.d_ff is None else 2
         self.space = space if space is not None else Buffers(keep=False)
@@ -545,7 +550,15 @@ class LinearisedBlock:
         spec, weights = self.spec, self.weights
 
         def make_attention(tokens: Tensor) -> AttentionStage:
-            return AttentionStage(spec, weights, tokens, samples=self.samples, mask=mask)
+            return AttentionStage(
+                spec,
+                weights,
+                tokens,
+                samples=self.samples,
+                mask=mask,
+                rotation=self._rotation,
+                keyless=self._keyless,
+            )
 
         attention = Sublayer(
             x,

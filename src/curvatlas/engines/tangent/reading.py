@@ -10,22 +10,35 @@ whole models, to ``_LAYOUTS``.
 Reading a layer gives a function that picks our weights out of the module's named parameters. The
 same function applied to position numbers gives the permutation between the two flat orders, so
 fused projections and transposed ``Conv1D`` weights need no second description.
+
+``read_call`` reads what a layer is called with inside a model: its input, and masks and rotary
+positions in every convention the libraries have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvatlas.engines.tangent.block import weight_shapes
+from curvatlas.engines.tangent.attention import Rotation
+from curvatlas.engines.tangent.attention_core import Keyless
+from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
 from curvatlas.engines.tangent.feed_forward import ACTIVATIONS, activation_derivatives
 from curvatlas.engines.tangent.head import Pooling, Readout
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm
+from curvatlas.engines.tangent.structure import (
+    WEIGHT_NAMES,
+    Activation,
+    BlockSpec,
+    Norm,
+    Weights,
+)
 
 Picked = dict[str, Tensor]
 Pick = Callable[[Mapping[str, Tensor]], Picked]
@@ -80,9 +93,58 @@ class MappedNorm:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockCall:
+    """What one call of a layer brings, in the conventions of ``LinearisedBlock``.
+
+    ``causal`` says whether the rule of ``spec.causal`` and ``spec.window`` applies; where the call
+    brings a mask that holds it already, or the module applies none, it does not.
+    """
+
+    x: Tensor  # (n, L, d)
+    mask: Tensor | None = None  # boolean, True = attend, or added to the logits
+    rotation: Rotation | None = None
+    causal: bool = False
+    keyless: Keyless = "refuse"
+    time_major: bool = False  # the module itself takes and gives (L, n, d)
+    batched: bool = True  # False: the module itself takes and gives (L, d)
+
+    def spec_for(self, spec: BlockSpec) -> BlockSpec:
+        """The layer's description without a causal rule that this call does not have."""
+        return spec if self.causal else replace(spec, causal=False, window=None)
+
+    def of_samples(self, samples: slice) -> BlockCall:
+        """The same call for some of its samples."""
+        mask, rotation = self.mask, self.rotation
+        if mask is not None and mask.ndim == 4 and len(mask) == len(self.x):
+            mask = mask[samples]
+        if rotation is not None:
+            rotation = rotation.of_samples(samples)
+        return replace(self, x=self.x[samples], mask=mask, rotation=rotation)
+
+    def linearise(self, spec: BlockSpec, weights: Weights, **options: Any) -> LinearisedBlock:
+        """The block of this call; ``options`` are those of ``LinearisedBlock``."""
+        return LinearisedBlock(
+            self.spec_for(spec),
+            weights,
+            self.x,
+            self.mask,
+            rotation=self.rotation,
+            keyless=self.keyless,
+            **options,
+        )
+
+    def as_module(self, z: Tensor) -> Tensor:
+        """An output (n, L, d) in the axes the module itself gives."""
+        if not self.batched:
+            return z[0]
+        return z.transpose(0, 1) if self.time_major else z
+
+
 def map_module(module: nn.Module) -> MappedBlock:
     """Read an attention layer or a Transformer block as ``BlockSpec`` and weights."""
     spec, pick = read_module(module)
+    _refuse_tables(module, spec)
     parameters = dict(module.named_parameters())
     weights = pick({name: value.detach() for name, value in parameters.items()})
     numbers = flat_numbers(parameters)
@@ -105,6 +167,7 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
     for matches, read in _READERS:
         if matches(module):
             refuse_dropout(module)
+            _refuse_other_forwards(module)
             spec, pick = read(module)
             return spec, _checked(kind.__name__, spec, pick)
     if kind.__module__.startswith("transformers.") and kind.__name__ in _NOT_COVERED:
@@ -249,6 +312,7 @@ class _Layer:
     norm_first: bool = False
     options: Callable[[Any], dict[str, Any]] = lambda module: {}
     home: str = "transformers."
+    own_mask: bool = False  # the module applies its causal rule itself, a mask comes on top
     known_by: str = ""  # an attribute that tells this layout from another of the same class
 
     def matches(self, module: nn.Module) -> bool:
@@ -356,11 +420,12 @@ def _llama_options(module: Any) -> dict[str, Any]:
         "n_kv_heads": config.num_key_value_heads,
         "causal": True,
         "window": int(window) if window and getattr(config, "use_sliding_window", True) else None,
-        "rope_base": _rope_base(config),
+        **_rope_options(config),
     }
 
 
-def _rope_base(config: Any) -> float:
+def _rope_options(config: Any) -> dict[str, Any]:
+    """Rotary positions by their base, or left to the tables of each call."""
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:  # before transformers 5
         scaling = getattr(config, "rope_scaling", None) or {}
@@ -368,11 +433,16 @@ def _rope_base(config: Any) -> float:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     partial = parameters.get("partial_rotary_factor", 1.0) or 1.0
     if kind != "default" or partial != 1.0:
+        return {"rope_tables": True}
+    return {"rope_base": float(parameters["rope_theta"])}
+
+
+def _refuse_tables(module: nn.Module, spec: BlockSpec) -> None:
+    if spec.rope_tables:
         raise UnmappedModuleError(
-            f"rotary positions of type {kind!r} (partial factor {partial:g}) are not in the closed "
-            "form: only the default type over the whole head is."
+            f"{type(module).__name__} has rotary positions of another type than the default over "
+            "the whole head: the closed form has no tables for them, use ca.Hessian(problem)."
         )
-    return float(parameters["rope_theta"])
 
 
 def _refuse_cross_attention(module: Any) -> None:
@@ -402,6 +472,7 @@ _LAYERS = (
         heads="attn.attention.num_heads",
         activation="mlp.act",
         norm_first=True,
+        own_mask=True,
         options=_gpt_neo_options,
     ),
     _Layer(
@@ -490,6 +561,24 @@ def _same_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
             "its derivatives are not those of the layer it extends."
         )
     return True
+
+
+_LIBRARIES = ("torch", "transformers", "curvatlas", "peft")
+
+
+def _refuse_other_forwards(module: nn.Module) -> None:
+    """Raise when a part of a known layer does not run the forward its library wrote."""
+    for name, part in module.named_modules():
+        forward = type(part).forward
+        homes = {getattr(forward, "__globals__", {}).get("__name__", "")}
+        if not isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            homes.add(type(part).__module__)  # of torch's, a subclass may keep the forward
+        known = all(home.partition(".")[0] in _LIBRARIES for home in homes)
+        if "forward" in vars(part) or not known:
+            raise UnmappedModuleError(
+                f"{name or 'the layer'} ({type(part).__name__}) in {type(module).__name__} has a "
+                "forward that its library did not write: its derivatives are not the layer's."
+            )
 
 
 def _read_attention(module: Any) -> tuple[BlockSpec, Pick]:
@@ -611,6 +700,230 @@ _READERS: tuple[_Reader, ...] = (
 )
 
 
+# ---- calls -----------------------------------------------------------------------------------
+
+
+# arguments that do not change a layer's output
+_WITHOUT_EFFECT = frozenset(
+    (
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cache_position",
+        "position_ids",
+        "num_items_in_batch",
+    )
+)
+_CACHES = frozenset(("past_key_values", "past_key_value", "layer_past"))
+_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+def read_call(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    spec: BlockSpec | None = None,
+) -> BlockCall:
+    """What ``module(*args, **kwargs)`` computes with, for a layer that ``read_module`` reads.
+
+    Call it before the layer runs, in a forward pre-hook: the layer fills a cache of keys and values
+    it is given, and a cache that holds any is refused. ``spec`` saves reading the layer again.
+    """
+    spec = read_module(module)[0] if spec is None else spec
+    arguments = _bound(module, args, kwargs)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return _encoder_layer_call(module, spec, arguments)
+    name, x = next(iter(arguments.items()))
+    del arguments[name]
+    _check_input(module, x, spec)
+    if _named(module, "curvatlas.zoo", "Block", "Attention"):
+        _refuse_arguments(module, arguments)
+        return BlockCall(x=x.detach(), causal=spec.causal)
+    if type(module).__module__.startswith("transformers."):
+        return _library_call(module, spec, x.detach(), arguments)
+    raise UnmappedModuleError(f"calls of {type(module).__name__} are not read.")
+
+
+def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those of ``**kwargs`` among them."""
+    signature = inspect.signature(type(module).forward)
+    arguments: dict[str, Any] = {}
+    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments |= {f"{name}[{i}]": part for i, part in enumerate(value)}
+        elif name != "self":
+            arguments[name] = value
+    return arguments
+
+
+def _check_input(module: nn.Module, x: Any, spec: BlockSpec) -> None:
+    plain = isinstance(x, Tensor) and not x.is_nested and x.is_floating_point()
+    if not plain or x.ndim != 3 or x.shape[-1] != spec.d_model:
+        what = tuple(x.shape) if plain else type(x).__name__
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with {what}: needed is a floating tensor "
+            f"(samples, tokens, {spec.d_model})."
+        )
+
+
+def _refuse_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise on an argument that is there and not known to be without effect."""
+    for name, value in arguments.items():
+        if value is None or value is False or name in _WITHOUT_EFFECT:
+            continue
+        if name in _CACHES:
+            length = _cached_length(module, value)
+            if length:
+                raise UnmappedModuleError(
+                    f"{type(module).__name__} is called with {name} that hold {length} tokens: "
+                    "call the model without a cache, or read the call before the layer runs."
+                )
+            continue
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with {name} ({type(value).__name__}): its effect "
+            "is not in the hand-written forms."
+        )
+
+
+def _cached_length(module: nn.Module, cache: Any) -> int:
+    """How many tokens of this layer a cache holds."""
+    get_length = getattr(cache, "get_seq_length", None)
+    if get_length is None:  # a tuple of keys and values
+        return sum(part.shape[-2] for part in cache if isinstance(part, Tensor))
+    names = ("layer_idx", "layer_id")
+    found = [getattr(part, name, None) for part in module.modules() for name in names]
+    index = next((number for number in found if isinstance(number, int)), 0)
+    return int(get_length(index))
+
+
+def _first(module: nn.Module, name: str) -> Any:
+    """The attribute ``name`` of the first part that has it, outermost first; None: nobody."""
+    parts = (part for part in module.modules() if getattr(part, name, None) is not None)
+    return getattr(next(parts, None), name, None)
+
+
+def _library_call(
+    module: nn.Module, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]
+) -> BlockCall:
+    """A Hugging Face layer: 4-D masks hold causality and windows, None leaves them to the kernel.
+
+    Scaled dot-product attention is then causal where the layer says so, and never in a window;
+    eager attention is not even causal.
+    """
+    mask = arguments.pop("attention_mask", None)
+    tables = arguments.pop("position_embeddings", None)
+    causal = arguments.pop("is_causal", None)
+    _refuse_arguments(module, arguments)
+    implementation = getattr(_first(module, "config"), "_attn_implementation", None) or "eager"
+    if implementation not in _IMPLEMENTATIONS:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} attends by {implementation}, whose masks are not read: load "
+            "the model with attn_implementation='sdpa' or 'eager'."
+        )
+    masks = [] if mask is None else [_four_axes(module, mask, spec, x)]
+    rotation = None
+    if tables is not None and (spec.rope_base is not None or spec.rope_tables):
+        rotation = _tables(module, tables)
+    own = any(layer.own_mask and layer.matches(module) for layer in _LAYERS)
+    if own:
+        causal = spec.causal
+    elif mask is not None or implementation == "eager":
+        causal = False
+    else:
+        flag = causal if causal is not None else _first(module, "is_causal")
+        causal = bool(spec.causal if flag is None else flag)
+        wide = spec.window is None or spec.window >= x.shape[1]
+        if causal and not (spec.causal and wide):
+            masks.append(x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None])
+            causal = False
+    return BlockCall(
+        x=x, mask=_combined(masks, x), rotation=rotation, causal=causal, keyless="zero"
+    )
+
+
+def _four_axes(module: nn.Module, mask: Any, spec: BlockSpec, x: Tensor) -> Tensor:
+    full = (x.shape[0], spec.n_heads, x.shape[1], x.shape[1])
+    fits = isinstance(mask, Tensor) and mask.ndim == 4
+    if not fits or any(a not in (1, b) for a, b in zip(mask.shape, full, strict=True)):
+        what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with an attention_mask of {what}: needed is one "
+            f"that broadcasts to (samples, heads, tokens, tokens) = {full}."
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with an attention_mask of {mask.dtype}: needed is "
+            "a boolean one (True = attend) or a floating one (added to the logits)."
+        )
+    kept: Tensor = mask.detach()
+    return kept
+
+
+def _tables(module: nn.Module, tables: Any) -> Rotation:
+    """Cosines and sines (n or 1, L, r) as the model passes them to every layer."""
+    if not (isinstance(tables, tuple | list) and len(tables) == 2):
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with position_embeddings of "
+            f"{type(tables).__name__}: needed are the two tables (cos, sin)."
+        )
+    try:
+        return Rotation.from_tables(tables[0], tables[1])
+    except ValueError as error:
+        raise UnmappedModuleError(f"{type(module).__name__}: {error}") from error
+
+
+def _combined(masks: Sequence[Tensor], x: Tensor) -> Tensor | None:
+    """Masks of four axes as one: boolean where all are, else added."""
+    if not masks:
+        return None
+    if all(mask.dtype == torch.bool for mask in masks):
+        return reduce(torch.logical_and, masks)
+    return reduce(torch.add, (_additive(mask, x.dtype) for mask in masks))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return mask.new_zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def _encoder_layer_call(module: Any, spec: BlockSpec, arguments: dict[str, Any]) -> BlockCall:
+    """``nn.TransformerEncoderLayer``: masks are True where attention is forbidden, or added."""
+    x, time_major = arguments.pop("src"), not module.self_attn.batch_first
+    batched = isinstance(x, Tensor) and x.ndim == 3
+    padding, pairs = arguments.pop("src_key_padding_mask", None), arguments.pop("src_mask", None)
+    hinted = bool(arguments.pop("is_causal", False))
+    _refuse_arguments(module, arguments)
+    if isinstance(x, Tensor) and not x.is_nested:
+        x = x.unsqueeze(0) if not batched else x.transpose(0, 1) if time_major else x
+    _check_input(module, x, spec)
+    n, length, _ = x.shape
+    masks = []
+    if pairs is not None and hinted and padding is None:
+        # torch trusts the hint and does not look at the mask
+        pairs = x.new_ones(length, length, dtype=torch.bool).triu(1)
+    for mask, shapes in (
+        (pairs, {2: (1, 1, length, length), 3: (n, spec.n_heads, length, length)}),
+        (padding, {1: (1, 1, 1, length), 2: (n, 1, 1, length)}),
+    ):
+        if mask is not None:
+            shaped = mask.detach().reshape(shapes[mask.ndim])
+            masks.append(~shaped if shaped.dtype == torch.bool else shaped)
+    return BlockCall(
+        x=x.detach(),
+        mask=_combined(masks, x),
+        keyless="zero",
+        time_major=time_major and batched,
+        batched=batched,
+    )
+
+
 # ---- whole models ----------------------------------------------------------------------------
 
 
@@ -675,6 +988,7 @@ def map_stack(module: nn.Module, *, head: bool = True) -> MappedStack:
     pieces: list[Tensor] = []
     for index, layer in enumerate(module.get_submodule(layout.blocks).children()):
         spec, pick = read_module(layer)
+        _refuse_tables(layer, spec)
         prefix = f"{layout.blocks}.{index}."
         blocks.append((spec, pick(_within(values, prefix))))
         pieces += pick(_within(numbers, prefix)).values()

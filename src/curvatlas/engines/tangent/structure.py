@@ -68,6 +68,7 @@ class BlockSpec:
     softmax: bool = True  # False: linear attention, A = T
     scale: float | None = None  # None: 1/√d_k
     rope_base: float | None = None  # rotary position embedding (half-split pairs, Llama layout)
+    rope_tables: bool = False  # rotary positions of a kind only the call's own tables can tell
     residual: bool = True
 
     @property

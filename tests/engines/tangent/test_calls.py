@@ -1,0 +1,446 @@
+"""Layers called by their own model: the calls read, the blocks held to double backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import families
+from curvatlas.engines.tangent.block import LinearisedBlock
+from curvatlas.engines.tangent.reading import (
+    BlockCall,
+    UnmappedModuleError,
+    flat_numbers,
+    read_call,
+    read_module,
+)
+from curvatlas.problem.evaluation import evaluation
+from curvatlas.zoo.models import GPT, GPTConfig
+from oracles import flat
+
+TOLERANCE = 1e-11
+LENGTH, WIDTH, TOKENS = 6, 8, 11
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "vocab_size": TOKENS,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def _twice_differentiable_attention() -> Iterator[None]:
+    torch.manual_seed(0)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@dataclass
+class Seen:
+    """One layer as its model called it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: BlockCall
+
+    def run(self, x: Tensor) -> Tensor:
+        """The layer itself at another input, everything else as the model passed it."""
+        kwargs = {
+            n: v for n, v in self.kwargs.items() if n not in ("past_key_values", "layer_past")
+        }
+        if self.args:
+            out = self.module(x, *self.args[1:], **kwargs)
+        else:
+            out = self.module(**{**kwargs, next(iter(kwargs)): x})
+        return out[0] if isinstance(out, tuple) else out
+
+
+def seen_layers(model: nn.Module, run: Callable[[], Any], layers: list[nn.Module]) -> list[Seen]:
+    """Every layer's call in one forward pass of the model."""
+    calls: list[Seen] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(Seen(module, args, kwargs, read_call(module, args, kwargs)))
+
+    handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in layers]
+    try:
+        with evaluation(model, stay_double=True), torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def assert_same(seen: Seen) -> None:
+    """Output, and total, outer and functional products of 1 and 3 columns, against the layer."""
+    spec, pick = read_module(seen.module)
+    leaves = dict(seen.module.named_parameters())
+    numbers = pick(flat_numbers(leaves))
+    size = sum(leaf.numel() for leaf in leaves.values())
+    positions = torch.cat([part.reshape(-1) for part in numbers.values()])
+    assert sorted(positions.tolist()) == list(range(size)), "every parameter, once"
+    weights = pick({name: leaf.detach() for name, leaf in leaves.items()})
+    block = seen.call.linearise(spec, weights)
+    raw = (seen.args or tuple(seen.kwargs.values()))[0]
+    x = raw.detach().clone().requires_grad_(True)
+    wanted = [*leaves.values(), x]
+    with evaluation(seen.module, stay_double=True):
+        z = seen.run(x)
+        c = torch.linspace(0.5, 1.5, z.numel(), dtype=z.dtype).view(z.shape)
+        loss = (c * z.sin()).sum()
+        first = flat(
+            torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True), wanted
+        )
+    image, shape = block.output, (-1, *seen.call.x.shape)
+    got_z = seen.call.as_module(image)
+    assert float((got_z - z.detach()).abs().max()) <= 1e-12 * float(z.detach().abs().max())
+
+    def inside(outputs: Tensor) -> Tensor:
+        """(K, *the module's axes) → (K, n, L, d)."""
+        return (outputs.transpose(1, 2) if seen.call.time_major else outputs).reshape(shape)
+
+    delta = inside((c * z.cos()).detach()[None])[0]
+    curvature = inside((-c * z.sin()).detach()[None])
+    block.gradient(delta)
+    _parts(seen, block, wanted, first, z, numbers, positions, curvature, inside)
+
+
+def _parts(
+    seen: Seen,
+    block: LinearisedBlock,
+    wanted: list[Tensor],
+    first: Tensor,
+    z: Tensor,
+    numbers: dict[str, Tensor],
+    positions: Tensor,
+    curvature: Tensor,
+    inside: Callable[[Tensor], Tensor],
+) -> None:
+    size, x = len(positions), wanted[-1]
+    outer_seed = torch.zeros_like(z, requires_grad=True)
+    options = {"retain_graph": True, "allow_unused": True}
+    pulled = flat(torch.autograd.grad(z, wanted, outer_seed, create_graph=True, **options), wanted)
+    for count in (1, 3):
+        v = torch.randn(count, size + x.numel(), dtype=torch.float64)
+        total, outer = [], []
+        for row in v:
+            total.append(flat(torch.autograd.grad(first @ row, wanted, **options), wanted))
+            (jv,) = torch.autograd.grad(pulled @ row, outer_seed, retain_graph=True)
+            rate = inside(jv[None]) * curvature
+            back = seen.call.as_module(rate[0])
+            outer.append(flat(torch.autograd.grad(z, wanted, back, **options), wanted))
+        want = {"total": torch.stack(total), "outer": torch.stack(outer)}
+        want["functional"] = want["total"] - want["outer"]
+        tangents = {name: v[:, part] for name, part in numbers.items()}
+        x_dot = inside(v[:, size:].reshape(count, *x.shape))
+        scale = torch.linalg.norm(want["total"])
+        assert scale > 0
+        for part, expected in want.items():
+            rates, rate_x = block.hvp(tangents, x_dot, curvature=lambda m: m * curvature, part=part)
+            got = torch.zeros_like(expected)
+            got[:, positions] = torch.cat([r.reshape(count, -1) for r in rates.values()], 1)
+            assert rate_x is not None
+            moved = torch.stack([seen.call.as_module(one) for one in rate_x])
+            got[:, size:] = moved.reshape(count, -1)
+            error = float(torch.linalg.norm(got - expected) / scale)
+            assert error <= TOLERANCE, (part, count, error)
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """Float64, eval, no weight at its special initial value (biases 0, gains 1)."""
+    model = model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def _of_kind(model: nn.Module, *names: str) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+# ---- torch and the zoo ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "causal", "both", "added", "by head"])
+def test_encoder_layers_with_any_mask_are_read(mask: str, batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, 2, 12, norm_first=batch_first, activation="gelu", batch_first=batch_first
+    )
+    model = prepared(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.float64)
+    options: dict[str, Tensor] = {}
+    if mask in ("padding", "both", "by head"):
+        options["src_key_padding_mask"] = torch.arange(LENGTH) > torch.tensor([[5], [3], [4]])
+    if mask in ("causal", "both"):
+        options["mask"] = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    if mask == "added":
+        options["mask"] = torch.randn(LENGTH, LENGTH, dtype=torch.float64)
+    if mask == "by head":
+        options["mask"] = torch.randn(6, LENGTH, LENGTH, dtype=torch.float64)
+    source = x if batch_first else x.transpose(0, 1)
+    layers = seen_layers(model, lambda: model(source, **options), list(model.layers))
+    assert len(layers) == 2
+    for seen in layers:
+        assert_same(seen)
+
+
+def test_a_query_without_keys_mixes_nothing() -> None:
+    model = prepared(nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True))
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask[0] = True
+    (seen,) = seen_layers(model, lambda: model(x, src_mask=mask), [model])
+    assert_same(seen)
+
+
+def test_a_single_sample_may_come_without_its_axis() -> None:
+    model = prepared(nn.TransformerEncoderLayer(WIDTH, 2, 12))
+    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    (seen,) = seen_layers(model, lambda: model(x), [model])
+    assert seen.call.as_module(seen.call.x).shape == x.shape
+    assert_same(seen)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "rope", "norm": "rms", "activation": "swiglu", "n_kv_heads": 1}]
+)
+def test_blocks_of_the_zoo_are_read(options: dict[str, Any]) -> None:
+    config = GPTConfig(vocabulary=TOKENS, context=16, d_model=WIDTH, n_heads=2, **options)
+    model = prepared(GPT(config))
+    tokens = torch.randint(0, TOKENS, (2, LENGTH))
+    for seen in seen_layers(model, lambda: model(tokens), list(model.blocks)):
+        assert_same(seen)
+
+
+def test_the_mask_and_turns_of_some_samples_are_those_of_the_call() -> None:
+    layer = prepared(nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True))
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.float64)
+    padding = torch.arange(LENGTH) > torch.tensor([[5], [3], [4]])
+    (seen,) = seen_layers(layer, lambda: layer(x, src_key_padding_mask=padding), [layer])
+    spec, pick = read_module(layer)
+    weights = pick({name: leaf.detach() for name, leaf in layer.named_parameters()})
+    everything = seen.call.linearise(spec, weights).output
+    part = seen.call.of_samples(slice(1, 3)).linearise(spec, weights).output
+    torch.testing.assert_close(part, everything[1:], rtol=1e-14, atol=1e-14)
+
+
+# ---- Hugging Face ------------------------------------------------------------------------------
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def _language(name: str, layer: str, **options: Any) -> Callable[[str], tuple[nn.Module, str]]:
+    """A family's body: class prefix, its layers' class, its configuration."""
+
+    def make(implementation: str) -> tuple[nn.Module, str]:
+        sizes = {**SIZES, **options}
+        config = getattr(transformers, f"{name}Config")(
+            **{key: value for key, value in sizes.items() if value is not None}
+        )
+        body = getattr(transformers, f"{name}Model")
+        config._attn_implementation = implementation if body._supports_sdpa else "eager"
+        return body(config), layer
+
+    return make
+
+
+_NO_SIZES = dict.fromkeys(SIZES)
+FAMILIES: dict[str, Callable[[str], tuple[nn.Module, str]]] = {
+    "GPT-2": _language("GPT2", "GPT2Block", n_inner=12),
+    "GPT-Neo": _language(
+        "GPTNeo",
+        "GPTNeoBlock",
+        **_NO_SIZES
+        | {
+            "hidden_size": WIDTH,
+            "num_heads": 2,
+            "num_layers": 2,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 3,
+            "intermediate_size": 12,
+            "vocab_size": TOKENS,
+            "max_position_embeddings": 16,
+        },
+    ),
+    "BERT": _language("Bert", "BertLayer"),
+    "RoBERTa": _language("Roberta", "RobertaLayer"),
+    "ELECTRA": _language("Electra", "ElectraLayer", embedding_size=4),
+    "DistilBERT": _language(
+        "DistilBert",
+        "TransformerBlock",
+        **_NO_SIZES
+        | {"dim": WIDTH, "n_heads": 2, "n_layers": 2, "hidden_dim": 12, "vocab_size": TOKENS},
+    ),
+    "ALBERT": _language("Albert", "AlbertLayer", embedding_size=4),
+    "OPT": _language(
+        "OPT",
+        "OPTDecoderLayer",
+        intermediate_size=None,
+        ffn_dim=12,
+        activation_function="gelu",
+        word_embed_proj_dim=WIDTH,
+    ),
+    "Llama": _language("Llama", "LlamaDecoderLayer", num_key_value_heads=1),
+    "Llama, stretched": _language(
+        "Llama",
+        "LlamaDecoderLayer",
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    ),
+    "Llama, YaRN": _language(
+        "Llama",
+        "LlamaDecoderLayer",
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "Mistral, window": _language(
+        "Mistral", "MistralDecoderLayer", num_key_value_heads=1, sliding_window=3
+    ),
+    "Qwen2": _language("Qwen2", "Qwen2DecoderLayer", num_key_value_heads=1),
+    "OLMo": _language("Olmo", "OlmoDecoderLayer", num_key_value_heads=1),
+}
+
+
+def _padded(side: str) -> dict[str, Tensor]:
+    tokens = torch.randint(2, TOKENS, (2, LENGTH))
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    if side == "right":
+        mask[1, 4:] = 0
+    elif side == "left":
+        mask[1, :2] = 0
+    return {"input_ids": tokens, "attention_mask": mask} if side else {"input_ids": tokens}
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_of_many_families_are_read_from_their_models_calls(name: str) -> None:
+    for implementation, side in (("eager", ""), ("sdpa", "right"), ("sdpa", "")):
+        model, kind = FAMILIES[name](implementation)
+        prepared(model)
+        batch = _padded(side)
+        layers = seen_layers(model, lambda: model(**batch), _of_kind(model, kind))  # noqa: B023
+        assert len(layers) == 2
+        for seen in layers if implementation == "eager" else layers[1:]:
+            assert_same(seen)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_on_the_left_is_read(implementation: str) -> None:
+    model, kind = FAMILIES["Llama"](implementation)
+    prepared(model)
+    batch = _padded("left")
+    for seen in seen_layers(model, lambda: model(**batch), _of_kind(model, kind)):
+        assert_same(seen)
+
+
+def _vision(name: str, layer: str, **options: Any) -> tuple[nn.Module, str]:
+    sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1} | options
+    kept = {key: SIZES[key] for key in list(SIZES)[:4]}
+    config = getattr(transformers, f"{name}Config")(**kept, **sizes)
+    return getattr(transformers, f"{name}Model")(config), layer
+
+
+VISION = {
+    "ViT": lambda: _vision("ViT", "ViTLayer"),
+    "DeiT": lambda: _vision("DeiT", "DeiTLayer"),
+}
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("name", VISION)
+def test_layers_of_vision_models_are_read(name: str) -> None:
+    model, kind = VISION[name]()
+    prepared(model)
+    images = torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    layers = seen_layers(model, lambda: model(pixel_values=images), _of_kind(model, kind))
+    assert len(layers) == 2
+    for seen in layers:
+        assert_same(seen)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("name", ["Bart", "MBart", "Marian", "Pegasus"])
+def test_encoder_layers_of_the_kin_of_bart_are_read(name: str) -> None:
+    sizes = families.BART_SIZES | ({"vocab_size": 60} if name == "Marian" else {})
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+    encoder = prepared(model).encoder  # type: ignore[union-attr]
+    batch = _padded("right")
+    for seen in seen_layers(model, lambda: encoder(**batch), list(encoder.layers)):
+        assert_same(seen)
+
+
+@pytest.mark.huggingface
+def test_arguments_that_would_change_the_result_are_refused_by_name() -> None:
+    model, kind = FAMILIES["BERT"]("sdpa")
+    layer = _of_kind(prepared(model), kind)[0]
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    for name, value in (
+        ("encoder_hidden_states", x),
+        ("head_mask", torch.ones(2)),
+        ("cu_seq_lens_q", torch.tensor([0, 3])),
+    ):
+        with pytest.raises(UnmappedModuleError, match=f"{name} .Tensor.: its effect"):
+            read_call(layer, (x,), {name: value})
+    with pytest.raises(UnmappedModuleError, match=r"attention_mask of \(2, 6\)"):
+        read_call(layer, (x, torch.ones(2, LENGTH)), {})
+    with pytest.raises(UnmappedModuleError, match=r"attention_mask of .*int64"):
+        read_call(layer, (x, torch.ones(2, 1, 1, LENGTH, dtype=torch.long)), {})
+    with pytest.raises(UnmappedModuleError, match=r"floating tensor \(samples, tokens, 8\)"):
+        read_call(layer, (x[0],), {})
+    layer.attention.self.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnmappedModuleError, match="attends by flex_attention"):
+        read_call(layer, (x,), {})
+
+
+@pytest.mark.huggingface
+def test_a_cache_that_holds_tokens_is_refused() -> None:
+    model, kind = FAMILIES["Llama"]("sdpa")
+    prepared(model)
+    tokens = _padded("")["input_ids"]
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(UnmappedModuleError, match="past_key_values that hold 6 tokens"):
+        seen_layers(model, lambda: model(tokens, past_key_values=cache), _of_kind(model, kind))
+
+
+@pytest.mark.huggingface
+def test_a_layer_called_alone_without_a_mask_attends_as_its_kernel_does() -> None:
+    for implementation, causal in (("sdpa", True), ("eager", False)):
+        model, kind = FAMILIES["Mistral, window"](implementation)
+        layer = _of_kind(prepared(model), kind)[0]
+        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+        angle = torch.rand(1, LENGTH, 2, dtype=torch.float64).repeat(1, 1, 2)
+        tables = (angle.cos(), angle.sin())
+        run = lambda: layer(x, position_embeddings=tables)  # noqa: E731, B023
+        (seen,) = seen_layers(layer, run, [layer])
+        assert (seen.call.mask is not None) == causal
+        assert_same(seen)
+
+
+@pytest.mark.huggingface
+def test_a_known_layer_with_another_forward_inside_is_refused() -> None:
+    model, kind = FAMILIES["Llama"]("sdpa")
+    layers = _of_kind(model.eval(), kind)
+
+    class Attention(type(layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(*args, **kwargs)
+            return 2 * out, weights
+
+    layers[0].self_attn.__class__ = Attention
+    own = layers[1].mlp.forward
+    layers[1].mlp.forward = lambda x: 2 * own(x)
+    for layer, part in ((layers[0], "self_attn"), (layers[1], "mlp")):
+        with pytest.raises(UnmappedModuleError, match=f"{part} .* its library did not write"):
+            read_module(layer)
