@@ -101,9 +101,12 @@ class Chain:
         return self._share(self._seeds.delta).reshape(1, -1, self.output.shape[-1])
 
     def curvature(self, moved: Tensor) -> Tensor:
-        """Λ of the loss times the outputs' tangent (K, n·L, C)."""
+        """Λ of the loss times the outputs' tangent (K, n·L, C), which may be overwritten."""
         assert self._seeds is not None
-        rate = self._seeds.product(moved.view(-1, *self.output.shape))
+        # The head's output has a buffer of its own; without a head ``moved`` is needed again.
+        product = self._seeds.overwrite if self.readout.linear is not None else None
+        product = product or self._seeds.product
+        rate = product(moved.view(-1, *self.output.shape))
         return self._share(rate).reshape(moved.shape)
 
     def _share(self, value: Tensor) -> Tensor:
@@ -291,7 +294,7 @@ class LinearisedStack(DecomposedHessian):
         return all(chain.convex for chain in self.chains)
 
     def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
-        rows = columns.T.contiguous()
+        rows = self._rows(columns)
         flat = torch.empty_like(rows)
         tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
         for number, chain in enumerate(self.chains):
@@ -302,6 +305,19 @@ class LinearisedStack(DecomposedHessian):
             curved = part != "outer"
             self._pull(number, rate, states if curved else None, readout if curved else None, flat)
         return flat.T
+
+    def _rows(self, columns: Tensor) -> Tensor:
+        """Columns (P, K) as rows (K, P), in kept memory unless they are large."""
+        if columns.T.is_contiguous():
+            return columns.T
+        size, count = columns.shape
+        if columns.numel() * columns.element_size() > _KEPT_ROWS:
+            return columns.T.contiguous()
+        rows = self.space.take("stack.rows", count, size, like=columns)
+        for start in range(0, size, _TRANSPOSED):
+            places = slice(start, start + _TRANSPOSED)
+            rows[:, places].copy_(columns[places].T)
+        return rows
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -362,6 +378,9 @@ class LinearisedStack(DecomposedHessian):
         inputs = rows[:, start:].view(rows.shape[0], *self._shapes[INPUT])
         return inputs[:, self._samples[number]]
 
+
+_KEPT_ROWS = 2**26  # bytes of columns whose transposed copy is kept from product to product
+_TRANSPOSED = 2**14  # rows transposed at once: both sides of 8 float32 columns stay in the cache
 
 _Piece = tuple[str, tuple[int, ...], int, int]  # name, shape, first and last place
 
