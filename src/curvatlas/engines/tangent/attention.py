@@ -196,7 +196,7 @@ class AttentionStage:
         )
         fresh = Buffers(keep=False)
         q, k, v = (
-            self._split(self.inputs[name].value(x).unsqueeze(0), name, fresh).squeeze(1)
+            self._split(self.inputs[name].value(x).unsqueeze(0), name, fresh)[0]
             for name in PROJECTIONS
         )
         self.core = AttentionCore(
@@ -208,7 +208,7 @@ class AttentionStage:
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
-        mixed = self.core.value().unsqueeze(1)
+        mixed = self.core.value().unsqueeze(0)
         width = spec.n_heads * spec.value_size
         self._mixed = self._merge(mixed, "output", x.new_empty(1, x.shape[0], width))[0]
         self.output: Linear | None = None
@@ -257,8 +257,6 @@ class AttentionStage:
         if mixed is not None:
             buffer = space.take(self._key + "merged", directions, *self._mixed.shape, like=mixed)
             tokens = self._merge(mixed, "output", buffer)
-        if tokens is not None and core.centre is not None:
-            self._subtract(core.centre, self._mixed, tokens)
         tangent = AttentionTangent(tokens, core, dots)
         out = space.take(key, directions, *x.shape, like=x)
         if self.output is None:
@@ -303,10 +301,9 @@ class AttentionStage:
             backward,
             needs=(query, key, value),
         )
-        centre = None if tangent is None else tangent.core.centre
         out = backward.space.take(f"attention.x{backward.turn}", directions, *x.shape, like=x)
         done = False
-        for layer, tokens in self._merged(rates, centre, dots, backward):
+        for layer, tokens in self._merged(rates, dots, backward):
             layer.rates(tokens, x, x_dot, backward)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
@@ -344,7 +341,6 @@ class AttentionStage:
     def _merged(
         self,
         rates: Sequence[Tensor | None],
-        centre: Tensor | None,
         dots: Mapping[str, Tensor],
         backward: BackwardPass,
     ) -> Iterator[tuple[Linear, Tensor | None]]:
@@ -352,30 +348,21 @@ class AttentionStage:
         layer = self.together
         present = [rate for rate in rates if rate is not None]
         if layer is not None and len(present) == 3 and _alike(layer, dots, backward.wanted):
-            shape = (present[0].shape[1], self._mixed.shape[0], layer.weight.shape[0])
+            shape = (present[0].shape[0], self._mixed.shape[0], layer.weight.shape[0])
             tokens: Tensor = backward.space.take("wide", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, present, parts, strict=True):
                 self._merge(rate, name, part)
-            self._correct_query(parts[0], centre)
             yield layer, tokens
             return
         for (name, single), head_rate in zip(self.inputs.items(), rates, strict=True):
             if head_rate is None:
                 yield single, None
                 continue
-            shape = (head_rate.shape[1], self._mixed.shape[0], single.weight.shape[0])
+            shape = (head_rate.shape[0], self._mixed.shape[0], single.weight.shape[0])
             buffer = backward.space.take("wide", *shape, like=head_rate)
             tokens = self._merge(head_rate, name, buffer)
-            if name == "query":
-                self._correct_query(tokens, centre)
             yield single, tokens
-
-    def _correct_query(self, tokens: Tensor, centre: Tensor | None) -> None:
-        """The core's Rδ_q + c δ_q without its second term."""
-        delta = self.inputs["query"].delta
-        if centre is not None and delta is not None:
-            self._subtract(centre, delta, tokens)
 
     def _share_adjoint(self) -> None:
         """Let the three projections see their columns of the common adjoint."""
@@ -385,41 +372,31 @@ class AttentionStage:
                 layer.delta = part
 
     def _split(self, tokens: Tensor, name: str, space: Buffers) -> Tensor:
-        """Tokens (K, n·L, heads·s) → slots (n·G, K, s, (H/G)·L); queries and keys are rotated."""
+        """Tokens (K, n·L, heads·s) → slots (K, n·G, (H/G)·L, s); queries and keys are rotated."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
         k, size = tokens.shape[0], tokens.shape[-1] // (shared * repeats)
         heads = tokens.view(k, self.samples, self.length, shared, repeats, size)
-        heads = heads.permute(1, 3, 0, 4, 2, 5)  # (n, G, K, H/G, L, s)
+        heads = heads.permute(1, 0, 3, 4, 2, 5)  # (n, K, G, H/G, L, s)
         if self.rotation is not None and name in ("query", "key"):
             heads = self.rotation.apply(heads)
-        heads = heads.permute(0, 1, 2, 5, 3, 4)  # (n, G, K, s, H/G, L)
         # Tangents of q, k, v wait for the backward pass: their buffers are this stage's own.
         key = "attention.split" if name == "output" else self._key + name
-        out = space.take(key, self.samples * shared, k, size, repeats * self.length, like=tokens)
-        out.view(heads.shape).copy_(heads)
+        out = space.take(key, k, self.samples * shared, repeats * self.length, size, like=tokens)
+        out.view(k, self.samples, *heads.shape[2:]).copy_(heads.transpose(0, 1))
         return out
 
     def _merge(self, heads: Tensor, name: str, out: Tensor) -> Tensor:
         """The adjoint of ``_split``, written to ``out`` (K, n·L, heads·s)."""
         shared = self.spec.kv_heads
         repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
-        k, size = heads.shape[1], heads.shape[2]
-        parts = heads.view(self.samples, shared, k, size, repeats, self.length)
-        parts = parts.permute(0, 1, 2, 4, 5, 3)  # (n, G, K, H/G, L, s)
+        k, size = heads.shape[0], heads.shape[3]
+        parts = heads.view(k, self.samples, shared, repeats, self.length, size)
         if self.rotation is not None and name in ("query", "key"):
-            parts = self.rotation.adjoint(parts)
-        tokens = parts.permute(2, 0, 4, 1, 3, 5)  # (K, n, L, G, H/G, s)
+            parts = self.rotation.adjoint(parts.transpose(0, 1)).transpose(0, 1)
+        tokens = parts.permute(0, 1, 4, 2, 3, 5)  # (K, n, L, G, H/G, s)
         out.view(tokens.shape).copy_(tokens)
         return out
-
-    def _subtract(self, centre: Tensor, base: Tensor, tokens: Tensor) -> None:
-        """tokens (K, N, H·s) −= c · base (N, H·s), c (n·G, K, 1, (H/G)·L) one a head and row."""
-        n, length, shared = self.samples, self.length, self.spec.kv_heads
-        k, repeats = centre.shape[1], self.spec.n_heads // shared
-        factor = centre.view(n, shared, k, 1, repeats, length).permute(2, 0, 5, 1, 4, 3)
-        parts = (n, length, shared, repeats, -1)
-        tokens.view(k, *parts).addcmul_(factor, base.view(1, *parts), value=-1)
 
     def _rows_of(self, pairs: Tensor | None) -> Tensor | None:
         """A mask (n or 1, H or 1, L or 1, L) as the slots see it: (n·G or 1, (H/G)·L or 1, L)."""

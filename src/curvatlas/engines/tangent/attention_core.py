@@ -1,26 +1,26 @@
 r"""The attention core O = A V, A = softmax(s Q Kᵀ), with both tangents (derivations §11).
 
-With Ṫ = s(Q̇Kᵀ + QK̇ᵀ), B = A ⊙ Ṫ, c = rowsum B, D = δ_O Vᵀ, w = δ_T = A ⊙ (D − rowsum(A ⊙ D)):
+With Ṫ = s(Q̇Kᵀ + QK̇ᵀ) less its mean c = rowsum(A ⊙ Ṫ), Ȧ = A ⊙ Ṫ, D = δ_O Vᵀ and
+w = δ_T = A ⊙ (D − rowsum(A ⊙ D)):
 
-    Ȯ     = B V + A V̇                                                            − c O
-    E     = w ⊙ Ṫ + A ⊙ (Rδ_O Vᵀ + δ_O V̇ᵀ),   E ← E − rowsum(E) A        [Rδ_T = E − c w]
-    Rδ_V  = Aᵀ(Rδ_O − c δ_O) + Bᵀ δ_O
-    Rδ_Q  = s(E K + w K̇)                                                         − c δ_Q
-    Rδ_K  = s(Eᵀ Q + wᵀ(Q̇ − c Q))
+    Ȯ     = Ȧ V + A V̇
+    E     = w ⊙ Ṫ + A ⊙ (Rδ_O Vᵀ + δ_O V̇ᵀ),   Rδ_T = E − rowsum(E) A
+    Rδ_V  = Aᵀ Rδ_O + Ȧᵀ δ_O
+    Rδ_Q  = s(Rδ_T K + w K̇),   Rδ_K = s(Rδ_Tᵀ Q + wᵀ Q̇)
 
 The row sums of the textbook form Ȧ ⊙ (D − r) + A ⊙ (RD − Rr) collapse because the rows of w sum
-to zero: six elementwise passes over an L × L matrix instead of ten. The terms on the right are left
-to the caller, who has O and δ_Q as tokens already. Without softmax A = T on the allowed positions,
-B = Ṫ, w = D, E = Rδ_O Vᵀ + δ_O V̇ᵀ there, and c = 0.
+to zero. Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = D and Rδ_T = Rδ_O Vᵀ + δ_O V̇ᵀ
+there. For the outer part w = 0, and both Ȧ and Rδ_T are what torch calls the softmax's backward
+pass: one fused call each.
 
-A and Ṫ are the only L × L matrices kept; w is formed again in every product (one matrix product of
-twelve), and all others exist for a few slots at a time, small enough to stay in the cache.
+A, the centred Ṫ and, for short inputs, w are the L × L matrices kept; all others exist for a few
+directions and slots at a time, small enough to stay in the cache.
 
 Shapes: S slots (samples × key/value heads), M query rows a slot (query heads sharing the slot × L),
-L keys. Vectors lie along the last axis but one, tokens along the last: q (S, dk, M), k (S, dk, L),
-v (S, dv, L); A and w are (S, M, L). So every product with an L × L matrix has its long side
-contiguous: 28 to 32 GFlop/s in float64 instead of 12 to 19 (L = 512, head size 32). K directions
-come second: q̇ (S, K, dk, M). ``None`` is zero.
+L keys. q (S, M, dk), k (S, L, dk), v (S, L, dv); A and w are (S, M, L). K directions come first:
+q̇ (K, S, M, dk). A right factor of a matrix product is always read along its rows, so k and v are
+kept both ways and k̇ and v̇ are transposed once: 110 instead of 58 GFlop/s for Q̇Kᵀ in float32
+(L = 64, head size 32). ``None`` is zero.
 """
 
 from __future__ import annotations
@@ -116,16 +116,15 @@ def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor
 
 @dataclass
 class CoreTangent:
-    """Tangents of one push: q̇, k̇, v̇, Ṫ (S, K, M, L) and c (S, K, 1, M)."""
+    """Tangents of one push: q̇, k̇, v̇ and the centred Ṫ (K, S, M, L)."""
 
     q_dot: Tensor | None
     k_dot: Tensor | None
     v_dot: Tensor | None
     logits_dot: Tensor | None
-    centre: Tensor | None
 
 
-_STILL = CoreTangent(None, None, None, None, None)
+_STILL = CoreTangent(None, None, None, None)
 
 
 class AttentionCore:
@@ -142,9 +141,12 @@ class AttentionCore:
         bias: Tensor | None,
         allowed: Tensor | None,
     ) -> None:
-        self.q, self.k, self.v, self.scale, self.softmax = q, k, v, scale, softmax
+        self.scale, self.softmax = scale, softmax
         self._key = stage_number()
-        logits = torch.baddbmm(q.new_empty(()), q.mT, k, beta=0, alpha=scale)  # (S, M, L)
+        # s q, s k: the scale of the logits is multiplied in once, here
+        self.q, self.k, self.v = q * scale, k * scale, v
+        self.k_columns, self.v_columns = self.k.mT.contiguous(), v.mT.contiguous()
+        logits = torch.bmm(q, self.k_columns)  # (S, M, L)
         self.allowed = None if softmax or allowed is None else allowed.to(q.dtype)
         if softmax:
             if bias is not None:
@@ -154,12 +156,13 @@ class AttentionCore:
                 self.A.masked_fill_(bias.isneginf().all(-1, keepdim=True), 0.0)
         else:
             self.A = logits if self.allowed is None else logits.mul_(self.allowed)
-        self.delta: Tensor | None = None  # δ_O (S, dv, M)
+        self.delta: Tensor | None = None  # δ_O (S, M, dv)
         self.row_sums: Tensor | None = None  # rowsum(A ⊙ D) (S, M, 1)
+        self._w: Tensor | None = None  # w (S, M, L) where it is small enough to keep
 
     def value(self) -> Tensor:
-        """O (S, dv, M)."""
-        return torch.bmm(self.v, self.A.mT)
+        """O (S, M, dv)."""
+        return torch.bmm(self.A, self.v)
 
     def push(
         self,
@@ -167,21 +170,21 @@ class AttentionCore:
         k_dot: Tensor | None,
         v_dot: Tensor | None,
         space: Buffers,
+        *,
+        keep: bool = True,
     ) -> tuple[Tensor | None, CoreTangent]:
-        """Ȯ + c O (S, K, dv, M) and what ``pull`` needs."""
+        """Ȯ (K, S, M, dv) and what ``pull`` needs; ``keep=False``: no pull with it will follow."""
         direction = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
         if direction is None:
             return None, _STILL
-        (s, m, length), directions = self.A.shape, direction.shape[1]
-        out = space.take("core.query", s, directions, self.v.shape[1], m, like=self.q)
-        state = CoreTangent(q_dot, k_dot, v_dot, None, None)
-        if q_dot is not None or k_dot is not None:
-            shape = (s, directions, m, length)
+        (s, m, length), directions = self.A.shape, direction.shape[0]
+        out = space.take("core.query", directions, s, m, self.v.shape[2], like=self.q)
+        state = CoreTangent(q_dot, k_dot, v_dot, None)
+        if keep and (q_dot is not None or k_dot is not None):
+            shape = (directions, s, m, length)
             state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
-            if self.softmax:
-                state.centre = space.take(self._key + "centre", s, directions, 1, m, like=self.q)
-        for part in self._slots(directions):
-            self._push_slots(part, state, out, space)
+        for tile in self._tiles(directions):
+            self._push_tile(tile, state, out, space)
         return out, state
 
     def pull(
@@ -192,235 +195,274 @@ class AttentionCore:
         *,
         needs: tuple[bool, bool, bool] = (True, True, True),
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Rδ_q + c δ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (S, K, dv, M), those ``needs`` asks for."""
+        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (K, S, M, dv), those ``needs`` asks for."""
         state = tangent if tangent is not None and self.delta is not None else _STILL
         terms = (rate, state.q_dot, state.k_dot, state.v_dot)
         first = next((t for t in terms if t is not None), None)
         if first is None:
             return None, None, None
-        space, directions = backward.space, first.shape[1]
-        (s, dk, m), (_, dv, length) = self.q.shape, self.v.shape
-        shapes = {"query": (dk, m), "key": (dk, length), "value": (dv, length)}
+        space, directions = backward.space, first.shape[0]
+        shapes = {"query": self.q.shape, "key": self.k.shape, "value": self.v.shape}
         outs = [
-            space.take("core." + name, s, directions, *shape, like=self.q) if needed else None
+            space.take("core." + name, directions, *shape, like=self.q) if needed else None
             for (name, shape), needed in zip(shapes.items(), needs, strict=True)
         ]
-        for part in self._slots(directions):
-            self._pull_slots(part, rate, state, outs, space)
+        for tile in self._tiles(directions):
+            self._pull_tile(tile, rate, state, outs, space)
         if backward.record:
             assert rate is not None
-            self.delta = rate.squeeze(1)
-            if self.softmax:
-                # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
-                self.row_sums = (self.delta * self.value()).sum(1).unsqueeze(-1)
+            self._record(rate[0])
         return outs[0], outs[1], outs[2]
 
-    def _slots(self, directions: int) -> list[slice]:
-        """Consecutive slots whose L × L matrices fit in the cache together."""
+    def _record(self, delta: Tensor) -> None:
+        """Keep δ_O, and w where it is small."""
+        self.delta = delta
+        if self.softmax:
+            # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
+            self.row_sums = (delta * self.value()).sum(-1, keepdim=True)
+        if self.A.shape[-1] <= 2 * (self.q.shape[-1] + self.v.shape[-1]):
+            self._w = self._adjoint(_ALL, Buffers(keep=False))
+
+    def _tiles(self, directions: int) -> list[_Tile]:
+        """Directions and slots whose L × L matrices fit in the cache together.
+
+        Small matrices go with all directions at once; a large one by itself, and in several parts.
+        """
         s, m, length = self.A.shape
-        bytes_a_slot = directions * m * length * self.A.element_size()
-        step = max(1, _TILE_BYTES // bytes_a_slot)
-        return [slice(start, min(start + step, s)) for start in range(0, s, step)]
+        size = m * length * self.A.element_size()
+        if directions == 1 and size * s <= _TILE_BYTES:
+            return [_ALL]
+        together = _TILE_BYTES // (size * s)
+        if together >= min(directions, _FEW):
+            return [_Tile(slice(i, i + together), _EVERY) for i in range(0, directions, together)]
+        step = max(1, _TILE_BYTES // size)
+        return [
+            _Tile(slice(i, i + 1), slice(start, start + step) if step < s else _EVERY)
+            for i in range(directions)
+            for start in range(0, s, step)
+        ]
 
-    def _push_slots(self, part: slice, state: CoreTangent, out: Tensor, space: Buffers) -> None:
-        target = out[part]
-        if state.logits_dot is not None:
-            logits_dot = state.logits_dot[part]
-            _bilinear(
-                _cut(state.q_dot, part),
-                self.k[part],
-                self.q[part],
-                _cut(state.k_dot, part),
-                logits_dot,
-                self.scale,
-            )
+    def _push_tile(self, tile: _Tile, state: CoreTangent, out: Tensor, space: Buffers) -> None:
+        target, at = tile.batch(out), tile.shared
+        q_dot, k_dot = tile.moving(state.q_dot), tile.moving(state.k_dot)
+        mixed = q_dot is not None or k_dot is not None
+        count = len(target)
+        if mixed:
+            shape = (count, *self.A.shape[1:])
+            kept = tile.moving(state.logits_dot)
+            logits = kept if kept is not None else space.take("core.rate", *shape, like=self.q)
+            if q_dot is not None:
+                torch.bmm(q_dot, at(self.k_columns, count), out=logits)
+            if k_dot is not None:
+                columns = _transposed(k_dot, "core.columns", space)
+                _accumulate(logits, at(self.q, count), columns, done=q_dot is not None)
             if self.allowed is not None:
-                logits_dot *= self._allowed(part)
-            moved = self._moved(logits_dot, part, space)
-            _mix(self.v[part], moved, target)
-            if state.centre is not None:
-                torch.sum(moved, -1, out=state.centre[part].squeeze(2))
-        if state.v_dot is not None:
-            accumulate = state.logits_dot is not None
-            _times(state.v_dot[part], self.A[part].mT, target, accumulate=accumulate)
+                self._forbid(logits, tile)
+            moved = self._centre(logits, kept is not None, tile, space)
+            torch.bmm(moved, at(self.v, count), out=target)
+        v_dot = tile.moving(state.v_dot)
+        if v_dot is not None:
+            _accumulate(target, at(self.A, count), v_dot, done=mixed)
 
-    def _pull_slots(
+    def _centre(self, logits: Tensor, kept: bool, tile: _Tile, space: Buffers) -> Tensor:
+        """Ȧ; ``logits`` are centred if they are kept, else they may be overwritten."""
+        if not self.softmax:
+            return logits
+        if not kept:
+            return self._softmax_backward(logits, tile)
+        weights = tile.slots(self.A)
+        moved = space.take("core.moved", *logits.shape, like=self.q)
+        grouped, wide = _grouped(logits, weights), _grouped(moved, weights)
+        torch.mul(grouped, weights, out=wide)
+        centre = wide.sum(-1, keepdim=True)
+        wide.addcmul_(weights, centre, value=-1)
+        grouped.sub_(centre)
+        return moved
+
+    def _softmax_backward(self, logits: Tensor, tile: _Tile) -> Tensor:
+        """A ⊙ (X − rowsum(A ⊙ X)), written over X."""
+        weights = tile.slots(self.A)
+        if logits.shape == weights.shape and logits.is_cpu and weights.shape[-1] >= _FUSED_KEYS:
+            return torch._softmax_backward_data(
+                logits, weights, -1, logits.dtype, grad_input=logits
+            )
+        grouped = _grouped(logits, weights)
+        grouped *= weights
+        grouped.addcmul_(weights, grouped.sum(-1, keepdim=True), value=-1)
+        return logits
+
+    def _pull_tile(
         self,
-        part: slice,
+        tile: _Tile,
         rate: Tensor | None,
         state: CoreTangent,
         outs: list[Tensor | None],
         space: Buffers,
     ) -> None:
-        rate_part, centre = _cut(rate, part), _cut(state.centre, part)
-        out_q, out_k, out_v = outs
+        at, rate_part = tile.shared, tile.moving(rate)
+        out_q, out_k, out_v = (tile.moving(out) for out in outs)
         if out_v is not None:
-            self._value_rate(part, rate_part, state, out_v[part], space)
+            self._value_rate(tile, rate_part, state, out_v, space)
         if out_q is None and out_k is None:
             return
-        w = self._adjoint(part, space) if state is not _STILL else None
-        e = self._logits_rate(part, rate_part, state, w, space)
-        if out_q is not None:
-            target, done = out_q[part], e is not None
+        w = None
+        if state.q_dot is not None or state.k_dot is not None or state.logits_dot is not None:
+            w = tile.slots(self._w) if self._w is not None else self._adjoint(tile, space)
+        e = self._logits_rate(tile, rate_part, state, w, space)
+        for out, end, moved in ((out_q, self.k, state.k_dot), (out_k, self.q, state.q_dot)):
+            if out is None:
+                continue
+            count, turned = len(out), out is out_k
             if e is not None:
-                _mix(self.k[part], e, target)
-            if state.k_dot is not None:
+                torch.bmm(e.mT if turned else e, at(end, count), out=out)
+            other = tile.moving(moved)
+            if other is not None:
                 assert w is not None
-                _times(state.k_dot[part], w.mT, target, accumulate=done)
-                done = True
-            target.mul_(self.scale) if done else target.zero_()
-        if out_k is not None:
-            target, done = out_k[part], e is not None
-            if e is not None:
-                _mix_back(self.q[part], e, target)
-            inner = _minus_scaled(_cut(state.q_dot, part), centre, self.q[part], space)
-            if inner is not None:
-                assert w is not None
-                _times(inner, w, target, accumulate=done)
-                done = True
-            target.mul_(self.scale) if done else target.zero_()
+                left = at(w, count, chosen=True)
+                _accumulate(
+                    out, left.mT if turned else left, other, done=e is not None, alpha=self.scale
+                )
+            if e is None and other is None:
+                out.zero_()
 
     def _value_rate(
         self,
-        part: slice,
+        tile: _Tile,
         rate: Tensor | None,
         state: CoreTangent,
         out: Tensor,
         space: Buffers,
     ) -> None:
-        inner, done = rate, False
-        if state.logits_dot is not None:
+        logits_dot = tile.moving(state.logits_dot)
+        if logits_dot is not None:
             assert self.delta is not None
-            delta = self.delta[part]
-            moved = self._moved(state.logits_dot[part], part, space)
-            _mix_back(delta, moved, out)
-            inner, done = _minus_scaled(rate, _cut(state.centre, part), delta, space), True
-        if inner is not None:
-            _times(inner, self.A[part], out, accumulate=done)
-        elif not done:
+            moved = logits_dot
+            if self.softmax:
+                weights = tile.slots(self.A)
+                moved = space.take("core.moved", *logits_dot.shape, like=self.q)
+                torch.mul(_grouped(logits_dot, weights), weights, out=_grouped(moved, weights))
+            torch.bmm(moved.mT, tile.shared(self.delta, len(out)), out=out)
+        if rate is not None:
+            weights = tile.shared(self.A, len(out))
+            _accumulate(out, weights.mT, rate, done=logits_dot is not None)
+        elif logits_dot is None:
             out.zero_()
 
     def _logits_rate(
         self,
-        part: slice,
+        tile: _Tile,
         rate: Tensor | None,
         state: CoreTangent,
         w: Tensor | None,
         space: Buffers,
     ) -> Tensor | None:
-        """E with its row sums removed, of some slots (S', K, M, L)."""
-        terms = (rate, state.v_dot, state.logits_dot if self.softmax else None)
-        term = next((t for t in terms if t is not None), None)
+        """E of some directions and slots, with its row sums removed."""
+        v_dot, logits_dot = tile.moving(state.v_dot), tile.moving(state.logits_dot)
+        if not self.softmax:
+            logits_dot = None
+        term = next((t for t in (rate, v_dot, logits_dot) if t is not None), None)
         if term is None:
             return None
-        weights = self.A[part].unsqueeze(1)
-        s, _, m, length = weights.shape
-        e = space.take("core.rate", s, term.shape[1], m, length, like=self.q)
-        delta = _cut(self.delta, part)
-        done = _bilinear(rate, self.v[part], delta, _cut(state.v_dot, part), e, 1.0)
+        count = len(term)
+        e = space.take("core.rate", count, *self.A.shape[1:], like=self.q)
+        if rate is not None:
+            torch.bmm(rate, tile.shared(self.v_columns, count), out=e)
+        if v_dot is not None:
+            assert self.delta is not None
+            columns = _transposed(v_dot, "core.columns", space)
+            _accumulate(e, tile.shared(self.delta, count), columns, done=rate is not None)
+        done = rate is not None or v_dot is not None
         if not self.softmax:
-            return e if self.allowed is None else e.mul_(self._allowed(part))
+            if self.allowed is not None:
+                self._forbid(e, tile)
+            return e
+        if logits_dot is None:
+            return self._softmax_backward(e, tile)
+        assert w is not None
+        weights = tile.slots(self.A)
+        grouped, moved = _grouped(e, weights), _grouped(logits_dot, weights)
         if done:
-            e *= weights
-        if state.logits_dot is not None:
-            assert w is not None
-            moved = state.logits_dot[part]
-            shared = w.unsqueeze(1)
-            e.addcmul_(shared, moved) if done else torch.mul(shared, moved, out=e)
-        return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
+            grouped *= weights
+            grouped.addcmul_(w, moved)
+        else:
+            torch.mul(w, moved, out=grouped)
+        grouped.addcmul_(weights, grouped.sum(-1, keepdim=True), value=-1)
+        return e
 
-    def _moved(self, logits_dot: Tensor, part: slice, space: Buffers) -> Tensor:
-        """B of some slots."""
-        if not self.softmax:
-            return logits_dot
-        out = space.take("core.moved", *logits_dot.shape, like=self.q)
-        return torch.mul(logits_dot, self.A[part].unsqueeze(1), out=out)
-
-    def _adjoint(self, part: slice, space: Buffers) -> Tensor:
+    def _adjoint(self, tile: _Tile, space: Buffers) -> Tensor:
         """w of some slots (S', M, L)."""
         assert self.delta is not None
-        out = space.take("core.adjoint", *self.A[part].shape, like=self.q)
-        torch.bmm(self.delta[part].mT, self.v[part], out=out)
+        weights = tile.slots(self.A)
+        out = space.take("core.adjoint", *weights.shape, like=self.q)
+        torch.bmm(tile.slots(self.delta), tile.slots(self.v_columns), out=out)
         if self.row_sums is not None:
-            return out.sub_(self.row_sums[part]).mul_(self.A[part])
-        return out if self.allowed is None else out.mul_(self._allowed(part).squeeze(1))
+            return out.sub_(tile.slots(self.row_sums)).mul_(weights)
+        if self.allowed is not None:
+            self._forbid(out, tile)
+        return out
 
-    def _allowed(self, part: slice) -> Tensor:
-        """The 0/1 pattern of some slots (S' or 1, 1, M or 1, L)."""
+    def _forbid(self, pairs: Tensor, tile: _Tile) -> None:
+        """Multiply pairs (K'·S', M, L) by the 0/1 pattern, (S' or 1, M or 1, L)."""
         assert self.allowed is not None
-        return (self.allowed if self.allowed.shape[0] == 1 else self.allowed[part]).unsqueeze(1)
+        allowed = self.allowed if self.allowed.shape[0] == 1 else tile.slots(self.allowed)
+        grouped = pairs if allowed.shape[0] == 1 else _grouped(pairs, allowed)
+        grouped *= allowed
 
 
+_EVERY = slice(None)
 # Larger tiles fall out of the cache, smaller ones spend their time in the interpreter.
 _TILE_BYTES = 2**20
+_FEW = 4  # directions that go together, or else one by one: together the shared factors are copied
+_FUSED_KEYS = 32  # fewer: torch's fused kernel is slower than the passes it saves
 
 
-def _cut(tensor: Tensor | None, part: slice) -> Tensor | None:
-    return None if tensor is None else tensor[part]
+@dataclass(frozen=True)
+class _Tile:
+    """Some directions and some slots; several directions only with all slots."""
+
+    directions: slice
+    chosen: slice
+
+    def slots(self, shared: Tensor) -> Tensor:
+        """The chosen slots (S', …) of a tensor that all directions share."""
+        return shared if self.chosen is _EVERY else shared[self.chosen]
+
+    def shared(self, tensor: Tensor, count: int, *, chosen: bool = False) -> Tensor:
+        """The same repeated to a batch of ``count`` = K'·S'; ``chosen``: its slots are already."""
+        part = tensor if chosen else self.slots(tensor)
+        s, a, b = part.shape
+        return part if s == count else part.expand(count // s, s, a, b).reshape(count, a, b)
+
+    def batch(self, moving: Tensor) -> Tensor:
+        """(K, S, a, b) → the tile's batch (K'·S', a, b), a view."""
+        if self.directions is _EVERY:
+            return moving.view(-1, *moving.shape[2:])
+        if self.chosen is _EVERY:
+            return moving[self.directions].view(-1, *moving.shape[2:])
+        return moving[self.directions.start, self.chosen]
+
+    def moving(self, moving: Tensor | None) -> Tensor | None:
+        return None if moving is None else self.batch(moving)
 
 
-def _minus_scaled(
-    moved: Tensor | None, centre: Tensor | None, base: Tensor, space: Buffers
-) -> Tensor | None:
-    """moved − c base (S, K, a, M)."""
-    if centre is None:
-        return moved
-    s, directions, _, m = centre.shape
-    out = space.take("core.turned", s, directions, base.shape[1], m, like=base)
-    if moved is None:
-        return torch.mul(centre, base.unsqueeze(1), out=out).neg_()
-    return torch.addcmul(moved, centre, base.unsqueeze(1), value=-1, out=out)
+_ALL = _Tile(_EVERY, _EVERY)
 
 
-def _bilinear(
-    left_dot: Tensor | None,
-    right: Tensor,
-    left: Tensor | None,
-    right_dot: Tensor | None,
-    out: Tensor,
-    scale: float,
-) -> bool:
-    """out = s(left_dotᵀ right + leftᵀ right_dot):  (S, K, a, M), (S, a, L), … → (S, K, M, L)."""
-    s, k, m, length = out.shape
-    result = out.view(s * k, m, length)
-    done = left_dot is not None
-    if left_dot is not None:
-        rows = left_dot.view(s * k, -1, m).mT
-        torch.baddbmm(result, rows, _each(right, k), beta=0, alpha=scale, out=result)
-    if right_dot is None or left is None:
-        return done
-    columns, rows = right_dot.view(s * k, -1, length), _each(left, k).mT
-    torch.baddbmm(result, rows, columns, beta=1 if done else 0, alpha=scale, out=result)
-    return True
+def _grouped(batch: Tensor, slots: Tensor) -> Tensor:
+    """A batch (K'·S', M, L) as it meets what its directions share (S', M, L)."""
+    count, m, length = batch.shape
+    s = slots.shape[0]
+    return batch if s == count else batch.view(count // s, s, m, length)
 
 
-def _mix(vectors: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """out = vectors matrixᵀ:  (S, a, L), (S, K, M, L) → (S, K, a, M)."""
-    s, k, m, length = matrix.shape
-    columns = matrix.view(s * k, m, length).mT
-    torch.bmm(_each(vectors, k), columns, out=out.view(s * k, -1, m))
+def _accumulate(
+    out: Tensor, left: Tensor, right: Tensor, *, done: bool, alpha: float = 1.0
+) -> None:
+    """out = α left right, added to what ``out`` holds where that is ``done``."""
+    torch.baddbmm(out, left, right, beta=1 if done else 0, alpha=alpha, out=out)
 
 
-def _mix_back(vectors: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """out = vectors matrix:  (S, a, M), (S, K, M, L) → (S, K, a, L)."""
-    s, k, m, length = matrix.shape
-    columns = matrix.view(s * k, m, length)
-    torch.bmm(_each(vectors, k), columns, out=out.view(s * k, -1, length))
-
-
-def _times(vectors: Tensor, matrix: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out (+)= vectors matrix:  (S, K, a, i), (S, i, j) → (S, K, a, j), directions as more rows."""
-    s, k, a, i = vectors.shape
-    rows, result = vectors.view(s, k * a, i), out.view(s, k * a, -1)
-    if accumulate:
-        result.baddbmm_(rows, matrix)
-    else:
-        torch.bmm(rows, matrix, out=result)
-
-
-def _each(shared: Tensor, directions: int) -> Tensor:
-    """(S, a, b) repeated for every direction: (S·K, a, b); as it is for one."""
-    if directions == 1:
-        return shared
-    s, a, b = shared.shape
-    return shared.unsqueeze(1).expand(s, directions, a, b).reshape(s * directions, a, b)
+def _transposed(rows: Tensor, key: str, space: Buffers) -> Tensor:
+    """(B, L, a) → (B, a, L) in memory: as a right factor it is read along its rows."""
+    count, length, a = rows.shape
+    return space.take(key, count, a, length, like=rows).copy_(rows.mT)
