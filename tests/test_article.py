@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,3 +162,120 @@ def test_attention_hessian_has_the_exact_blocks_as_its_estimates() -> None:
     for key, weight in (("H_WQ", layer.W_Q), ("H_WK", layer.W_K), ("H_WV", layer.W_V)):
         value = (layer(x) - target).square().mean()
         assert_near(found["hessian_estimates"][key], double_backward(value, [weight]))
+
+
+# --- a small token Transformer as in the article's demo ------------------------------------------
+
+
+class TokenTransformer(nn.Module):
+    """``nn.Embedding``, learned positions, ``nn.TransformerEncoder`` with its dropout, a head."""
+
+    def __init__(self, vocabulary: int = 7, width: int = 8, length: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 12, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.embedding(x) + self.positions))
+        return logits
+
+
+@pytest.fixture
+def model() -> TokenTransformer:
+    torch.manual_seed(0)
+    return TokenTransformer().double()  # in train mode, as the article leaves it
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, y = torch.randint(0, 7, (2, 3, 4)).unbind()
+    return x, y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        logits = model.eval()(x)
+    value = nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
+    model.train()
+    return value
+
+
+def test_a_model_in_train_mode_is_evaluated_without_dropout_said_once_and_put_back(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    with pytest.warns(UserWarning, match="train mode .*evaluation mode and put back"):
+        first = analyzer.compute_hessian_eigenvalues(*batch, k=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = analyzer.compute_hessian_eigenvalues(*batch, k=2)
+    assert all(module.training for module in model.modules())
+    assert torch.equal(first.values, second.values)
+
+
+def test_eigenvalues_are_twenty_and_read_like_a_tensor(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    found = ca.TransformerHessianAnalyzer(model).compute_hessian_eigenvalues(*batch)
+    hessian = double_backward(loss_of(model, *batch), list(model.parameters()))
+    expected = torch.linalg.eigvalsh(hessian).flip(0)[:20]
+    assert len(found) == 20
+    assert float((torch.stack(list(found)) - expected).abs().max()) <= 1e-3 * float(expected[0])
+    assert float(found[0]) == float(found.max()) == found.value
+    assert torch.equal(torch.sort(found).values, torch.sort(found.values).values)
+    assert np.asarray(found).shape == (20,)
+
+
+def test_full_hessian_by_its_keys_and_in_the_history(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    found = analyzer.analyze_full_hessian([batch, batch], n_batches=1)
+    hessian = double_backward(loss_of(model, *batch), list(model.parameters()))
+    exact = torch.linalg.eigvalsh(hessian)
+    norm = float(exact.abs().max())
+    assert found["mean_hessian_norm"] == pytest.approx(norm, rel=1e-3)
+    assert found["top_eigenvalue"] == pytest.approx(float(exact[-1]), rel=1e-3)
+    assert found["spectral_gap"] == pytest.approx(float(exact[-1] - exact[-2]), abs=2e-3 * norm)
+    assert found["eigenvalue_mean"].shape == found["eigenvalue_std"].shape == (5,)
+    assert len(found.values) == 1  # of the two batches
+    history = analyzer.history
+    assert history["hessian_norms"] == [found.mean_norm]
+    condition = float(exact[-1] / exact.abs().mean())
+    assert history["condition_numbers"][0] == pytest.approx(condition, rel=0.2)
+    assert torch.equal(history["eigenvalue_spectra"][0], found.eigenpairs.values)
+    assert history["layer_curvatures"] == []
+    with pytest.raises(KeyError, match="it has hessian_norms"):
+        history["norms"]
+
+
+def test_all_batches_of_a_loader_are_analyzed_by_default(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=1)
+    found = ca.TransformerHessianAnalyzer(model).analyze_full_hessian(dataloader=loader, k=2)
+    assert found["eigenvalue_std"].shape == (2,)
+    assert len(found.values) == 3
+    assert bool((found["eigenvalue_std"] > 0).all())
+
+
+def test_layer_wise_curvature_without_targets_has_a_row_a_module(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, _ = batch
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    rows = analyzer.analyze_layer_wise_curvature(x)
+    logits = model.eval()(x)
+    model.train()
+    named = {row["name"]: row for row in rows}
+    assert named["head"]["output_norm"] == pytest.approx(float(logits.norm()), rel=1e-12)
+    p = logits.detach().softmax(-1)
+    curvature = (torch.diag_embed(p) - p[..., :, None] * p[..., None, :]) / x.numel()
+    low, high = named["head"]["curvature_interval"]
+    assert low <= float(curvature.norm()) <= high
+    assert rows.target == "the model's own most likely classes"
+    assert analyzer.history["layer_curvatures"] == [list(rows)]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
+from curvatlas.analysis.conditioning import effective_condition_number
 from curvatlas.analysis.propagation.result import Measure
 from curvatlas.figures.training import layers_figure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
+from curvatlas.problem.batches import first_batches, paired
+from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.fingerprint import content
 from curvatlas.problem.losses import LossLike
+from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
-from curvatlas.results import Result
+from curvatlas.results import Interval, Result, also_named
+from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
@@ -29,6 +35,8 @@ from curvatlas.spectra.trace import trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_DENSITY = 40  # products for the mean |λ| of the condition number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,20 @@ class FullHessianAnalysis(Result):
     roles: dict[str, float]  # mass of the top eigenvector by role
     products: int
     converged: bool
+    condition_number: float = float("nan")  # λmax / mean|λ| of the whole data
+    condition_interval: Interval = (0.0, float("inf"))
+
+    also = ("mean_hessian_norm", "eigenvalue_std")
+
+    @property
+    def mean_hessian_norm(self) -> float:
+        """Mean over batches of ‖H‖₂, by the article's name."""
+        return self.mean_norm
+
+    @property
+    def eigenvalue_std(self) -> Tensor:
+        """(k,) spread of the largest eigenvalues over the batches; nan for one batch."""
+        return self.eigenvalue_spread
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -88,6 +110,32 @@ class LayerWiseCurvature(Result):
     layers: tuple[LayerCurvature, ...]
     activations: dict[str, Measure]  # module path → ∂²L/∂a² of its output a: norm and trace
     products: int
+    output_norms: dict[str, float] = field(default_factory=dict)  # module path → ‖a‖ over the batch
+    target: str = "given"  # where the targets came from
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """One mapping a module: ``name``, ``output_norm`` ‖a‖, ``curvature`` ‖∂²L/∂a²‖_F, …"""
+        return tuple(
+            {
+                "name": path,
+                "output_norm": self.output_norms.get(path, float("nan")),
+                "curvature": measure.norm,
+                "curvature_interval": measure.norm_interval,
+                "trace": measure.trace,
+            }
+            for path, measure in self.activations.items()
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.activations)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name, or the row of one module by number."""
+        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     def __str__(self) -> str:
         lines = [
@@ -109,11 +157,50 @@ class LayerWiseCurvature(Result):
         return layers_figure(self)
 
 
+class AnalysisHistory(list[Result]):
+    """Every result of an analyzer in order, and by the article's names the series in them.
+
+    ``history["hessian_norms"]`` and ``["condition_numbers"]`` have a number for each
+    ``analyze_full_hessian``, ``["eigenvalue_spectra"]`` the eigenvalues of each call that computed
+    some, ``["layer_curvatures"]`` the rows of each ``analyze_layer_wise_curvature``.
+    """
+
+    _series: ClassVar[dict[str, Callable[[Result], Any]]] = {
+        "hessian_norms": lambda r: r.mean_norm if isinstance(r, FullHessianAnalysis) else None,
+        "condition_numbers": lambda r: (
+            r.condition_number if isinstance(r, FullHessianAnalysis) else None
+        ),
+        "eigenvalue_spectra": lambda r: (
+            r.eigenpairs.values
+            if isinstance(r, FullHessianAnalysis)
+            else (r.values if isinstance(r, Eigenpairs) else None)
+        ),
+        "layer_curvatures": lambda r: list(r.rows) if isinstance(r, LayerWiseCurvature) else None,
+    }
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the series."""
+        return tuple(self._series)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._series if isinstance(key, str) else super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self._series:
+            raise KeyError(f"the history has no {key!r}: it has {', '.join(self._series)}.")
+        read = self._series[key]
+        return [value for value in map(read, self) if value is not None]
+
+
 class TransformerHessianAnalyzer:
     """Eigenvalues, whole-data statistics and layer-wise curvature of a model's loss Hessian.
 
+    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     loss: as in ``Problem``. folder: where long estimates keep checkpoints, so that the same
-    sequence of calls resumes after a kill. ``history`` holds every result in order.
+    sequence of calls resumes after a kill. ``history`` holds every result in order, and series of
+    their numbers by name (``AnalysisHistory``).
     distributed: as in ``Problem``; under a process group every rank passes its own share of the
     data, or with False this process's data are all there are.
     """
@@ -132,13 +219,17 @@ class TransformerHessianAnalyzer:
         self.loss = loss
         self.seed = seed
         self.folder = None if folder is None else Path(folder)
-        self.history: list[Result] = []
+        self.history = AnalysisHistory()
 
+    @evaluated
     def compute_hessian_eigenvalues(
-        self, x: Any, y: Any, k: int = 5, *, which: str = "largest", tol: float = 1e-4
+        self, x: Any, y: Any = None, k: int = 20, *, which: str = "largest", tol: float = 1e-4
     ) -> Eigenpairs:
-        """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals."""
-        op = self._hessian((x, y))
+        """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals.
+
+        (x, y), or x alone a mapping with labels. The result reads like the tensor of its values.
+        """
+        op = self._hessian(paired(x, y))
         pairs = eigenpairs(
             op,
             k=k,
@@ -150,9 +241,16 @@ class TransformerHessianAnalyzer:
         self.history.append(pairs)
         return pairs
 
-    def analyze_full_hessian(self, data: Any, *, k: int = 5) -> FullHessianAnalysis:
-        """Both ends of the whole data's spectrum, and the top of every batch's."""
-        op = self._hessian(data)
+    @evaluated
+    @also_named(dataloader="data")
+    def analyze_full_hessian(
+        self, data: Any, *, n_batches: int | None = None, k: int = 5
+    ) -> FullHessianAnalysis:
+        """Both ends of the whole data's spectrum, and the top of every batch's.
+
+        n_batches: only the first so many batches of ``data``.
+        """
+        op = self._hessian(first_batches(data, n_batches))
         op.problem.require_one_process(
             "the eigenvalues of every batch", maker="TransformerHessianAnalyzer"
         )
@@ -160,7 +258,14 @@ class TransformerHessianAnalyzer:
             op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op)
         )
         total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
-        products = both_ends.products + total.products
+        density = spectral_density(
+            op,
+            max_products=_DENSITY,
+            seed=self.seed,
+            checkpoint=self._file("full-density", op),
+        )
+        condition, condition_interval = effective_condition_number(both_ends.value, density)
+        products = both_ends.products + total.products + density.products
         rows, norms = [], []
         parts = op.per_batch()
         if len(parts) > 1:
@@ -191,17 +296,30 @@ class TransformerHessianAnalyzer:
             roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
             products=products,
             converged=both_ends.converged,
+            condition_number=condition,
+            condition_interval=condition_interval,
         )
         self.history.append(result)
         return result
 
+    @evaluated
     def analyze_layer_wise_curvature(
-        self, x: Any, y: Any, *, rtol: float = 0.1
+        self, x: Any, y: Any = None, *, rtol: float = 0.1
     ) -> LayerWiseCurvature:
         """Top eigenvalue, norms and trace of every (layer, sublayer) diagonal block, and norm and
         trace of the Hessian with respect to every module's output (``module_wise_curvature`` has
-        both module by module)."""
-        op = self._hessian((x, y))
+        both module by module).
+
+        (x, y), or a mapping x with labels. Without targets the loss is that of the model's own
+        predictions (cross-entropy: the most likely class; mean squared error: zero), which
+        ``result.target`` says. The result is a sequence of rows, one a module.
+        """
+        origin = "given"
+        if y is None and not (isinstance(x, Mapping) and x.get("labels") is not None):
+            problem, origin = own_targets(self.model, self.loss, x, distributed=self.distributed)
+            op = Hessian(problem)
+        else:
+            op = self._hessian(paired(x, y))
         # A module's output exists for the samples of this process only.
         op.problem.require_one_process(
             "the curvature of every module's output", maker="TransformerHessianAnalyzer"
@@ -233,6 +351,8 @@ class TransformerHessianAnalyzer:
             layers=tuple(entries),
             activations={path: measure for path, (measure, _) in outputs.items()},
             products=products + more,
+            output_norms={p: float(torch.linalg.norm(a)) for p, (_, a) in outputs.items()},
+            target=origin,
         )
         self.history.append(result)
         return result

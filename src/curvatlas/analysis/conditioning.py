@@ -66,9 +66,23 @@ class EffectiveConditioning(Result):
     heterogeneity_interval: Interval
     products: int
     converged: bool
+    grad_mean: float = float("nan")  # of the gradient's entries
+    grad_std: float = float("nan")
+
+    also = ("grad_norm", "eff_condition_number")
 
     @property
     def value(self) -> float:
+        return self.condition_number
+
+    @property
+    def grad_norm(self) -> float:
+        """‖∇L‖, by the article's name."""
+        return self.gradient_norm
+
+    @property
+    def eff_condition_number(self) -> float:
+        """λmax / mean|λ| of the true Hessian, by the article's name."""
         return self.condition_number
 
     @property
@@ -91,6 +105,14 @@ class EffectiveConditioning(Result):
     def plot(self) -> Figure:
         """Sharpness of every layer with its certified interval, and the edge 2/η."""
         return conditioning_figure(self)
+
+
+def effective_condition_number(largest: float, density: SpectralDensity) -> tuple[float, Interval]:
+    """κ = λmax / mean|λ| with its 95 % interval, λmax taken as exact."""
+    mean = float((density.weights * density.nodes.abs()).sum())
+    error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
+    high = largest / (mean - error) if mean > error else float("inf")
+    return largest / max(mean, 1e-300), (max(largest, 0.0) / max(mean + error, 1e-300), high)
 
 
 def effective_conditioning(
@@ -139,6 +161,8 @@ def conditioning_of(
     return EffectiveConditioning(
         loss=problem.value(),
         gradient_norm=square**0.5,
+        grad_mean=float(gradient.mean()),
+        grad_std=float(gradient.std()) if len(gradient) > 1 else 0.0,
         largest=top,
         largest_interval=(low[0], high[0]),
         smallest=bottom,

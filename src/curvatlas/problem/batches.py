@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.data import Dataset as TorchDataset, IterableDataset, default_collate
 
 from curvatlas.errors import NonFiniteError, ProblemError
 from curvatlas.files import raw_bytes
@@ -105,10 +107,31 @@ def _along(axis: int, samples: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, samples)
 
 
+def paired(x: Any, y: Any = None) -> Any:
+    """What ``Problem`` takes as data of a call ``method(x, y)``: the batch, or x where y is None.
+
+    A mapping x keeps its labels only where there is no y.
+    """
+    if y is None:
+        return x
+    return ({k: v for k, v in x.items() if k != "labels"}, y) if isinstance(x, Mapping) else (x, y)
+
+
+def first_batches(data: Any, count: int | None) -> Any:
+    """The first ``count`` batches of data in any accepted form; None: all of them."""
+    if count is None:
+        return data
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ProblemError(f"n_batches is a number of batches, at least 1; got {count!r}.")
+    return list(itertools.islice(batches_of(data, dtype=torch.get_default_dtype()), count))
+
+
 def batches_of(data: Any, *, dtype: torch.dtype) -> Iterable[Any]:
     """Whatever the user passed, as an iterable of raw batches that can be walked repeatedly.
 
-    NumPy arrays become tensors, of ``dtype`` where they hold floating numbers.
+    NumPy arrays become tensors, of ``dtype`` where they hold floating numbers, and so do the lists
+    of numbers of a mapping (a ``BatchEncoding`` without ``return_tensors``). A dataset of samples,
+    of torch or of Hugging Face, is put into batches.
     """
     if isinstance(data, (Tensor, np.ndarray)):
         kind = "tensor" if isinstance(data, Tensor) else "array"
@@ -118,6 +141,8 @@ def batches_of(data: Any, *, dtype: torch.dtype) -> Iterable[Any]:
         )
     if isinstance(data, Mapping) or _is_pair(data):
         return _WithTensors([data], dtype)
+    if _is_dataset(data):
+        return _WithTensors(_Collated(data), dtype)
     if isinstance(data, Iterator):
         raise ProblemError(
             f"data is a one-shot iterator ({type(data).__name__}) and curvature needs many passes: "
@@ -142,16 +167,85 @@ class _WithTensors:
 
     def __iter__(self) -> Iterator[Any]:
         for index, raw in enumerate(self.data):
-            yield _as_tensors(raw, self.dtype, index)
+            yield as_tensors(raw, self.dtype, index)
 
 
-def _as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
+_COLLATED = 32  # samples a batch; batches are weighted by their targets, so it decides no number
+_LABEL_NAMES = ("label", "label_ids")  # which collators of Hugging Face call "labels"
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """Batches of a dataset that gives samples by number: consecutive ones, stacked."""
+
+    dataset: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self.dataset), _COLLATED):
+            stop = min(start + _COLLATED, len(self.dataset))
+            samples = [self._sample(place) for place in range(start, stop)]
+            try:
+                yield default_collate(samples)
+            except (RuntimeError, TypeError, ValueError, KeyError) as error:
+                reason = " ".join(str(error).split())[:120]
+                raise ProblemError(
+                    f"the samples of this {type(self.dataset).__name__} cannot be put into one "
+                    f"batch ({reason}): pass a DataLoader with a collate_fn that pads them."
+                ) from error
+
+    def _sample(self, place: int) -> Any:
+        sample = self.dataset[place]
+        if not isinstance(sample, Mapping):
+            return sample
+        numbers = {
+            key: value
+            for key, value in ((k, _numbers(v, 0)) for k, v in sample.items())
+            if isinstance(value, (Tensor, np.ndarray, int, float))
+        }
+        for name in _LABEL_NAMES:
+            if name in numbers and "labels" not in numbers:
+                numbers["labels"] = numbers.pop(name)
+        return numbers
+
+
+def _is_dataset(data: Any) -> bool:
+    """Samples by number: a map-style dataset of torch, or a ``datasets.Dataset``."""
+    if isinstance(data, IterableDataset):
+        raise ProblemError(
+            "an IterableDataset gives samples, not batches: pass DataLoader(dataset, batch_size=…)."
+        )
+    columns = hasattr(data, "column_names") and hasattr(data, "__getitem__")
+    return isinstance(data, TorchDataset) or (columns and hasattr(data, "__len__"))
+
+
+def _numbers(value: Any, index: int) -> Any:
+    """A (nested) list of numbers as a tensor; anything else as it is."""
+    if not isinstance(value, list) or not value:
+        return value
+    first = value[0]
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(first, (bool, int, float)):
+        return value
+    try:
+        return torch.tensor(value, device="cpu")
+    except (ValueError, TypeError) as error:
+        raise ProblemError(
+            f"batch {index} holds lists of different lengths: pad them to one length (a tokenizer "
+            "does it with padding=True)."
+        ) from error
+
+
+def as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
     """The batch with every NumPy array copied into a tensor, floats as ``dtype``, integers int64.
 
     The dtype follows the parameters because NumPy's own default is float64 whatever the model is.
+    Mappings of any kind (``BatchEncoding``, ``ModelOutput``) become dictionaries.
     """
 
     def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):  # one that PyTorch does not look into
+            return as_tensors(leaf, dtype, index)
         if not isinstance(leaf, np.ndarray):
             return leaf
         if leaf.dtype.kind == "f":
@@ -165,6 +259,8 @@ def _as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
             "booleans become tensors, others do not."
         )
 
+    if isinstance(raw, Mapping):
+        return tree_map(convert, {key: _numbers(value, index) for key, value in raw.items()})
     return tree_map(convert, raw)
 
 

@@ -573,15 +573,8 @@ def check_mode(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's own mode after.
-
-    Said once for every model where it makes a difference: the numbers are those of the network
-    without its dropout, not of what a training step sees.
-    """
+    """Evaluation mode inside, every module's own mode after."""
     training = [module for module in model.modules() if module.training]
-    switched = [*random_modules(model), *_batch_norms(model)] if training else []
-    if switched:
-        say_evaluation_mode(model, _listed(switched))
     try:
         for module in training:
             module.training = False
@@ -602,7 +595,11 @@ def say_evaluation_mode(model: nn.Module, where: str) -> None:
 
 
 def evaluated(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of a model, or a method of an object that has one, in evaluation mode."""
+    """A function of a model, or a method of an object that has one, in evaluation mode.
+
+    Said once for every model where it makes a difference: the numbers are those of the network
+    without its dropout, not of what a training step sees.
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -610,6 +607,9 @@ def evaluated(function: Callable[P, T]) -> Callable[P, T]:
         model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
         if not isinstance(model, nn.Module):
             return function(*args, **kwargs)  # which says what it expects
+        switched = [*random_modules(model), *_batch_norms(model)]
+        if switched:
+            say_evaluation_mode(model, _listed(switched))
         with in_evaluation_mode(model):
             return function(*args, **kwargs)
 

@@ -145,7 +145,7 @@ class Objective:
             called: Any = {**_named(self.model, inputs), **named}
             called = {key: value for key, value in called.items() if value is not None}
         else:
-            called = _with_decoder_inputs(self.model, inputs, labels)
+            called = with_decoder_inputs(self.model, inputs, labels)
         if labels is None:
             return called, torch.zeros(_length(called), device="cpu")  # one target a sample
         if isinstance(self.loss, SpanCrossEntropy):
@@ -431,7 +431,7 @@ def _repeats(tokens: Tensor, labels: Tensor) -> bool:
     return bool(valid.any()) and bool((tokens == labels)[valid].all())
 
 
-def _with_decoder_inputs(model: nn.Module, inputs: Any, labels: Any) -> Any:
+def with_decoder_inputs(model: nn.Module, inputs: Any, labels: Any) -> Any:
     """What the decoder of a sequence-to-sequence model reads, from its labels, unless given.
 
     With ``labels`` such models make it themselves; here they never see them. Some would read

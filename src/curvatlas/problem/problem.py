@@ -23,6 +23,7 @@ from curvatlas.problem import fingerprint, large_heads
 from curvatlas.problem.batches import (
     HOLD_BYTES,
     Batch,
+    as_tensors,
     batches_of,
     checked,
     described,
@@ -50,9 +51,9 @@ from curvatlas.problem.evaluation import (
 )
 from curvatlas.problem.fingerprint import LiveTensors, content
 from curvatlas.problem.kernels import explained
-from curvatlas.problem.losses import Loss, main_tensor
+from curvatlas.problem.losses import Loss, LossLike, main_tensor
 from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
-from curvatlas.problem.objective import Objective, OwnLoss, settled
+from curvatlas.problem.objective import LABELS, Objective, OwnLoss, settled, with_decoder_inputs
 from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
 from curvatlas.problem.sample_axis import SampleAxes
 
@@ -762,3 +763,34 @@ class Problem:
     def __repr__(self) -> str:
         size = f"{self.total_count:.0f} targets"
         return f"Problem({type(self.model).__name__}, {self.loss.name}, P={self.size}, {size})"
+
+
+def own_targets(
+    model: nn.Module, loss: LossLike | None, inputs: Any, *, distributed: bool | None = None
+) -> tuple[Problem, str]:
+    """The Problem whose targets are the model's own predictions, and what they are in words.
+
+    For cross-entropy the most likely class of every output, for mean squared error zero. loss None:
+    cross-entropy for a model with a head, else mean squared error. A decoder reads the tokens of
+    the encoder, moved as labels would be.
+    """
+    if loss is None:
+        slices = anatomy_of(model).slices
+        has_head = any(s.sublayer == "head" or "head" in " ".join(s.tied) for s in slices)
+        loss = "cross_entropy" if has_head else "mse"
+    name = loss if isinstance(loss, str) else getattr(loss, "name", "")
+    if name not in ("cross_entropy", "mse"):
+        raise ValueError(f"the loss {name or 'that was passed'!r} needs targets: pass them too.")
+    first = next(model.parameters(), None)
+    dtype = torch.get_default_dtype() if first is None else first.dtype
+    read = as_tensors(inputs, dtype, 0)
+    if isinstance(read, Mapping):
+        read = {key: value for key, value in read.items() if key != LABELS}
+        read = with_decoder_inputs(model, read, read.get("input_ids"))
+    with evaluation(model, stay_double=False), torch.no_grad():
+        outputs = main_tensor(call(model, dict(model.named_parameters()), read), name)
+    if name == "cross_entropy":
+        target, origin = outputs.argmax(-1), "the model's own most likely classes"
+    else:
+        target, origin = torch.zeros_like(outputs), "zero"
+    return Problem(model, loss, [(read, target)], distributed=distributed), origin

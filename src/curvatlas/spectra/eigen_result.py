@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array
@@ -51,7 +53,8 @@ def select(values: Array, k: int, which: Which) -> Positions:
 class Eigenpairs(Result):
     """Eigenvalues with certified intervals.
 
-    ``both``: the k largest in descending order, then the k smallest, the most negative last.
+    ``both``: the k largest in descending order, then the k smallest, the most negative last. Reads
+    like the tensor ``values`` too: ``pairs[0]``, ``len(pairs)``, ``pairs.mean()``, ``torch.sort``.
     """
 
     values: Tensor  # (k,) or (2k,), float64 on the CPU
@@ -75,6 +78,37 @@ class Eigenpairs(Result):
     products: int
     converged: bool
     exact: bool  # from the dense matrix, or from a basis of the whole space
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.values[key]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.values)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.values.numpy(), dtype=dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """``torch.sort(pairs)`` and the like take the values."""
+
+        def values(leaf: Any) -> Any:
+            return leaf.values if isinstance(leaf, Eigenpairs) else leaf
+
+        return function(*tree_map(values, args), **tree_map(values, kwargs or {}))
+
+    if not TYPE_CHECKING:  # for a type checker they have the attributes that are written here
+
+        def __getattr__(self, name: str) -> Any:
+            values = self.__dict__.get("values")
+            if name.startswith("_") or not hasattr(values, name):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+            return getattr(values, name)
 
     @property
     def value(self) -> float:

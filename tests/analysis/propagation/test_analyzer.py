@@ -21,7 +21,6 @@ from curvatlas.analysis.propagation.capture import block_paths
 from curvatlas.analysis.propagation.matrix_free import FreeProducts
 from curvatlas.analysis.propagation.result import CurvatureFlow
 from curvatlas.anatomy import anatomy_of
-from curvatlas.errors import ProblemError
 from curvatlas.problem.evaluation import evaluation
 
 PARTS = ("total", "passed_on", "created_here")
@@ -337,14 +336,16 @@ def test_a_flow_survives_saving(tmp_path: Any) -> None:
     assert str(loaded) == str(flow)
 
 
-def test_active_dropout_is_refused() -> None:
+def test_active_dropout_is_left_out_and_the_model_put_back() -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).train()
     analyzer = ca.CurvaturePropagationAnalyzer(layer, "mse")
     x = torch.randn(2, 3, 8)
-    with pytest.raises(ProblemError, match="dropout"):
-        analyzer.analyze_curvature_flow(x, torch.zeros_like(x))
-    with pytest.raises(ProblemError, match="dropout"):
-        analyzer.compute_layer_curvature(x, 0, torch.zeros_like(x))
+    with pytest.warns(UserWarning, match="dropout.* evaluated in evaluation mode and put back"):
+        flow = analyzer.analyze_curvature_flow(x, torch.zeros_like(x))
+    assert layer.training
+    assert layer.self_attn.training
+    layer.eval()
+    assert analyzer.analyze_curvature_flow(x, torch.zeros_like(x))[0].norm == flow[0].norm
 
 
 @pytest.mark.huggingface

@@ -23,7 +23,8 @@ from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.operators.per_sample import count_samples, root_gradients
 from curvatlas.precision import sum_in_float64
 from curvatlas.problem import Problem
-from curvatlas.problem.evaluation import call
+from curvatlas.problem.batches import paired
+from curvatlas.problem.evaluation import call, evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import bar, track
 from curvatlas.results import Result
@@ -293,10 +294,11 @@ class ModuleWiseCurvature(Result):
         return "\n".join(lines)
 
 
+@evaluated
 def module_wise_curvature(
     model: nn.Module,
     x: Any,
-    y: Any,
+    y: Any = None,
     *,
     loss: LossLike = "cross_entropy",
     probes: int = 8,
@@ -306,10 +308,11 @@ def module_wise_curvature(
     """True second derivatives of every module, with 95 % intervals from ``probes`` products each.
 
     Every module with parameters of its own is one block of the Hessian; every module that puts out
-    a real tensor has the Hessian of the loss with respect to it.
+    a real tensor has the Hessian of the loss with respect to it. (x, y) is one batch, or x alone a
+    mapping with labels.
     """
     # One batch is looked into, which lies in this process.
-    problem = Problem(model, loss, (x, y), distributed=False)
+    problem = Problem(model, loss, paired(x, y), distributed=False)
     blocks = _module_blocks(problem)
     operator = CurvatureParts(problem, budget=budget)
     sketch = Sketch(operator, blocks, seed=seed)
@@ -346,7 +349,7 @@ def module_wise_curvature(
                 parameters=inner[0] if inner else None,
                 parameter_spectral_interval=inner[1] if inner else None,
                 activation=output[0] if output else None,
-                activation_shape=output[1] if output else None,
+                activation_shape=tuple(output[1].shape) if output else None,
                 gradient_norm=inner[2] if inner else 0.0,
             )
         )
@@ -365,10 +368,10 @@ def _module_blocks(problem: Problem) -> tuple[AtlasBlock, ...]:
 
 def activation_curvature(
     problem: Problem, *, probes: int, seed: int
-) -> tuple[dict[str, tuple[Measure, tuple[int, ...]]], int]:
+) -> tuple[dict[str, tuple[Measure, Tensor]], int]:
     """Hessian of the first batch's loss with respect to every module's (last) output.
 
-    Returns path → (norm and trace with intervals, shape), and the products used.
+    Returns path → (norm and trace with intervals, the output itself), and the products used.
     """
     caught: dict[str, Tensor] = {}
     handles = []
@@ -383,7 +386,7 @@ def activation_curvature(
         handles.append(module.register_forward_hook(keep))
     batch = next(problem.batches())
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    measures: dict[str, tuple[Measure, tuple[int, ...]]] = {}
+    measures: dict[str, tuple[Measure, Tensor]] = {}
     products = 0
     try:
         with problem.evaluating():
@@ -403,7 +406,7 @@ def activation_curvature(
                 images = pulled([slope], [tensor], [basis])[0].detach()
                 products += len(basis)
                 measure = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1).measure
-                measures[path] = (measure, tuple(tensor.shape))
+                measures[path] = (measure, tensor.detach())
     finally:
         for handle in handles:
             handle.remove()

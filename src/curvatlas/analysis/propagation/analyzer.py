@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.exact import largest_singular
-from curvatlas.analysis.propagation.capture import Capture, Node, capture
+from curvatlas.analysis.propagation.capture import Capture, Node, attention_weights, capture
 from curvatlas.analysis.propagation.dense import (
     is_sum,
     propagate,
@@ -27,14 +27,15 @@ from curvatlas.analysis.propagation.matrix_free import (
     probe,
 )
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
-from curvatlas.anatomy import anatomy_of
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.figures.flow import plot_flow
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.evaluation import call, evaluation
-from curvatlas.problem.losses import LossLike, main_tensor
+from curvatlas.problem.evaluation import evaluated
+from curvatlas.problem.losses import LossLike
+from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
+from curvatlas.results import also_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -335,10 +336,14 @@ class CurvaturePropagationAnalyzer:
 
     # --- the article's methods ------------------------------------------------------------------
 
+    @evaluated
+    @also_named(layer_idx="layer")
     def compute_layer_curvature(self, x: Any, layer: int | str, target: Any = None) -> FlowEntry:
         """The Hessian of the loss with respect to one activation.
 
         layer: a block's number (its output), or a name such as "embedding", "blocks.0.attention".
+        A block's entry has ``attn_curvature``, the Frobenius norm of the loss's second derivative
+        at the input of its attention, and ``attention_scores``, the weights A of every head.
         """
         name = f"blocks.{layer}" if isinstance(layer, int) else layer
         problem, _ = self._problem(x, target)
@@ -350,12 +355,28 @@ class CurvaturePropagationAnalyzer:
             if name not in named:
                 raise KeyError(f"there is no activation {name!r}; there are {', '.join(named)}.")
             node = named[name]
-            entries = self._entries(problem, batch, captured, lambda other: other is node)[1]
-            for entry in entries:
-                if entry.place == "activation":
-                    return entry
-        raise KeyError(f"the activation {name!r} was not reached.")  # pragma: no cover
+            attention = [
+                other
+                for other in captured.nodes
+                if isinstance(layer, int) and (other.layer, other.kind) == (layer, "attention")
+            ][:1]
+            entries = list(
+                self._entries(
+                    problem, batch, captured, lambda other: other is node or other in attention
+                )[1]
+            )
+            scores = None
+            if attention and isinstance(layer, int):
+                scores = attention_weights(problem, batch, layer)
+        here = [e for e in entries if (e.place, e.name) == ("activation", node.name)]
+        inside = [e for e in entries if attention and e.place == "sublayer"]
+        inside = [e for e in inside if e.name.split(" ← ")[0] == attention[0].name]
+        if not here:
+            raise KeyError(f"the activation {name!r} was not reached.")  # pragma: no cover
+        curvature = inside[0].norm if inside else None
+        return replace(here[0], attn_curvature=curvature, attention_scores=scores)
 
+    @evaluated
     def analyze_curvature_flow(
         self,
         x: Any,
@@ -443,42 +464,19 @@ class CurvaturePropagationAnalyzer:
             return self._of_batch(self._loss_for(labels), x), "labels"
         if target is not None:
             if isinstance(x, Mapping):
-                data: Any = {**{k: v for k, v in x.items() if k != "labels"}, "labels": target}
-                return self._of_batch(self._loss_for(target), data, shift=False), "given"
+                x = {key: value for key, value in x.items() if key != "labels"}
             return self._of_batch(self._loss_for(target), (x, target)), "given"
-        return self._self_targets(x)
+        return own_targets(self.model, self.loss, x, distributed=False)
 
-    def _of_batch(self, loss: Any, batch: Any, shift: bool | None = None) -> Problem:
+    def _of_batch(self, loss: Any, batch: Any) -> Problem:
         # One batch is looked into, which lies in this process.
-        return Problem(self.model, loss, [batch], shift=shift, distributed=False)
+        return Problem(self.model, loss, [batch], distributed=False)
 
     def _loss_for(self, target: Any) -> Any:
         if self.loss is not None:
             return self.loss
         real = isinstance(target, Tensor) and target.is_floating_point()
         return "mse" if real else "cross_entropy"
-
-    def _self_targets(self, x: Any) -> tuple[Problem, str]:
-        """Targets from the model's own outputs."""
-        loss = self.loss
-        if loss is None:
-            slices = anatomy_of(self.model).slices
-            has_head = any(s.sublayer == "head" or "head" in " ".join(s.tied) for s in slices)
-            loss = "cross_entropy" if has_head else "mse"
-        name = loss if isinstance(loss, str) else getattr(loss, "name", "")
-        if name not in ("cross_entropy", "mse"):
-            raise ValueError("a callable loss needs targets: pass target=.")
-        inputs = {k: v for k, v in x.items() if k != "labels"} if isinstance(x, Mapping) else x
-        with evaluation(self.model, stay_double=False), torch.no_grad():
-            values = dict(self.model.named_parameters())
-            outputs = main_tensor(call(self.model, values, inputs), name)
-        if name == "cross_entropy":
-            target, origin = outputs.argmax(-1), "the model's own most likely classes"
-        else:
-            target, origin = torch.zeros_like(outputs), "zero"
-        data = {**inputs, "labels": target} if isinstance(inputs, Mapping) else (inputs, target)
-        shift = False if isinstance(inputs, Mapping) else None
-        return self._of_batch(loss, data, shift=shift), origin
 
 
 def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:

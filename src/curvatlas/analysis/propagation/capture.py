@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from curvatlas.anatomy import Anatomy, anatomy_of
@@ -114,7 +116,7 @@ def _run(
         for layer, path in blocks.items():
             before = ("embedding", "embedding", None, None) if layer == first else None
             after = (f"blocks.{layer}", "residual", layer, None)
-            stack.enter_context(_hooked(modules[path], add, before, after))
+            stack.enter_context(_hooked(_called(model, path), add, before, after))
         for item in watched:
             before = (f"input of {item.name}", "residual", item.layer, None)
             after = (item.name, item.kind, item.layer, item.path)
@@ -130,6 +132,50 @@ def _run(
         inputs = tree_map(_differentiable, batch.inputs)
         raw = call(model, values, inputs)
     return problem.read(raw, batch)
+
+
+class _Softmaxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what every softmax puts out while ``watching``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watching, self.seen = False, list[Tensor]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self.watching and function.overloadpacket in _SOFTMAX and result.ndim > 2:
+            self.seen.append(result)
+        return result
+
+
+_SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
+
+
+def attention_weights(problem: Problem, batch: Batch, layer: int) -> Tensor | None:
+    """A (samples, heads, queries, keys) of a block's (self-)attention; None where it has no
+    softmax. One forward pass, inside ``problem.evaluating()``."""
+    path = block_paths(problem.anatomy).get(layer)
+    if path is None:
+        return None
+    block = _called(problem.model, path)
+    softmaxes = _Softmaxes()
+
+    def watch(*_: Any) -> None:
+        softmaxes.watching = True
+
+    def stop(*_: Any) -> None:
+        softmaxes.watching = False
+
+    handles = [block.register_forward_pre_hook(watch), block.register_forward_hook(stop)]
+    try:
+        with torch.no_grad(), softmaxes:
+            call(problem.model, problem.named_weights(), batch.inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return softmaxes.seen[0].detach() if softmaxes.seen else None
 
 
 def _differentiable(leaf: Any) -> Any:
@@ -149,6 +195,13 @@ def block_paths(anatomy: Anatomy) -> dict[int, str]:
             shared = paths.get(piece.layer)
             paths[piece.layer] = parts if shared is None else _shared(shared, parts)
     return {layer: ".".join(parts) for layer, parts in sorted(paths.items())}
+
+
+def _called(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, or the nearest one around it that has a forward pass of its own."""
+    while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
+        path = path.rpartition(".")[0]
+    return model.get_submodule(path)
 
 
 def _shared(one: list[str], two: list[str]) -> list[str]:
