@@ -35,12 +35,51 @@ def linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
     return y + w[f"{name}_bias"] if f"{name}_bias" in w else y
 
 
-def norm(spec: BlockSpec, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+def norm(
+    spec: BlockSpec,
+    x: Tensor,
+    w: dict[str, Tensor],
+    name: str,
+    *,
+    kind: str | None = None,
+    eps: float | None = None,
+) -> Tensor:
     gamma, beta = w.get(f"{name}_weight"), w.get(f"{name}_bias")
-    if spec.norm == "layer":
-        return layer_norm(x, gamma, beta, spec.eps)
-    y = rms_norm(x, gamma, spec.eps) if spec.norm == "rms" else x * (1 if gamma is None else gamma)
+    gamma = gamma if gamma is None else gamma + spec.gain_offset
+    if name == "norm2":
+        kind, eps = spec.norm2, spec.eps2
+    kind, eps = kind or spec.norm, spec.eps if eps is None else eps
+    if kind == "layer":
+        return layer_norm(x, gamma, beta, eps)
+    y = rms_norm(x, gamma, eps) if kind == "rms" else x * (1 if gamma is None else gamma)
     return y if beta is None else y + beta
+
+
+def head_norm(spec: BlockSpec, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    """Queries or keys (L, heads·s), normalised head by head or all together."""
+    options = {"kind": spec.qk_norm, "eps": spec.qk_eps}
+    if spec.qk_norm is None or spec.qk_span == "width":
+        return x if spec.qk_norm is None else norm(spec, x, w, f"{name}_norm", **options)
+    heads = []
+    for h, part in enumerate(x.split(spec.key_size, -1)):
+        own = dict(w)
+        if spec.qk_span == "each head":
+            rows = slice(h * spec.key_size, (h + 1) * spec.key_size)
+            own = {n: value[rows] for n, value in w.items() if n.startswith(f"{name}_norm")}
+        heads.append(norm(spec, part, own, f"{name}_norm", **options))
+    return torch.cat(heads, -1)
+
+
+def turn_some(spec: BlockSpec, x: Tensor) -> Tensor:
+    """Rotary positions of the first coordinates of a head x (L, s), in either layout."""
+    assert spec.rope_base is not None
+    size = spec.rotary_size or x.shape[-1]
+    first, rest = x[:, :size], x[:, size:]
+    if spec.rope_interleaved:  # even coordinates first, turned, and back
+        order = [*range(0, size, 2), *range(1, size, 2)]
+        back = [order.index(i) for i in range(size)]
+        return torch.cat([turn(first[:, order], spec.rope_base)[:, back], rest], -1)
+    return torch.cat([turn(first, spec.rope_base), rest], -1)
 
 
 def turn(x: Tensor, base: float) -> Tensor:
@@ -58,14 +97,17 @@ def turn(x: Tensor, base: float) -> Tensor:
 def attention(spec: BlockSpec, x: Tensor, w: dict[str, Tensor], keep: Tensor) -> Tensor:
     """One sample x (L, d); keep (L, L) says who may attend to whom."""
     q, k, v = (linear(x, w, name) for name in ("query", "key", "value"))
+    q, k = head_norm(spec, q, w, "query"), head_norm(spec, k, w, "key")
     dk, dv, repeats = spec.key_size, spec.value_size, spec.n_heads // spec.kv_heads
     heads = []
     for h in range(spec.n_heads):
         g = h // repeats
         qh, kh = q[:, h * dk : (h + 1) * dk], k[:, g * dk : (g + 1) * dk]
         if spec.rope_base is not None:
-            qh, kh = turn(qh, spec.rope_base), turn(kh, spec.rope_base)
+            qh, kh = turn_some(spec, qh), turn_some(spec, kh)
         logits = qh @ kh.T * (spec.scale if spec.scale is not None else dk**-0.5)
+        if spec.softcap is not None:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
         if spec.softmax:
             weight = torch.exp(logits - logits.detach().amax(-1, keepdim=True)) * keep
             weight = weight / weight.sum(-1, keepdim=True)
@@ -94,15 +136,25 @@ def block(spec: BlockSpec, w: dict[str, Tensor], x: Tensor, keys: Tensor | None 
             outputs.append(attention(spec, sample, w, keep))
             continue
         if spec.norm_first:
-            y = sample + attention(spec, norm(spec, sample, w, "norm1"), w, keep)
+            seen = norm(spec, sample, w, "norm1")
+            y = sample + _behind(spec, attention(spec, seen, w, keep), w, "output_norm")
             if spec.d_ff is not None:
-                y = y + feed_forward(spec, norm(spec, y, w, "norm2"), w)
+                seen = norm(spec, sample if spec.parallel else y, w, "norm2")
+                seen = norm(spec, sample, w, "norm1") if spec.one_norm else seen
+                y = y + _behind(spec, feed_forward(spec, seen, w), w, "down_norm")
         else:
             y = norm(spec, sample + attention(spec, sample, w, keep), w, "norm1")
             if spec.d_ff is not None:
                 y = norm(spec, y + feed_forward(spec, y, w), w, "norm2")
         outputs.append(y)
     return torch.stack(outputs)
+
+
+def _behind(spec: BlockSpec, f: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    """What a sublayer adds to the residual path."""
+    if spec.output_norm is not None:
+        f = norm(spec, f, w, name, kind=spec.output_norm, eps=spec.output_eps)
+    return spec.residual_scale * f
 
 
 @dataclass
@@ -135,7 +187,15 @@ def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
         found |= {"up_weight": (f, d), "up_bias": (f,), "down_weight": (d, f), "down_bias": (d,)}
     if spec.residual:
         found |= {"norm1_weight": (d,), "norm1_bias": (d,)}
-        found |= {} if f is None else {"norm2_weight": (d,), "norm2_bias": (d,)}
+        fed = f is not None and not spec.one_norm
+        found |= {"norm2_weight": (d,), "norm2_bias": (d,)} if fed else {}
+    if spec.qk_norm is not None:
+        for name, heads in (("query_norm", h), ("key_norm", g)):
+            size = dk if spec.qk_span == "head" else heads * dk
+            found |= {f"{name}_weight": (size,), f"{name}_bias": (size,)}
+    if spec.output_norm is not None:
+        for name in ("output_norm", "down_norm")[: 1 if f is None else 2]:
+            found |= {f"{name}_weight": (d,), f"{name}_bias": (d,)}
     return found
 
 
@@ -149,8 +209,8 @@ def random_weights(
             value = scale * torch.randn(
                 shapes(spec)[name], generator=generator, dtype=torch.float64
             )
-            if name in ("norm1_weight", "norm2_weight"):
-                value = 1 + value
+            if "norm" in name and name.endswith("_weight"):
+                value = 1 - spec.gain_offset + value
             found[name] = value.requires_grad_(True)
     return found
 
@@ -192,5 +252,56 @@ def random_case(seed: int) -> Case:
     if r.random() < 0.3:
         keys = torch.rand(samples, length, generator=generator) < 0.6
         keys[:, 0] = True  # the first key stays, so no causal row is empty
+    weights = random_weights(spec, seed, drop=frozenset(drop))
+    return Case(spec, weights, x.requires_grad_(True), keys)
+
+
+def random_form(seed: int) -> Case:
+    """Any mixture of the forms that only the matrix-free products have."""
+    r = random.Random(1000 + seed)
+    heads = r.choice([1, 2, 4])
+    shared = r.choice([g for g in (1, 2, 4) if heads % g == 0])
+    d, dk = r.choice([4, 6, 8]), r.choice([2, 4, 6])
+    parallel = r.random() < 0.4
+    rope = r.random() < 0.6
+    spec = BlockSpec(
+        d_model=d,
+        n_heads=heads,
+        n_kv_heads=None if shared == heads else shared,
+        d_k=dk,
+        d_v=r.choice([1, 2, 3]),
+        d_ff=r.choice([3, 5]) if parallel or r.random() < 0.85 else None,
+        norm=r.choice(["layer", "rms", "none"]),
+        norm2=r.choice([None, None, "layer", "rms"]),
+        norm_first=True,
+        output_norm=r.choice([None, None, "rms", "layer", "none"]),
+        parallel=parallel,
+        one_norm=parallel and r.random() < 0.5,
+        residual_scale=r.choice([1.0, 1.0, 0.3]),
+        gain_offset=r.choice([0.0, 0.0, 1.0]),
+        activation=r.choice(["gelu", "silu", "relu"]),
+        gated=r.random() < 0.4,
+        eps=r.choice([1e-5, 0.1]),
+        eps2=r.choice([None, 0.2]),
+        output_eps=r.choice([None, 0.05]),
+        qk_norm=r.choice([None, "rms", "layer"]),
+        qk_span=r.choice(["head", "each head", "width"]),
+        qk_eps=r.choice([None, 0.3]),
+        causal=r.random() < 0.5,
+        softcap=r.choice([None, None, 0.8]),
+        scale=r.choice([None, 0.7]),
+        rope_base=10.0 if rope else None,
+        rope_interleaved=rope and r.random() < 0.5,
+        rotary_size=r.choice([None, 2]) if rope else None,
+    )
+    drop = {n for n in WEIGHT_NAMES if n.endswith("bias") and r.random() < 0.5}
+    drop |= {n for n in WEIGHT_NAMES if "norm" in n and r.random() < 0.2}
+    generator = torch.Generator().manual_seed(seed)
+    samples, length = r.choice([1, 2, 3]), r.choice([1, 3, 5])
+    x = torch.randn(samples, length, d, generator=generator, dtype=torch.float64)
+    keys = None
+    if r.random() < 0.3:
+        keys = torch.rand(samples, length, generator=generator) < 0.6
+        keys[:, 0] = True
     weights = random_weights(spec, seed, drop=frozenset(drop))
     return Case(spec, weights, x.requires_grad_(True), keys)

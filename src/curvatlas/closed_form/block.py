@@ -26,7 +26,14 @@ from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.reading import map_module
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
+from curvatlas.engines.tangent.structure import (
+    WEIGHT_NAMES,
+    Activation,
+    BlockSpec,
+    Norm,
+    Weights,
+    require_plain,
+)
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, require_part
 from curvatlas.problem.evaluation import say_evaluation_mode
 from curvatlas.progress import track
@@ -209,6 +216,7 @@ class ClosedFormBlock(nn.Module):
     def __init__(self, spec: BlockSpec, names: frozenset[str], *, dropout: float = 0.0) -> None:
         super().__init__()
         check_spec(spec)
+        require_plain(spec, "the dense closed form")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}.")
         self.spec, self.dropout = spec, float(dropout)

@@ -19,7 +19,7 @@ from curvatlas.engines.tangent.block import check_block
 from curvatlas.engines.tangent.feed_forward import HiddenUnits, hidden_units
 from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.engines.tangent.norm import normalize
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 
 
 class HalfSquaredNorm(OutputLoss):
@@ -117,6 +117,7 @@ def evaluate(
     ``drop`` acts on A, on the hidden units and on both sublayers' outputs.
     """
     check_block(spec, weights, x)
+    require_plain(spec, "the dense closed form")
     weights = {name: weights[name] for name in WEIGHT_NAMES if name in weights}
     drop = drop or _keep
     front = _norm(spec, weights, "norm1", x) if spec.norm_first and spec.residual else None

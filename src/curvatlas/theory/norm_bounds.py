@@ -14,7 +14,7 @@ from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.engines.tangent.norm import normalize
 from curvatlas.engines.tangent.stack import BlockStack
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 from curvatlas.results import Result
 from curvatlas.theory import reference
 from curvatlas.theory.reference import SingleHead
@@ -439,6 +439,8 @@ def as_layers(block: Any) -> list[tuple[BlockSpec, dict[str, Tensor]]]:
             "bounds need a closed-form block, a stack or (spec, weights), "
             f"got {type(block).__name__}."
         )
+    for spec, _ in pairs:
+        require_plain(spec, "the theory")
     return [
         (spec, {n: weights[n].detach() for n in WEIGHT_NAMES if n in weights})
         for spec, weights in pairs

@@ -19,7 +19,7 @@ from torch import Tensor
 from curvatlas.closed_form.block import TransformerBlockHessian
 from curvatlas.closed_form.result import BlockHessian
 from curvatlas.engines.tangent.losses import OutputLoss
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 from curvatlas.linear_operator import Part
 
 # ---- the papers' matrices: to compare with at small size ---------------------------------------
@@ -221,6 +221,7 @@ def feed_forward(spec: BlockSpec, weights: Weights, v: Tensor) -> Tensor:
 
 def block_output(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
     """Z (n, L, d) of one block; ``residual=False`` is the bare attention layer."""
+    require_plain(spec, "the reference block")
     if not spec.residual:
         return attention(spec, weights, x)
     if spec.norm_first:

@@ -23,7 +23,14 @@ from curvatlas.engines.tangent.losses import (
     TokenSquaredError,
     resolve_loss,
 )
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
+from curvatlas.engines.tangent.structure import (
+    WEIGHT_NAMES,
+    Activation,
+    BlockSpec,
+    Norm,
+    Weights,
+    require_plain,
+)
 from curvatlas.results import Result
 from curvatlas.theory.norm_bounds import as_layers
 
@@ -298,6 +305,7 @@ def block_jet(
     mask: Tensor | None = None,
 ) -> Jet:
     """A whole block along the line."""
+    require_plain(spec, "the third derivative")
     lines = _Lines(weights, move)
 
     def feed(v: Jet) -> Jet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.losses import TokenSquaredError
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, relative_error
-from reference_block import Case, block, random_case, random_weights
+from reference_block import Case, block, random_case, random_form, random_weights
 
 TOLERANCE = 1e-12
 
@@ -57,10 +58,13 @@ def _flat(found: dict[str, Tensor], rate_x: Tensor, count: int) -> Tensor:
     return torch.cat([t.reshape(count, -1) for t in [*found.values(), rate_x]], dim=1)
 
 
+@pytest.mark.parametrize("make", [random_case, random_form])
 @pytest.mark.parametrize("start", range(0, 160, 10))
-def test_products_equal_double_backward_for_any_mixture_of_options(start: int) -> None:
+def test_products_equal_double_backward_for_any_mixture_of_options(
+    start: int, make: Callable[[int], Case]
+) -> None:
     for seed in range(start, start + 10):
-        case = random_case(seed)
+        case = make(seed)
         count = 1 + seed % 3
         directions = _directions(case, count, seed)
         target = torch.randn_like(case.x.detach())
@@ -90,8 +94,20 @@ def _whole_case() -> Case:
     return next(c for c in map(random_case, range(100)) if c.spec.d_ff and len(c.weights) > 14)
 
 
-def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product() -> None:
-    case = _whole_case()
+def _forms() -> list[Case]:
+    """One case of every form: parallel, norms behind, heads normalised, logits capped."""
+    cases = [random_form(seed) for seed in range(60)]
+    chosen = [
+        next(c for c in cases if c.spec.parallel and c.spec.one_norm and c.spec.softcap),
+        next(c for c in cases if c.spec.parallel and not c.spec.one_norm and c.spec.qk_norm),
+        next(c for c in cases if c.spec.output_norm and c.spec.d_ff and not c.spec.parallel),
+        next(c for c in cases if c.spec.qk_norm and c.spec.qk_span == "each head"),
+    ]
+    return chosen
+
+
+@pytest.mark.parametrize("case", [_whole_case(), *_forms()], ids=range(5))
+def test_one_block_of_the_hessian_equals_its_part_of_the_whole_product(case: Case) -> None:
     got = LinearisedBlock(case.spec, case.weights, case.x, case.keys)
     seeds = TokenSquaredError().seeds(got.output, torch.randn_like(got.output))
     got.gradient(seeds.delta)

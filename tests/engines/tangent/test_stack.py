@@ -20,7 +20,7 @@ from curvatlas.engines.tangent.losses import (
 from curvatlas.engines.tangent.stack import BlockStack, default_parts
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, layer_norm, relative_error, rms_norm
-from reference_block import block, random_case, random_weights
+from reference_block import block, random_case, random_form, random_weights
 
 TOLERANCE = 1e-12
 
@@ -335,3 +335,43 @@ def test_blocks_of_different_width_are_refused() -> None:
     spec, weights, _ = _small()
     with pytest.raises(ValueError, match="share one width"):
         BlockStack([(spec, weights), (replace(spec, d_model=8), weights)])
+
+
+def test_stacks_of_any_forms_share_a_workspace_without_harm() -> None:
+    """Blocks that alternate forms overwrite each other's scratch, never what is still needed."""
+    pool = [random_form(seed) for seed in range(120)]
+    for seed in range(12):
+        r = random.Random(seed)
+        d = r.choice([4, 6, 8])
+        cases = r.sample([case for case in pool if case.spec.d_model == d], 3)
+        weights = [
+            {n: w.detach().requires_grad_(True) for n, w in c.weights.items()} for c in cases
+        ]
+        x = _draw(r, 2, 3, d)
+        target = torch.randn(2, 3, d, dtype=torch.float64)
+        z = x
+        for case, own in zip(cases, weights, strict=True):
+            z = block(case.spec, own, z)
+        leaves = [*(w for own in weights for w in own.values()), x]
+        loss = (z - target).pow(2).mean()
+        gradient = flat(
+            torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True), leaves
+        )
+        v = torch.randn(len(gradient), 2, dtype=torch.float64)
+        want = torch.stack(
+            [
+                flat(
+                    torch.autograd.grad(
+                        gradient @ column, leaves, retain_graph=True, allow_unused=True
+                    ),
+                    leaves,
+                )
+                for column in v.T
+            ],
+            1,
+        )
+        stack = BlockStack([(c.spec, own) for c, own in zip(cases, weights, strict=True)])
+        here = stack.linearise(x, target, include_input=True)
+        for _ in range(2):
+            assert relative_error(here @ v, want) <= 1e-11, (seed, [c.spec for c in cases])
+        assert relative_error(here.gradient, gradient.detach()) <= 1e-12

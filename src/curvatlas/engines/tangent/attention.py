@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from curvatlas.engines.tangent.linear import (
     count_directions,
     stage_number,
 )
+from curvatlas.engines.tangent.norm import Normalization, NormTangent
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.precision import float64_device
 
@@ -158,6 +160,60 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 PROJECTIONS = ("query", "key", "value")
 
 
+class HeadNorm:
+    """The norm of queries or keys as tokens (N, heads·s), over every head or the whole width.
+
+    Heads that share their gains are rows of one norm; gains of each head's own come behind a norm
+    without gains, as a diagonal map.
+    """
+
+    def __init__(
+        self, name: str, spec: BlockSpec, weights: Weights, tokens: Tensor, *, heads: int
+    ) -> None:
+        assert spec.qk_norm is not None
+        self.width = tokens.shape[-1]
+        self._name, span = f"{name}_norm", spec.qk_span
+        size = self.width if span == "width" else self.width // heads
+        eps = spec.eps if spec.qk_eps is None else spec.qk_eps
+        make = partial(Normalization, norm=spec.qk_norm, eps=eps)
+        rows = tokens.reshape(-1, size)
+        fresh = Buffers(keep=False)
+        if span == "each head":
+            plain = make(self._name + ".plain", {}, rows)
+            after = plain.value(fresh).view(-1, self.width)
+            gains = Normalization(self._name, weights, after, norm="none", eps=0.0)
+            self.stages = [plain, gains]
+        else:
+            self.stages = [make(self._name, weights, rows)]
+        self.value = self.stages[-1].value(fresh).view(-1, self.width)  # only for the core's q, k
+
+    def push(
+        self, moved: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
+    ) -> tuple[Tensor | None, list[NormTangent]]:
+        """The output's tangent (K, N, heads·s) and what ``pull`` needs."""
+        states = []
+        for stage in self.stages:
+            rows = None if moved is None else self._rows(moved, stage)
+            moved, state = stage.push(rows, dots, space)
+            states.append(state)
+        return (None if moved is None else self._tokens(moved)), states
+
+    def pull(
+        self, rate: Tensor | None, states: list[NormTangent] | None, backward: BackwardPass
+    ) -> Tensor | None:
+        """Rδ of its input (K, N, heads·s)."""
+        for index, stage in reversed(list(enumerate(self.stages))):
+            rows = None if rate is None else self._rows(rate, stage)
+            rate = stage.pull(rows, None if states is None else states[index], backward)
+        return None if rate is None else self._tokens(rate)
+
+    def _rows(self, tokens: Tensor, stage: Normalization) -> Tensor:
+        return tokens.reshape(tokens.shape[0], *stage.n.shape)
+
+    def _tokens(self, rows: Tensor) -> Tensor:
+        return rows.view(rows.shape[0], -1, self.width)
+
+
 @dataclass
 class AttentionTangent:
     """What the backward pass needs of the forward pass."""
@@ -165,6 +221,7 @@ class AttentionTangent:
     mixed_dot: Tensor | None  # Ȯ as tokens (K, N, H·dv)
     core: CoreTangent
     weights: Mapping[str, Tensor]
+    norms: Mapping[str, list[NormTangent]]
 
 
 class AttentionStage:
@@ -195,16 +252,21 @@ class AttentionStage:
             keyless=keyless,
         )
         fresh = Buffers(keep=False)
-        q, k, v = (
-            self._split(self.inputs[name].value(x).unsqueeze(0), name, fresh)[0]
-            for name in PROJECTIONS
-        )
+        tokens = {name: self.inputs[name].value(x) for name in PROJECTIONS}
+        self.norms: dict[str, HeadNorm] = {}
+        if spec.qk_norm is not None:
+            for name, heads in (("query", spec.n_heads), ("key", spec.kv_heads)):
+                self.norms[name] = HeadNorm(name, spec, weights, tokens[name], heads=heads)
+                tokens[name] = self.norms[name].value
+                del self.norms[name].value
+        q, k, v = (self._split(tokens[name].unsqueeze(0), name, fresh)[0] for name in PROJECTIONS)
         self.core = AttentionCore(
             q,
             k,
             v,
             scale=spec.logit_scale,
             softmax=spec.softmax,
+            softcap=spec.softcap,
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
@@ -217,14 +279,19 @@ class AttentionStage:
 
     def _rotation(self, tables: Rotation | None, x: Tensor) -> Rotation | None:
         """The turns of the positions: those the call brought, or those of ``rope_base``."""
-        spec, place = self.spec, {"dtype": x.dtype, "device": x.device}
+        spec = self.spec
         if tables is None and spec.rope_tables:
             raise ValueError(
                 "the rotary positions of this block come with each call: pass rotation=."
             )
         if tables is None and spec.rope_base is not None:
             return Rotation.from_base(
-                spec.rope_base, length=self.length, size=spec.key_size, **place
+                spec.rope_base,
+                length=self.length,
+                size=spec.key_size if spec.rotary_size is None else spec.rotary_size,
+                interleaved=spec.rope_interleaved,
+                dtype=x.dtype,
+                device=x.device,
             )
         if tables is None:
             return None
@@ -234,7 +301,7 @@ class AttentionStage:
                 f"the rotation's tables are {tables.shape}: needed are (L, r/2) or (n, L, r/2) "
                 f"with n={self.samples}, L={self.length} and r at most {spec.key_size}."
             )
-        return tables.to(**place)
+        return tables.to(dtype=x.dtype, device=x.device)
 
     def value(self) -> Tensor:
         """F (N, d)."""
@@ -251,13 +318,13 @@ class AttentionStage:
     ) -> tuple[Tensor | None, AttentionTangent]:
         """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         directions = count_directions(x_dot, dots)
-        heads = self._push_projections(x, x_dot, dots, directions, space)
+        heads, norms = self._push_projections(x, x_dot, dots, directions, space)
         mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
         tokens: Tensor | None = None
         if mixed is not None:
             buffer = space.take(self._key + "merged", directions, *self._mixed.shape, like=mixed)
             tokens = self._merge(mixed, "output", buffer)
-        tangent = AttentionTangent(tokens, core, dots)
+        tangent = AttentionTangent(tokens, core, dots, norms)
         out = space.take(key, directions, *x.shape, like=x)
         if self.output is None:
             return (None if tokens is None else out.copy_(tokens)), tangent
@@ -279,10 +346,7 @@ class AttentionStage:
             mixed_dot = None if tangent is None else tangent.mixed_dot
             self.output.rates(rate, self._mixed, mixed_dot, backward)
         query, key, value = (
-            needs_input
-            or backward.record
-            or f"{name}_weight" in backward.wanted
-            or f"{name}_bias" in backward.wanted
+            needs_input or backward.record or not backward.wanted.isdisjoint(_weights_of(name))
             for name in PROJECTIONS
         )
         if not (query or key or value):
@@ -303,7 +367,8 @@ class AttentionStage:
         )
         out = backward.space.take(f"attention.x{backward.turn}", directions, *x.shape, like=x)
         done = False
-        for layer, tokens in self._merged(rates, dots, backward):
+        norms = {} if tangent is None else tangent.norms
+        for layer, tokens in self._merged(rates, dots, norms, backward):
             layer.rates(tokens, x, x_dot, backward)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
@@ -318,30 +383,37 @@ class AttentionStage:
         dots: Mapping[str, Tensor],
         directions: int,
         space: Buffers,
-    ) -> list[Tensor | None]:
+    ) -> tuple[list[Tensor | None], dict[str, list[NormTangent]]]:
         """q̇, k̇, v̇ in the slots' layout; in one matrix product where all three move alike."""
+        norms: dict[str, list[NormTangent]] = {}
+
+        def finish(name: str, moved: Tensor | None) -> Tensor | None:
+            if name in self.norms:
+                moved, norms[name] = self.norms[name].push(moved, dots, space)
+            return None if moved is None else self._split(moved, name, space)
+
         layer = self.together
         if layer is not None and _alike(layer, dots):
             shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
             buffer = space.take("wide", *shape, like=self._mixed)
             tokens = layer.push(x, x_dot, dots, buffer)
             if tokens is None:
-                return [None, None, None]
+                return [finish(name, None) for name in PROJECTIONS], norms
             parts = torch.split(tokens, list(layer.sizes), -1)
             named = zip(PROJECTIONS, parts, strict=True)
-            return [self._split(part, name, space) for name, part in named]
+            return [finish(name, part) for name, part in named], norms
         heads: list[Tensor | None] = []
         for name, layer in self.inputs.items():
             shape = (directions, self._mixed.shape[0], layer.weight.shape[0])
             buffer = space.take("wide", *shape, like=self._mixed)
-            moved = layer.push(x, x_dot, dots, buffer)
-            heads.append(None if moved is None else self._split(moved, name, space))
-        return heads
+            heads.append(finish(name, layer.push(x, x_dot, dots, buffer)))
+        return heads, norms
 
     def _merged(
         self,
         rates: Sequence[Tensor | None],
         dots: Mapping[str, Tensor],
+        norms: Mapping[str, list[NormTangent]],
         backward: BackwardPass,
     ) -> Iterator[tuple[Linear, Tensor | None]]:
         """The projections with their outputs' Rδ as tokens, all three as one where they can be."""
@@ -352,10 +424,17 @@ class AttentionStage:
             tokens: Tensor = backward.space.take("wide", *shape, like=self._mixed)
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, present, parts, strict=True):
-                self._merge(rate, name, part)
+                if name not in self.norms:
+                    self._merge(rate, name, part)
+                    continue
+                pulled = self._through_norm(name, rate, norms, backward)
+                part.zero_() if pulled is None else part.copy_(pulled)
             yield layer, tokens
             return
         for (name, single), head_rate in zip(self.inputs.items(), rates, strict=True):
+            if name in self.norms:
+                yield single, self._through_norm(name, head_rate, norms, backward)
+                continue
             if head_rate is None:
                 yield single, None
                 continue
@@ -363,6 +442,21 @@ class AttentionStage:
             buffer = backward.space.take("wide", *shape, like=head_rate)
             tokens = self._merge(head_rate, name, buffer)
             yield single, tokens
+
+    def _through_norm(
+        self,
+        name: str,
+        rate: Tensor | None,
+        norms: Mapping[str, list[NormTangent]],
+        backward: BackwardPass,
+    ) -> Tensor | None:
+        """Rδ of a projection's output as tokens, from that of its norm's output as slots."""
+        tokens: Tensor | None = None
+        if rate is not None:
+            shape = (rate.shape[0], self._mixed.shape[0], self.norms[name].width)
+            buffer = backward.space.take("attention.normed", *shape, like=rate)
+            tokens = self._merge(rate, name, buffer)
+        return self.norms[name].pull(tokens, norms.get(name), backward)
 
     def _share_adjoint(self) -> None:
         """Let the three projections see their columns of the common adjoint."""
@@ -436,6 +530,11 @@ def _columns_of(layer: Linear) -> dict[str, Tensor]:
     if layer.bias is not None:
         views |= dict(zip(layer.bias_names, torch.split(layer.bias, sizes), strict=True))
     return views
+
+
+def _weights_of(name: str) -> tuple[str, ...]:
+    """The weights between the input and one of q, k, v."""
+    return tuple(f"{part}_{kind}" for part in (name, f"{name}_norm") for kind in ("weight", "bias"))
 
 
 def _alike(layer: Linear, *groups: Container[str]) -> bool:

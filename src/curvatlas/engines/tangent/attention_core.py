@@ -13,6 +13,9 @@ to zero. Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = D and Rδ
 there. For the outer part w = 0, and both Ȧ and Rδ_T are what torch calls the softmax's backward
 pass: one fused call each.
 
+Capped logits T' = κ tanh(T/κ) have the slope g = 1 − (T'/κ)² and the bend ġ = −2 T'/κ² Ṫ'. All of
+the above holds for T'; towards q and k stand w g instead of w and g Rδ_T + ġ w instead of Rδ_T.
+
 A, the centred Ṫ and, for short inputs, w are the L × L matrices kept; all others exist for a few
 directions and slots at a time, small enough to stay in the cache.
 
@@ -116,12 +119,13 @@ def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor
 
 @dataclass
 class CoreTangent:
-    """Tangents of one push: q̇, k̇, v̇ and the centred Ṫ (K, S, M, L)."""
+    """Tangents of one push: q̇, k̇, v̇, the centred Ṫ (K, S, M, L), of capped ones c (K, S, M, 1)."""
 
     q_dot: Tensor | None
     k_dot: Tensor | None
     v_dot: Tensor | None
     logits_dot: Tensor | None
+    centre: Tensor | None = None
 
 
 _STILL = CoreTangent(None, None, None, None)
@@ -140,6 +144,7 @@ class AttentionCore:
         softmax: bool,
         bias: Tensor | None,
         allowed: Tensor | None,
+        softcap: float | None = None,
     ) -> None:
         self.scale, self.softmax = scale, softmax
         self._key = stage_number()
@@ -148,6 +153,12 @@ class AttentionCore:
         self.k_columns, self.v_columns = self.k.mT.contiguous(), v.mT.contiguous()
         logits = torch.bmm(q, self.k_columns)  # (S, M, L)
         self.allowed = None if softmax or allowed is None else allowed.to(q.dtype)
+        self.slope: Tensor | None = None  # g (S, M, L), with capped logits only
+        self.bend: Tensor | None = None  # −2 T'/κ² (S, M, L)
+        if softcap is not None:
+            height = torch.tanh(logits / softcap)
+            self.slope, self.bend = 1.0 - height * height, height * (-2.0 / softcap)
+            logits = height * softcap
         if softmax:
             if bias is not None:
                 logits += bias
@@ -183,6 +194,8 @@ class AttentionCore:
         if keep and (q_dot is not None or k_dot is not None):
             shape = (directions, s, m, length)
             state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
+            if self.slope is not None:
+                state.centre = space.take(self._key + "centre", *shape[:3], 1, like=self.q)
         for tile in self._tiles(directions):
             self._push_tile(tile, state, out, space)
         return out, state
@@ -258,14 +271,22 @@ class AttentionCore:
                 _accumulate(logits, at(self.q, count), columns, done=q_dot is not None)
             if self.allowed is not None:
                 self._forbid(logits, tile)
-            moved = self._centre(logits, kept is not None, tile, space)
+            if self.slope is not None:
+                slope = tile.slots(self.slope)
+                _grouped(logits, slope).mul_(slope)
+            moved = self._centre(logits, kept is not None, tile, space, tile.moving(state.centre))
             torch.bmm(moved, at(self.v, count), out=target)
         v_dot = tile.moving(state.v_dot)
         if v_dot is not None:
             _accumulate(target, at(self.A, count), v_dot, done=mixed)
 
-    def _centre(self, logits: Tensor, kept: bool, tile: _Tile, space: Buffers) -> Tensor:
-        """Ȧ; ``logits`` are centred if they are kept, else they may be overwritten."""
+    def _centre(
+        self, logits: Tensor, kept: bool, tile: _Tile, space: Buffers, keep: Tensor | None = None
+    ) -> Tensor:
+        """Ȧ; ``logits`` are centred if they are kept, else they may be overwritten.
+
+        ``keep`` takes what is subtracted.
+        """
         if not self.softmax:
             return logits
         if not kept:
@@ -277,6 +298,8 @@ class AttentionCore:
         centre = wide.sum(-1, keepdim=True)
         wide.addcmul_(weights, centre, value=-1)
         grouped.sub_(centre)
+        if keep is not None:
+            keep.copy_(centre.view(keep.shape))
         return moved
 
     def _softmax_backward(self, logits: Tensor, tile: _Tile) -> Tensor:
@@ -309,6 +332,8 @@ class AttentionCore:
         if state.q_dot is not None or state.k_dot is not None or state.logits_dot is not None:
             w = tile.slots(self._w) if self._w is not None else self._adjoint(tile, space)
         e = self._logits_rate(tile, rate_part, state, w, space)
+        if self.slope is not None:
+            w = self._through_cap(tile, state, w, e)
         for out, end, moved in ((out_q, self.k, state.k_dot), (out_k, self.q, state.q_dot)):
             if out is None:
                 continue
@@ -324,6 +349,23 @@ class AttentionCore:
                 )
             if e is None and other is None:
                 out.zero_()
+
+    def _through_cap(
+        self, tile: _Tile, state: CoreTangent, w: Tensor | None, e: Tensor | None
+    ) -> Tensor | None:
+        """w g; Rδ_T' ``e`` becomes Rδ_T = g e + ġ w in place."""
+        assert self.slope is not None
+        assert self.bend is not None
+        slope = tile.slots(self.slope)
+        if e is not None:
+            grouped = _grouped(e, slope).mul_(slope)
+            logits_dot, centre = tile.moving(state.logits_dot), tile.moving(state.centre)
+            if logits_dot is not None:
+                assert w is not None
+                assert centre is not None
+                moved = _grouped(logits_dot + centre, slope)
+                grouped.addcmul_(moved, w * tile.slots(self.bend))
+        return None if w is None else w * slope
 
     def _value_rate(
         self,

@@ -17,7 +17,7 @@ zero costs nothing: the product with one block (i, j) of the Hessian is ``push``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +33,7 @@ from curvatlas.engines.tangent.feed_forward import (
 )
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, add, stage_number
 from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Norm, Weights
 from curvatlas.linear_operator import Part, require_part
 
 # ---- what a block and its directions must look like --------------------------------------------
@@ -61,8 +61,16 @@ def weight_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
         shapes |= {"down_weight": (d, f), "down_bias": (d,)}
     if spec.residual:
         shapes |= {"norm1_weight": (d,), "norm1_bias": (d,)}
-        if spec.d_ff is not None:
+        if spec.d_ff is not None and not spec.one_norm:
             shapes |= {"norm2_weight": (d,), "norm2_bias": (d,)}
+    if spec.qk_norm is not None:
+        alone = spec.qk_span == "head"
+        for name, width in (("query", queries), ("key", keys)):
+            size = spec.key_size if alone else width
+            shapes |= {f"{name}_norm_weight": (size,), f"{name}_norm_bias": (size,)}
+    if spec.output_norm is not None:
+        for name in ("output", *(["down"] if spec.d_ff is not None else [])):
+            shapes |= {f"{name}_norm_weight": (d,), f"{name}_norm_bias": (d,)}
     return shapes
 
 
@@ -79,13 +87,38 @@ def check_spec(spec: BlockSpec) -> None:
         raise ValueError(f"n_heads={heads} must divide d_model={d}, or give d_k and d_v.")
     if min(spec.key_size, spec.value_size) < 1:
         raise ValueError("d_k and d_v must be positive.")
-    if spec.norm not in NORMS:
-        raise ValueError(f"unknown norm {spec.norm!r}: choose one of {', '.join(NORMS)}.")
-    if spec.eps < 0:
-        raise ValueError(f"eps must not be negative, got {spec.eps!r}.")
+    for norm in (spec.norm, spec.norm2, spec.output_norm, spec.qk_norm):
+        if norm is not None and norm not in NORMS:
+            raise ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}.")
+    for eps in (spec.eps, spec.eps2, spec.output_eps, spec.qk_eps):
+        if eps is not None and eps < 0:
+            raise ValueError(f"eps must not be negative, got {eps!r}.")
+    _check_form(spec)
     check_activation(spec.activation)
     if not spec.residual and spec.d_ff is not None:
         raise ValueError("residual=False is the bare attention layer Z = Att(X): it has no d_ff.")
+
+
+def _check_form(spec: BlockSpec) -> None:
+    """Raise on options that exclude each other."""
+    branches = {
+        "parallel": spec.parallel,
+        "output_norm": spec.output_norm is not None,
+        "residual_scale": spec.residual_scale != 1.0,
+    }
+    for name, used in branches.items():
+        if used and not (spec.norm_first and spec.residual):
+            raise ValueError(f"{name} is for pre-norm blocks: norm_first=True, residual=True.")
+    if spec.parallel and spec.d_ff is None:
+        raise ValueError("parallel sublayers need a feed-forward part: give d_ff.")
+    if spec.one_norm and not spec.parallel:
+        raise ValueError("one norm for both sublayers needs them in parallel: parallel=True.")
+    if spec.softcap is not None and not (spec.softcap > 0 and spec.softmax):
+        raise ValueError("softcap must be positive, and needs softmax attention.")
+    if spec.rotary_size is not None and not 0 < spec.rotary_size <= spec.key_size:
+        raise ValueError(
+            f"rotary_size={spec.rotary_size} must lie between 1 and the head size {spec.key_size}."
+        )
 
 
 def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
@@ -171,60 +204,97 @@ def _forgotten(_: Buffers) -> Tensor:
 
 
 @dataclass
+class BranchTangent:
+    """What the backward pass needs of the forward pass through one branch."""
+
+    inner_dot: FormedTangent  # the inner map's input tangent on the backward pass
+    inner: AttentionTangent | FeedForwardTangent
+    before: NormTangent | None
+    after: NormTangent | None
+
+
+@dataclass
 class SublayerTangent:
     """What the backward pass needs of the forward pass, and the output's tangent."""
 
     output: Tensor | None  # (K, N, d)
     output_again: FormedTangent  # the same on the backward pass
-    inner_dot: FormedTangent  # the inner map's input tangent on the backward pass
-    inner: AttentionTangent | FeedForwardTangent
+    branches: list[BranchTangent]
     norm: NormTangent | None
 
 
+@dataclass(frozen=True)
+class BranchPlan:
+    """How to build one branch m · after(f(before(x))); ``names`` are the weights of f."""
+
+    make_inner: Callable[[Tensor], AttentionStage | FeedForwardStage]
+    names: frozenset[str]
+    make_before: Callable[[Tensor], Normalization] | None = None  # None: the branch sees x
+    shares_before: bool = False  # the norm is that of the branch before this one
+    make_after: Callable[[Tensor], Normalization] | None = None
+
+
+@dataclass
+class _Branch:
+    inner: AttentionStage | FeedForwardStage
+    names: frozenset[str]  # of the inner map and the norm behind it
+    before: Normalization | None
+    after: Normalization | None
+    input_again: Formed  # the inner map's input
+
+
 class Sublayer:
-    """Attention or feed-forward with its residual path and norm, at its input x (N, d).
+    """Attention, feed-forward or both side by side, with their residual path, at x (N, d).
 
-        post-norm  y = norm(x + f(x))        pre-norm  y = x + f(norm(x))        bare  y = f(x)
+        pre-norm   y = x + m Σ_b after_b(f_b(before_b(x)))
+        post-norm  y = norm(x + f(x))                           bare  y = f(x)
 
-    A block is two of these in a row and a stack is many: the chain rule is written once, here.
-
-    ``make_inner`` builds the inner map at its input; ``make_norm`` the norm (None: no norm).
-    ``norm_name`` is the prefix of the norm's weights, ``names`` are the inner map's weights.
-    ``x_again`` gives x once more when a product needs it.
+    A block is one or two of these in a row and a stack is many: the chain rule is written once,
+    here. ``make_norm`` builds the norm of the sum (post-norm), None: there is none. ``x_again``
+    gives x once more when a product needs it. ``name`` is the prefix of its scratch.
     """
 
     def __init__(
         self,
         x: Tensor,
         x_again: Formed,
-        make_inner: Callable[[Tensor], AttentionStage | FeedForwardStage],
+        plans: Sequence[BranchPlan],
         make_norm: Callable[[Tensor], Normalization] | None,
         *,
-        norm_name: str,
-        names: frozenset[str],
-        norm_first: bool,
+        name: str,
         residual: bool,
+        scale: float = 1.0,
         turn: int = 0,
     ) -> None:
-        self.norm_first, self.residual, self.names = norm_first, residual, names
-        self.norm_names = frozenset({f"{norm_name}_weight", f"{norm_name}_bias"})
-        self._shared = f"{norm_name}.pulled{turn}"  # free until the backward pass
+        self.residual, self.scale = residual, scale
+        self._shared = f"{name}.pulled{turn}"  # free until the backward pass
         self._own = stage_number() + "out"
         self.keeps_output = True  # False: nobody asks for the output or its tangent again
-        self.norm: Normalization | None = None
         fresh = Buffers(keep=False)
-        inner_input, self.inner_again = x, x_again
-        if norm_first and make_norm is not None:
-            self.norm = make_norm(x)
-            inner_input, self.inner_again = self.norm.value(fresh), self.norm.value
-        self.inner = make_inner(inner_input)
-        y = self.inner.value()
-        if residual:
-            y = y + x
-        self.output: Tensor = y
-        self.output_again: Formed = lambda _: y
-        if not norm_first and make_norm is not None:
-            self.norm = make_norm(y)
+        self.branches: list[_Branch] = []
+        y: Tensor | None = x if residual else None
+        before: Normalization | None = None
+        for plan in plans:
+            if not plan.shares_before:
+                before = None if plan.make_before is None else plan.make_before(x)
+            seen = x if before is None else before.value(fresh)
+            inner = plan.make_inner(seen)
+            f, after = inner.value(), None
+            if plan.make_after is not None:
+                after = plan.make_after(f)
+                f = after.value(fresh)
+            f = f if scale == 1.0 else f * scale
+            y = f if y is None else y + f
+            again = x_again if before is None else before.value
+            names = plan.names | (frozenset() if after is None else norm_names(after.name))
+            self.branches.append(_Branch(inner, names, before, after, again))
+        assert y is not None
+        total = y
+        self.output: Tensor = total
+        self.output_again: Formed = lambda _: total
+        self.norm: Normalization | None = None
+        if make_norm is not None:
+            self.norm = make_norm(total)
             self.output, self.output_again = self.norm.value(fresh), self.norm.value
 
     def forget_output(self) -> None:
@@ -234,8 +304,15 @@ class Sublayer:
 
     @property
     def normalizes_input(self) -> bool:
-        """Whether the inner map sees the input only through the norm."""
-        return self.norm is not None and self.norm_first
+        """Whether the inner maps see the input only through norms."""
+        return all(branch.before is not None for branch in self.branches)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The weights in here, as far as they are there."""
+        norms = [self.norm, *(branch.before for branch in self.branches)]
+        own = [norm_names(norm.name) for norm in norms if norm is not None]
+        return frozenset().union(*own, *(branch.names for branch in self.branches))
 
     def push(
         self,
@@ -245,23 +322,50 @@ class Sublayer:
         space: Buffers,
     ) -> SublayerTangent:
         """The tangent of the output for K directions; ``x_dot`` (K, N, d)."""
-        state: NormTangent | None = None
-        inner_dot, again = x_dot, x_dot_again
-        if self.norm is not None and self.norm_first:
-            inner_dot, state = self.norm.push(x_dot, dots, space)
-            again = partial(self.norm.tangent, state)
-        normalizes_output = self.norm is not None and not self.norm_first
-        key = self._own if self.keeps_output and not normalizes_output else self._shared
-        x = self.inner_again(space)
-        moved, inner = self.inner.push(x, inner_dot, dots, space, key=key)
+        key = self._own if self.keeps_output and self.norm is None else self._shared
+        total: Tensor | None = None
+        states: list[BranchTangent] = []
+        before: Normalization | None = None
+        seen, state, again = x_dot, None, x_dot_again
+        for branch in self.branches:
+            if branch.before is None:
+                seen, state, again = x_dot, None, x_dot_again
+            elif branch.before is not before:
+                seen, state = branch.before.push(x_dot, dots, space)
+                again = partial(branch.before.tangent, state)
+            before = branch.before
+            place = key if total is None else "sublayer.branch"
+            moved, inner, after = self._push_branch(branch, seen, dots, space, place)
+            states.append(BranchTangent(again, inner, state, after))
+            total = add(total, moved)
         if self.residual:
-            moved = add(moved, x_dot)
-        if self.norm is None or self.norm_first:
-            kept = moved
-            return SublayerTangent(moved, lambda _: kept, again, inner, state)
-        moved, state = self.norm.push(moved, dots, space)
-        output_again = partial(self.norm.tangent, state)
-        return SublayerTangent(moved, output_again, again, inner, state)
+            total = add(total, x_dot)
+        if self.norm is None:
+            kept = total
+            return SublayerTangent(total, lambda _: kept, states, None)
+        total, outer = self.norm.push(total, dots, space)
+        return SublayerTangent(total, partial(self.norm.tangent, outer), states, outer)
+
+    def _push_branch(
+        self,
+        branch: _Branch,
+        seen: Tensor | None,
+        dots: Mapping[str, Tensor],
+        space: Buffers,
+        key: str,
+    ) -> tuple[Tensor | None, AttentionTangent | FeedForwardTangent, NormTangent | None]:
+        """The tangent of m after(f(·)), in the buffer of ``key``."""
+        x = branch.input_again(space)
+        place = key if branch.after is None else "sublayer.inner"
+        moved, inner = branch.inner.push(x, seen, dots, space, key=place)
+        after: NormTangent | None = None
+        if branch.after is not None:
+            y_dot, after = branch.after.push(moved, dots, space)
+            # a copy: the norm may give the tangent that it keeps for the backward pass
+            moved = None if y_dot is None else space.take(key, *y_dot.shape, like=x).copy_(y_dot)
+        if moved is not None and self.scale != 1.0:
+            moved *= self.scale
+        return moved, inner, after
 
     def pull(
         self,
@@ -276,30 +380,66 @@ class Sublayer:
         With ``tangent`` (and adjoints recorded before) this is R of the backward pass: products
         with the Hessian. Without it, plain vector-Jacobian products.
         """
-        state = None if tangent is None else tangent.norm
-        if self.norm is not None and not self.norm_first:
-            rate = self.norm.pull(rate, state, backward)
-            if not (needs_input or backward.record or backward.wanted & self.names):
-                return None
-        before = self.norm if self.norm_first else None
-        through = needs_input or (before is not None and bool(backward.wanted & self.norm_names))
-        inner_rate = self.inner.pull(
-            rate,
-            None if tangent is None else tangent.inner,  # type: ignore[arg-type]
-            backward,
-            x=self.inner_again(backward.space),
-            x_dot=None if tangent is None else tangent.inner_dot(backward.space),
-            needs_input=through,
-        )
-        if before is not None and through:
-            inner_rate = before.pull(inner_rate, state, backward)
+        if self.norm is not None:
+            rate = self.norm.pull(rate, None if tangent is None else tangent.norm, backward)
+        total: Tensor | None = None
+        through: Tensor | None = None  # Rδ of what the current norm gives its branches
+        for index, branch in enumerate(self.branches):
+            before = branch.before
+            reaches = needs_input or (
+                before is not None and not backward.wanted.isdisjoint(norm_names(before.name))
+            )
+            state = None if tangent is None else tangent.branches[index]
+            if reaches or backward.record or not backward.wanted.isdisjoint(branch.names):
+                through = add(
+                    through, self._pull_branch(branch, rate, state, backward, reaches=reaches)
+                )
+            following = self.branches[index + 1 : index + 2]
+            if before is not None and following and following[0].before is before:
+                continue
+            if before is not None and reaches:
+                norm_state = None if state is None else state.before
+                through = before.pull(through, norm_state, backward)
+            total, through = add(total, through), None
         if not needs_input:
             return None
-        return add(inner_rate, rate) if self.residual else inner_rate
+        return add(total, rate) if self.residual else total
+
+    def _pull_branch(
+        self,
+        branch: _Branch,
+        rate: Tensor | None,
+        state: BranchTangent | None,
+        backward: BackwardPass,
+        *,
+        reaches: bool,
+    ) -> Tensor | None:
+        """Rδ of what f sees, from Rδ of the sublayer's output."""
+        space = backward.space
+        if rate is not None and self.scale != 1.0:
+            rate = torch.mul(
+                rate, self.scale, out=space.take("sublayer.inner", *rate.shape, like=rate)
+            )
+        if branch.after is not None:
+            rate = branch.after.pull(rate, None if state is None else state.after, backward)
+        return branch.inner.pull(
+            rate,
+            None if state is None else state.inner,  # type: ignore[arg-type]
+            backward,
+            x=branch.input_again(space),
+            x_dot=None if state is None else state.inner_dot(space),
+            needs_input=reaches,
+        )
 
 
-_ATTENTION = frozenset(WEIGHT_NAMES[:8])
+def norm_names(name: str) -> frozenset[str]:
+    """The weights of a norm."""
+    return frozenset((f"{name}_weight", f"{name}_bias"))
+
+
+_ATTENTION = frozenset(WEIGHT_NAMES[:8]) | norm_names("query_norm") | norm_names("key_norm")
 _FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
+_BEFORE = ("norm1_weight", "norm2_weight")
 
 
 @dataclass
@@ -345,7 +485,7 @@ class LinearisedBlock:
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec, self._rotation, self._keyless = spec, rotation, keyless
         # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
-        self.turn = turn = turn if spec.d_ff is None else 2
+        self.turn = turn = turn if spec.d_ff is None or spec.parallel else 2
         self.space = space if space is not None else Buffers(keep=False)
         self.samples, self.length, self.width = x.shape
         tokens = x.reshape(-1, self.width)
@@ -510,9 +650,7 @@ class LinearisedBlock:
     ) -> Tensor | None:
         for index in reversed(range(len(self.sublayers))):
             earlier = self.sublayers[:index]
-            reaches = needs_input or any(
-                backward.wanted & (s.names | s.norm_names) for s in earlier
-            )
+            reaches = needs_input or any(not backward.wanted.isdisjoint(s.names) for s in earlier)
             rate = self.sublayers[index].pull(
                 rate,
                 None if tangent is None else tangent.sublayers[index],
@@ -547,7 +685,7 @@ class LinearisedBlock:
         check_block(spec, weights, x)
 
     def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
-        spec, weights = self.spec, self.weights
+        spec, weights = self.spec, self._with_gains()
 
         def make_attention(tokens: Tensor) -> AttentionStage:
             return AttentionStage(
@@ -560,39 +698,50 @@ class LinearisedBlock:
                 keyless=self._keyless,
             )
 
-        attention = Sublayer(
-            x,
-            x_again,
-            make_attention,
-            self._make_norm("norm1") if spec.residual else None,
-            norm_name="norm1",
-            names=_ATTENTION,
-            norm_first=spec.norm_first,
-            residual=spec.residual,
-            turn=self.turn,
-        )
-        if spec.d_ff is None:
-            return [attention]
-        feed_forward = Sublayer(
-            attention.output,
-            attention.output_again,
-            partial(FeedForwardStage, spec, weights),
-            self._make_norm("norm2"),
-            norm_name="norm2",
-            names=_FEED_FORWARD,
-            norm_first=spec.norm_first,
-            residual=spec.residual,
-            turn=self.turn,
-        )
-        if feed_forward.normalizes_input:
-            attention.forget_output()
-        return [attention, feed_forward]
+        def make_norm(
+            name: str, norm: Norm | None, eps: float | None
+        ) -> Callable[[Tensor], Normalization] | None:
+            kind = spec.norm if norm is None else norm
+            if kind == "none" and norm_names(name).isdisjoint(weights):
+                return None
+            scale = spec.eps if eps is None else eps
+            return partial(Normalization, name, weights, norm=kind, eps=scale)
 
-    def _make_norm(self, name: str) -> Callable[[Tensor], Normalization] | None:
-        spec = self.spec
-        if spec.norm == "none" and not {f"{name}_weight", f"{name}_bias"} & set(self.weights):
-            return None
-        return partial(Normalization, name, self.weights, norm=spec.norm, eps=spec.eps)
+        norm1 = make_norm("norm1", None, None) if spec.residual else None
+        norm2 = make_norm("norm2", spec.norm2, spec.eps2)
+        after = [
+            None if spec.output_norm is None else make_norm(name, spec.output_norm, spec.output_eps)
+            for name in ("output_norm", "down_norm")
+        ]
+        first = spec.norm_first
+        attention = BranchPlan(
+            make_attention, _ATTENTION, norm1 if first else None, make_after=after[0]
+        )
+        feed_forward = BranchPlan(
+            partial(FeedForwardStage, spec, weights),
+            _FEED_FORWARD,
+            norm2 if first else None,
+            shares_before=spec.one_norm,
+            make_after=after[1],
+        )
+        make = partial(Sublayer, residual=spec.residual, scale=spec.residual_scale, turn=self.turn)
+        if spec.d_ff is None or spec.parallel:
+            plans = [attention] if spec.d_ff is None else [attention, feed_forward]
+            return [make(x, x_again, plans, None if first else norm1, name="norm1")]
+        one = make(x, x_again, [attention], None if first else norm1, name="norm1")
+        norm = None if first else norm2
+        two = make(one.output, one.output_again, [feed_forward], norm, name="norm2")
+        if two.normalizes_input:
+            one.forget_output()
+        return [one, two]
+
+    def _with_gains(self) -> dict[str, Tensor]:
+        """The weights with every norm's gain as it multiplies."""
+        offset = self.spec.gain_offset
+        if offset == 0.0:
+            return self.weights
+        gains = [name for name in self.weights if name.endswith(("norm_weight", *_BEFORE))]
+        return self.weights | {name: self.weights[name] + offset for name in gains}
 
 
 class LinearisedFeedForward(LinearisedBlock):
@@ -603,17 +752,5 @@ class LinearisedFeedForward(LinearisedBlock):
         check_spec(spec)
 
     def _sublayers(self, x: Tensor, x_again: Formed, mask: Tensor | None) -> list[Sublayer]:
-        make = partial(FeedForwardStage, self.spec, self.weights)
-        return [
-            Sublayer(
-                x,
-                x_again,
-                make,
-                None,
-                norm_name="norm2",
-                names=_FEED_FORWARD,
-                norm_first=True,
-                residual=False,
-                turn=self.turn,
-            )
-        ]
+        plan = BranchPlan(partial(FeedForwardStage, self.spec, self.weights), _FEED_FORWARD)
+        return [Sublayer(x, x_again, [plan], None, name="norm2", residual=False, turn=self.turn)]

@@ -37,7 +37,7 @@ _SATURATED = 30.0
 
 def check_activation(name: str) -> None:
     """Raise on a name that is not one of ``ACTIVATIONS``."""
-    if name not in ACTIVATIONS:
+    if name not in _DERIVATIVES:
         raise ValueError(f"unknown activation {name!r}: choose one of {', '.join(ACTIVATIONS)}.")
 
 
@@ -99,6 +99,36 @@ def _gelu_tanh(z: Tensor, order: int) -> tuple[Tensor, ...]:
     return value, 0.5 * (1.0 + t + inner * t1), t1 + 0.5 * inner * t2, third
 
 
+_BLOOM_KAPPA, _BLOOM_SLOPE = 0.79788456, 0.1070322243
+
+
+def _gelu_bloom(z: Tensor, order: int) -> tuple[Tensor, ...]:
+    """Bloom's GELU: κ and 3κc rounded, each by itself, so that f' is only nearly that of f.
+
+    f = z(1+t)/2, f' = (1+t)/2 + z(1−t²)p/2 with p = κ + b z² written out in the model, and what
+    follows from these: the derivatives the model's own backward pass has.
+    """
+    inner = z.clamp(-_SATURATED, _SATURATED)
+    square = inner * inner
+    t = torch.tanh(_BLOOM_KAPPA * inner * (1.0 + _CUBIC * square))
+    value = 0.5 * z * (1.0 + t)
+    if order == 0:
+        return (value,)
+    slope = 1.0 - t * t
+    u1 = _BLOOM_KAPPA * (1.0 + 3.0 * _CUBIC * square)  # of the argument of tanh
+    p, p1 = _BLOOM_KAPPA + _BLOOM_SLOPE * square, 2.0 * _BLOOM_SLOPE * inner
+    t1 = slope * u1
+    bend = 0.5 * (t1 + slope * (p + inner * p1) - 2.0 * inner * t * t1 * p)
+    third = t
+    if order >= 3:
+        u2 = 6.0 * _BLOOM_KAPPA * _CUBIC * inner
+        t2 = slope * (u2 - 2.0 * t * u1 * u1)
+        g, g1, g2 = inner * p, p + inner * p1, 2.0 * p1 + 2.0 * _BLOOM_SLOPE * inner
+        slope1, slope2 = -2.0 * t * t1, -2.0 * (t1 * t1 + t * t2)
+        third = 0.5 * (t2 + slope2 * g + 2.0 * slope1 * g1 + slope * g2)
+    return value, 0.5 * (1.0 + t + inner * slope * p), bend, third
+
+
 def _silu(z: Tensor, order: int) -> tuple[Tensor, ...]:
     """f = zs, f' = s + zs', f'' = 2s' + zs'', f''' = 3s'' + zs''', s the logistic function."""
     s = torch.sigmoid(z)
@@ -116,6 +146,7 @@ _DERIVATIVES = {
     "identity": _identity,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "gelu_bloom": _gelu_bloom,
     "silu": _silu,
 }
 

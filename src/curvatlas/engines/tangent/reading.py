@@ -144,7 +144,7 @@ class BlockCall:
 def map_module(module: nn.Module) -> MappedBlock:
     """Read an attention layer or a Transformer block as ``BlockSpec`` and weights."""
     spec, pick = read_module(module)
-    _refuse_tables(module, spec)
+    _refuse_special_forms(module, spec)
     parameters = dict(module.named_parameters())
     weights = pick({name: value.detach() for name, value in parameters.items()})
     numbers = flat_numbers(parameters)
@@ -437,11 +437,19 @@ def _rope_options(config: Any) -> dict[str, Any]:
     return {"rope_base": float(parameters["rope_theta"])}
 
 
+def _refuse_special_forms(module: nn.Module, spec: BlockSpec) -> None:
+    if spec.special_forms:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} {' and '.join(spec.special_forms)}: not in the closed form, "
+            "use ca.Hessian(problem)."
+        )
+
+
 def _refuse_tables(module: nn.Module, spec: BlockSpec) -> None:
     if spec.rope_tables:
         raise UnmappedModuleError(
-            f"{type(module).__name__} has rotary positions of another type than the default over "
-            "the whole head: the closed form has no tables for them, use ca.Hessian(problem)."
+            f"{type(module).__name__} has rotary positions whose tables come with each call: a "
+            "stack alone has none, use ca.Hessian(problem)."
         )
 
 

@@ -37,10 +37,19 @@ WEIGHT_NAMES: tuple[str, ...] = (
     "norm1_bias",  # (d,) β, absent for RMSNorm
     "norm2_weight",  # (d,)
     "norm2_bias",  # (d,)
+    "query_norm_weight",  # (d_k,), or (H·d_k,): gains of the queries' norm
+    "query_norm_bias",
+    "key_norm_weight",  # (d_k,), or (G·d_k,)
+    "key_norm_bias",
+    "output_norm_weight",  # (d,) of the norm behind the attention, before the residual sum
+    "output_norm_bias",  # (d,)
+    "down_norm_weight",  # (d,) of the norm behind the feed-forward part
+    "down_norm_bias",  # (d,)
 )
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "identity"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_bloom", "silu", "identity"]
 Norm = Literal["layer", "rms", "none"]
+Span = Literal["head", "each head", "width"]  # what a norm of queries or keys goes over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,18 @@ class BlockSpec:
     post-norm (``norm_first=False``): U = X + Att(X), Y = n1(U), S = Y + FFN(Y), Z = n2(S).
     pre-norm  (``norm_first=True``):  U = X + Att(n1(X)), Z = U + FFN(n2(U)).
     ``d_ff=None``: no feed-forward part; ``residual=False``: Z = Att(X), the bare attention layer.
+
+    ``parallel`` (pre-norm): Z = X + Att(n1(X)) + FFN(n2(X)), or with ``one_norm`` FFN(n1(X)).
+    ``output_norm`` (pre-norm): norms behind the sublayers, U = X + n_o(Att(·)),
+    Z = U + n_d(FFN(·)); of kind "none" they are learned gains (LayerScale), and with
+    ``norm="none"`` there are no others.
+    ``residual_scale`` m (pre-norm): U = X + m Att(·), Z = U + m FFN(·).
+    ``gain_offset`` o: every norm multiplies by o + weight (Gemma: 1).
+    ``qk_norm``: q ← n_q(q), k ← n_k(k) before the rotation, over each ``qk_span``: "head", with the
+    same gains for all; "each head", with its own gains; "width", over all heads together.
+    ``softcap`` c: logits T ← c tanh(T/c) before mask and softmax.
+    ``rotary_size`` r: only the first r coordinates of a head turn; ``rope_interleaved``: coordinate
+    2p turns with 2p + 1 instead of p with p + r/2.
     """
 
     d_model: int
@@ -59,16 +80,30 @@ class BlockSpec:
     d_v: int | None = None  # None: d_model / n_heads
     d_ff: int | None = None
     norm: Norm = "layer"
+    norm2: Norm | None = None  # kind of the feed-forward part's norm; None: as ``norm``
     norm_first: bool = False
+    output_norm: Norm | None = None  # kind of the norms behind the sublayers; None: there are none
+    parallel: bool = False
+    one_norm: bool = False
+    residual_scale: float = 1.0
+    gain_offset: float = 0.0
     activation: Activation = "gelu"
     gated: bool = False
     eps: float = 1e-5
+    eps2: float | None = None  # of the feed-forward part's norm; None: as ``eps``
+    output_eps: float | None = None
+    qk_norm: Norm | None = None
+    qk_span: Span = "head"
+    qk_eps: float | None = None
     causal: bool = False
     window: int | None = None  # causal only: keys a query sees, itself and those just before
     softmax: bool = True  # False: linear attention, A = T
+    softcap: float | None = None
     scale: float | None = None  # None: 1/√d_k
     rope_base: float | None = None  # rotary position embedding (half-split pairs, Llama layout)
     rope_tables: bool = False  # rotary positions of a kind only the call's own tables can tell
+    rope_interleaved: bool = False
+    rotary_size: int | None = None  # None: the whole head
     residual: bool = True
 
     @property
@@ -86,3 +121,36 @@ class BlockSpec:
     @property
     def logit_scale(self) -> float:
         return self.scale if self.scale is not None else 1.0 / math.sqrt(self.key_size)
+
+    @property
+    def special_forms(self) -> tuple[str, ...]:
+        """What this block does that the matrix-free products have and the dense forms do not."""
+        plain = BlockSpec(d_model=self.d_model)
+        words = [w for name, w in _SPECIAL.items() if getattr(self, name) != getattr(plain, name)]
+        return (*words, *(["has Bloom's rounded GELU"] if self.activation == "gelu_bloom" else []))
+
+
+# option → what a block with it does
+_SPECIAL = {
+    "parallel": "runs attention and feed-forward side by side",
+    "one_norm": "has one norm for both sublayers",
+    "norm2": "mixes kinds of norms",
+    "eps2": "has norms of different eps",
+    "output_norm": "has norms or gains behind its sublayers",
+    "residual_scale": "scales what its sublayers add",
+    "gain_offset": "scales its norms by an offset + weight",
+    "qk_norm": "normalises queries and keys",
+    "softcap": "caps its logits",
+    "rope_tables": "has rotary positions whose tables come with each call",
+    "rope_interleaved": "turns neighbouring coordinates",
+    "rotary_size": "turns a part of each head",
+}
+
+
+def require_plain(spec: BlockSpec, who: str) -> None:
+    """Raise when ``who`` would need a formula it does not have."""
+    if spec.special_forms:
+        raise ValueError(
+            f"{who} has no formula for a block that {' and '.join(spec.special_forms)}: use "
+            "LinearisedBlock or ca.Hessian(problem)."
+        )
