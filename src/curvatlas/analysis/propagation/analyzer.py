@@ -27,6 +27,7 @@ from curvatlas.analysis.propagation.matrix_free import (
     probe,
 )
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
+from curvatlas.analysis.propagation.spectral import SpectralNorms
 from curvatlas.budget import default_budget, parse_bytes
 from curvatlas.figures.flow import plot_flow
 from curvatlas.precision import in_float64
@@ -35,7 +36,7 @@ from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
-from curvatlas.results import also_named
+from curvatlas.results import Interval, also_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -160,9 +161,18 @@ Probes = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]  # a basis, and the images
 
 
 def free_entries(
-    products: FreeProducts, samples: int, *, probes: int, seed: int, wanted: Wanted
+    products: FreeProducts,
+    samples: int,
+    *,
+    probes: int,
+    seed: int,
+    wanted: Wanted,
+    norms: SpectralNorms | None = None,
 ) -> Iterator[FlowEntry]:
-    """The same entries, estimated from ``probes`` products each with what lies behind them."""
+    """The same entries, estimated from ``probes`` products each with what lies behind them.
+
+    norms: refines the spectral norms.
+    """
     capture = products.capture
     generator = torch.Generator(device="cpu").manual_seed(seed)
     behind: dict[Node, Probed] = {}
@@ -186,7 +196,8 @@ def free_entries(
         parts = dict(zip(_PARTS, probed, strict=True))
         slope = products.slopes.get(place.node)
         before = behind[place.node] if place.node in products.slopes else None
-        return _estimated(place, parts, slope, before)
+        refined = _refined(norms, place, (basis[0], images[0][0]))
+        return _estimated(place, parts, slope, before, refined)
 
     for node in track(capture.last, "propagation: head"):
         head = Node("head", "head", None, node.tensor)
@@ -215,8 +226,22 @@ def free_entries(
             yield entry(Place(node, "sublayer", parent, name), seen)
 
 
+def _refined(
+    norms: SpectralNorms | None, place: Place, probe: tuple[Tensor, Tensor] | None = None
+) -> Interval | None:
+    if norms is None:
+        return None
+    reader = place.node if place.kind == "sublayer" else None
+    return norms.interval(place.at, reader=reader, probe=probe)
+
+
 def sweep_entries(
-    products: FreeProducts, samples: int, *, probes: int, seed: int
+    products: FreeProducts,
+    samples: int,
+    *,
+    probes: int,
+    seed: int,
+    norms: SpectralNorms | None = None,
 ) -> Iterator[FlowEntry]:
     """All entries from one sweep of ``SWEPT`` times as many probes, linear in the layers.
 
@@ -232,16 +257,18 @@ def sweep_entries(
     def alone(node: Node) -> bool:
         return node.kind == "head" or node in beyond
 
-    yield from free_entries(products, samples, probes=probes, seed=seed + 1, wanted=alone)
+    yield from free_entries(
+        products, samples, probes=probes, seed=seed + 1, wanted=alone, norms=norms
+    )
     for node, site in track(sweep.activations(), "propagation", total=reached + 1):
         slope = products.slopes[node]
         here = site.parts
         place = Place(node, "activation", node, node.name)
-        yield _estimated(place, here, slope, None)
+        yield _estimated(place, here, slope, None, _refined(norms, place))
         for parent, name in _inputs_of(node):
             parts = sweep.through(node, parent, site).parts
             place = Place(node, "sublayer", parent, name)
-            yield _estimated(place, parts, slope, here["total"])
+            yield _estimated(place, parts, slope, here["total"], _refined(norms, place))
 
 
 def _inputs_of(node: Node) -> list[tuple[Node, str]]:
@@ -254,9 +281,14 @@ def _inputs_of(node: Node) -> list[tuple[Node, str]]:
 
 
 def _estimated(
-    place: Place, parts: dict[str, Probed], slope: Tensor | None, behind: Probed | None
+    place: Place,
+    parts: dict[str, Probed],
+    slope: Tensor | None,
+    behind: Probed | None,
+    refined: Interval | None,
 ) -> FlowEntry:
     total = parts["total"]
+    low, high = total.spectral if refined is None else refined
     amplification, interval = None, None
     if place.kind == "sublayer" and behind is not None and behind.norm_interval[0] > 0:
         amplification = total.norm / behind.norm
@@ -270,8 +302,8 @@ def _estimated(
         passed_on=None,
         created_here=None,
         measures={part: probed.measure for part, probed in parts.items()},
-        spectral_norm=math.sqrt(total.spectral[0] * total.spectral[1]),
-        spectral_interval=total.spectral,
+        spectral_norm=math.sqrt(low * high),
+        spectral_interval=(low, high),
         eigenvalues=None,
         token_trace=total.token_trace,
         token_trace_error=total.token_error,
@@ -305,6 +337,9 @@ class CurvaturePropagationAnalyzer:
     sweep: whether a matrix-free account of all blocks comes from one sweep, linear in the depth
         (norms less certain, traces more), or from products at every entry, quadratic in it.
         None: the sweep from 16 blocks on.
+    spectral: "bracket" (spectral norms between bounds from the same products) or "refine": a short
+        Lanczos at every entry, about 20 products, whose interval is closer than 1 %. Matrices that
+        are formed give them exactly.
 
     Without targets the loss is that of the model's own predictions: for cross-entropy the most
     likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
@@ -319,6 +354,7 @@ class CurvaturePropagationAnalyzer:
         probes: int = 8,
         method: str = "auto",
         sweep: bool | None = None,
+        spectral: str = "bracket",
         seed: int = 0,
     ) -> None:
         if method not in ("auto", "dense", "matrix-free"):
@@ -331,6 +367,7 @@ class CurvaturePropagationAnalyzer:
         self.probes = probes
         self.method = method
         self.sweep = sweep
+        self.spectral = _checked_spectral(spectral)
         self.seed = seed
         self.history: list[CurvatureFlow] = []
 
@@ -362,7 +399,11 @@ class CurvaturePropagationAnalyzer:
             ][:1]
             entries = list(
                 self._entries(
-                    problem, batch, captured, lambda other: other is node or other in attention
+                    problem,
+                    batch,
+                    captured,
+                    lambda other: other is node or other in attention,
+                    spectral=self.spectral,
                 )[1]
             )
             scores = None
@@ -384,6 +425,7 @@ class CurvaturePropagationAnalyzer:
         *,
         step: int | None = None,
         layers: int | Sequence[int] | None = None,
+        spectral: str | None = None,
     ) -> CurvatureFlow:
         """Every sublayer and activation of one batch; kept in ``history`` for the figure.
 
@@ -393,18 +435,21 @@ class CurvaturePropagationAnalyzer:
             Without matrices, a deep model's come from one sweep (see ``sweep``), linear in the
             depth. Blocks asked for by number get products of their own, each through all that
             lies behind it: their norms are known better and spectral norms bracketed closer.
+        spectral: "bracket" or "refine", instead of the analyzer's own.
         """
+        chosen_spectral = self.spectral if spectral is None else _checked_spectral(spectral)
         problem, origin = self._problem(x, target)
         problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
             captured = capture(problem, batch)
             chosen = None if layers is None else _chosen_layers(layers, captured)
-            method, entries = self._entries(
+            method, entries, products = self._entries(
                 problem,
                 batch,
                 captured,
                 None if chosen is None else lambda n: n.layer is None or n.layer in chosen,
+                spectral=chosen_spectral,
             )
             backwards = list(entries)
             loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
@@ -417,6 +462,7 @@ class CurvaturePropagationAnalyzer:
             target=origin,
             samples=batch.length,
             step=step,
+            products=0 if products is None else products.count,
         )
         self.history.append(flow)
         return flow
@@ -436,8 +482,14 @@ class CurvaturePropagationAnalyzer:
     # --- what stands behind them ----------------------------------------------------------------
 
     def _entries(
-        self, problem: Problem, batch: Batch, captured: Capture, wanted: Wanted | None
-    ) -> tuple[str, Iterator[FlowEntry]]:
+        self,
+        problem: Problem,
+        batch: Batch,
+        captured: Capture,
+        wanted: Wanted | None,
+        *,
+        spectral: str,
+    ) -> tuple[str, Iterator[FlowEntry], FreeProducts | None]:
         """By matrices, by one sweep for all entries (wanted: None), or by products for each."""
         every = wanted or (lambda _: True)
         samples = 1 if samples_interact(problem, batch, captured) else batch.length
@@ -447,16 +499,21 @@ class CurvaturePropagationAnalyzer:
         fits = ALIVE * one <= room and largest <= _DENSE_UP_TO
         if self.method == "dense" or (self.method == "auto" and fits):
             keep = 6 * len(captured.nodes) * one <= room
-            return "dense", dense_entries(
-                problem, batch, captured, samples, keep=keep, wanted=every
-            )
+            entries = dense_entries(problem, batch, captured, samples, keep=keep, wanted=every)
+            return "dense", entries, None
         blocks = len({node.layer for node in captured.nodes if node.layer is not None})
         deep = blocks >= _SWEEP_FROM if self.sweep is None else self.sweep
         products = FreeProducts(problem, batch, captured)
-        effort = {"probes": self.probes, "seed": self.seed}
+        norms = None
+        if spectral == "refine":
+            generator = torch.Generator(device="cpu").manual_seed(self.seed + 2)
+            norms = SpectralNorms(products, samples, generator)
+        effort: dict[str, Any] = {"probes": self.probes, "seed": self.seed, "norms": norms}
         if wanted is None and deep:
-            return "matrix-free", sweep_entries(products, samples, **effort)
-        return "matrix-free", free_entries(products, samples, wanted=every, **effort)
+            entries = sweep_entries(products, samples, **effort)
+        else:
+            entries = free_entries(products, samples, wanted=every, **effort)
+        return "matrix-free", entries, products
 
     def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
@@ -477,6 +534,12 @@ class CurvaturePropagationAnalyzer:
             return self.loss
         real = isinstance(target, Tensor) and target.is_floating_point()
         return "mse" if real else "cross_entropy"
+
+
+def _checked_spectral(spectral: str) -> str:
+    if spectral not in ("bracket", "refine"):
+        raise ValueError(f"spectral is 'bracket' or 'refine', got {spectral!r}.")
+    return spectral
 
 
 def _chosen_layers(layers: int | Sequence[int], captured: Capture) -> set[int]:

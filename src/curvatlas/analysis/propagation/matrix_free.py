@@ -263,6 +263,7 @@ class FreeProducts:
 
     def __init__(self, problem: Problem, batch: Batch, capture: Capture) -> None:
         self.capture = capture
+        self.count = 0  # vectors multiplied by second derivatives so far
         tensors = [node.tensor for node in capture.nodes]
         value = problem.loss.value(capture.outputs, batch.targets)
         slopes = torch.autograd.grad(value, tensors, create_graph=True)
@@ -279,8 +280,16 @@ class FreeProducts:
 
     def total(self, node: Node) -> Product:
         """v ↦ S v at the activation."""
-        slope = self.slopes[node]
-        return lambda v: pulled([slope], [node.tensor], [v])[0]
+        return self.differentiated(self.slopes[node], node)
+
+    def differentiated(self, slope: Tensor, node: Node) -> Product:
+        """v ↦ ∂(slope · v)/∂node, counted."""
+
+        def product(v: Tensor) -> Tensor:
+            self.count += len(v)
+            return pulled([slope], [node.tensor], [v])[0]
+
+        return product
 
     def created(self, node: Node) -> Product:
         """v ↦ Σ δ ∂²f v over every sublayer f that reads the activation."""
@@ -307,9 +316,11 @@ class FreeProducts:
                 reader.tensor, [node.tensor], self.slopes[reader].detach(), create_graph=True
             )
 
+        differentiated = self.differentiated(slope, node)
+
         def product(v: Tensor) -> Tensor:
             with cut(reader.parents):
-                return pulled([slope], [node.tensor], [v])[0]
+                return differentiated(v)
 
         return product
 
@@ -339,13 +350,16 @@ class FreeProducts:
             (slope,) = torch.autograd.grad(self.outputs, [node.tensor], u, create_graph=True)
 
         def passed(v: Tensor) -> Tensor:
+            self.count += len(v)
             with cut(parents):
                 moved = pulled([slope], u, [v])
                 return pulled(self.outputs, [node.tensor], self._lambda(moved))[0]
 
+        differentiated = self.differentiated(slope, node)
+
         def created(v: Tensor) -> Tensor:
             with cut(parents):
-                return pulled([slope], [node.tensor], [v])[0]
+                return differentiated(v)
 
         return passed, created
 
@@ -619,7 +633,7 @@ class Sweep:
         """v ↦ T v of what is created between an activation and a cut behind it."""
         slope = self.products.slopes[end].detach()
         (start,) = torch.autograd.grad(end.tensor, [node.tensor], slope, create_graph=True)
-        return lambda v: pulled([start], [node.tensor], [v])[0]
+        return self.products.differentiated(start, node)
 
     def _single(self, node: Node) -> bool:
         """Whether one sublayer alone reads the activation."""

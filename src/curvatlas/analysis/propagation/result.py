@@ -112,6 +112,7 @@ class CurvatureFlow(Result):
     target: str  # where the targets came from
     samples: int
     step: int | None
+    products: int = 0  # vectors multiplied by second derivatives; 0 for a dense account
 
     def __iter__(self) -> Iterator[FlowEntry]:
         return iter(self.sublayers)
