@@ -30,9 +30,11 @@ from curvatlas.fits import Array, line_slope
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import sample_gradients, subset
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.batches import paired
+from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Result, also_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -334,6 +336,13 @@ class Rate(Result):
     interval: Interval
     points: int
 
+    def __float__(self) -> float:
+        return self.value
+
+    def __format__(self, how: str) -> str:
+        """As the number where a format is asked for: ``f"{rate:.4f}"``."""
+        return format(self.value, how) if how else str(self)
+
     def __str__(self) -> str:
         low, high = self.interval
         return f"{self.value:+.4g} a step [{low:+.4g}, {high:+.4g}]"
@@ -358,9 +367,26 @@ class ConvergenceTrajectory(Result):
     diverged: bool
     recommendations: tuple[Recommendation, ...]
 
+    also = ("loss_decreased", "condition_number_trend", "final_condition")
+
     @property
     def value(self) -> float:
         return self.loss_reduction
+
+    @property
+    def loss_decreased(self) -> bool:
+        """Whether the loss on all data is lower at the last look than at the first."""
+        return self.loss_reduction > 0
+
+    @property
+    def condition_number_trend(self) -> Rate | None:
+        """Slope of log κ over the steps, by the article's name."""
+        return self.condition_trend
+
+    @property
+    def final_condition(self) -> float:
+        """κ = λmax/mean|λ| of the true Hessian at the last look."""
+        return self.looks[-1].condition_number
 
     @property
     def stability(self) -> tuple[float, ...]:
@@ -389,12 +415,16 @@ class ConvergenceTrajectory(Result):
 
 
 class ConvergenceDiagnostics:
-    """Measures what decides whether and how fast a model trains; data go to the methods."""
+    """Measures what decides whether and how fast a model trains; data go to the methods.
+
+    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
+    """
 
     def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
         self.model = model
         self.loss = loss
 
+    @evaluated
     def compute_effective_conditioning(
         self,
         x: Any,
@@ -407,15 +437,17 @@ class ConvergenceDiagnostics:
         seed: int = 0,
     ) -> EffectiveConditioning:
         """Both ends of the spectrum, κ = λmax/mean|λ|, negative share, alignment, every layer."""
-        problem = self._problem(self.model, x if y is None else (x, y), loss)
+        problem = self._problem(self.model, paired(x, y), loss)
         return effective_conditioning(
             problem, learning_rate=learning_rate, products=products, layers=layers, seed=seed
         )
 
+    @evaluated
+    @also_named(dataloader="data")
     def analyze_convergence_trajectory(
         self,
         data: Any,
-        n_steps: int,
+        n_steps: int = 100,
         *,
         learning_rate: float = 0.05,
         momentum: float = 0.0,

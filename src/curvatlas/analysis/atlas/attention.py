@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from curvatlas.errors import ProblemError
 from curvatlas.figures.atlas import attention_figure
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
+from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Result
+from curvatlas.results import Result, also_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +36,34 @@ class AttentionCurvature(Result):
     whole: Atlas
     batches: tuple[Atlas, ...]
     targets: tuple[float, ...]  # valid targets of every batch
+    losses: tuple[float, ...] = ()  # of every batch
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """One mapping a batch: ``batch``, ``loss``, ``h_WQ``, ``h_WK``, ``h_WV``.
+
+        h_W is the Frobenius norm of ∂²L/∂W² over that weight in all layers as one block.
+        """
+        rows = []
+        for number, one in enumerate(self.batches):
+            norms = one.view("block", "frobenius", "total")
+            loss = self.losses[number] if number < len(self.losses) else float("nan")
+            row: dict[str, Any] = {"batch": number, "loss": loss}
+            for key, role in _WEIGHTS.items():
+                places = [i for i, name in enumerate(norms.names) if role in name.split(".")]
+                row[key] = float(torch.linalg.norm(norms.values[places][:, places]))
+            rows.append(row)
+        return tuple(rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name, or the row of one batch by number."""
+        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,10 +110,16 @@ class AttentionCurvature(Result):
         return attention_figure(self)
 
 
+_WEIGHTS = {"h_WQ": "query", "h_WK": "key", "h_WV": "value"}  # the article's key → role
+
+
+@evaluated
+@also_named(dataloader="data")
 def analyze_attention_curvature(
     model: nn.Module,
     data: Any,
     *,
+    device: str | torch.device | None = None,
     loss: LossLike | None = None,
     heads: bool = False,
     biases: bool = True,
@@ -95,12 +131,16 @@ def analyze_attention_curvature(
 
     H, H_o and H_f of the loss restricted to the attention sublayers' parameters, as atlas maps
     (Frobenius, spectral, trace, coupling): exact up to 4,096 attention parameters, estimates with
-    95 % intervals beyond. Batches are weighted by valid targets in ``whole``.
+    95 % intervals beyond. Batches are weighted by valid targets in ``whole``. The result is a
+    sequence of rows, one a batch, with the loss and the norms of the query, key and value blocks.
 
+    device: where to compute, on a copy of the model if it is elsewhere (default: where it is).
     data: one batch, a list or a re-iterable loader, as for ``Problem``.
     loss: as for ``Problem``; None: cross-entropy for integer targets, else mean squared error.
     heads, biases, rtol, products, seed: as for ``atlas``.
     """
+    if device is not None and next(model.parameters()).device != torch.device(device):
+        model = copy.deepcopy(model).to(device)
     chosen = _guessed_loss(data) if loss is None else loss
     everything = Problem(model, chosen, data)
     everything.require_one_process("the attention curvature of every batch")
@@ -118,16 +158,17 @@ def analyze_attention_curvature(
         return atlas(part, heads=heads, biases=biases, rtol=rtol, products=products, seed=seed)
 
     batches = list(problem.batches())
+    single = [problem.with_batches([batch]) for batch in batches]
     of_all_data = mapped(problem)
     if len(batches) == 1:
         parts = [of_all_data]
     else:
-        parts = [
-            mapped(problem.with_batches([batch]))
-            for batch in track(batches, "batches", total=len(batches))
-        ]
+        parts = [mapped(part) for part in track(single, "batches", total=len(batches))]
     return AttentionCurvature(
-        whole=of_all_data, batches=tuple(parts), targets=tuple(float(b.count) for b in batches)
+        whole=of_all_data,
+        batches=tuple(parts),
+        targets=tuple(float(b.count) for b in batches),
+        losses=tuple(part.value() for part in single),
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,13 @@ from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Problem
+from curvatlas.problem.batches import paired
+from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.problem.parameters import Parameters
+from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
+from curvatlas.results import also_named
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.krylov import KrylovBasis
 
@@ -52,16 +57,16 @@ _NEGLIGIBLE = 1e-8  # directions below this share of the largest step carry only
 
 
 def observed_curvature(
-    trajectory: Tensor | Sequence[float] | Sequence[Tensor],
+    trajectory: Tensor | Sequence[float] | Sequence[Tensor] | Iterable[Mapping[str, Any]],
     learning_rate: float | None,
     gradients: Tensor | Sequence[Tensor] | None,
     momentum: float,
 ) -> ObservedCurvature:
     """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate.
 
-    No second derivative is computed.
+    No second derivative is computed. Rows of a log, mappings with ``loss``, are their losses.
     """
-    stacked = _stacked(trajectory)
+    stacked = _stacked(_losses_of(trajectory))
     if not bool(torch.isfinite(stacked).all()):
         raise ValueError("the trajectory holds NaN or infinite values: cut it before them.")
     if learning_rate is not None and not learning_rate > 0:
@@ -83,7 +88,20 @@ def observed_curvature(
     count = min(len(stacked), len(slopes))
     if count < 3:
         raise ValueError(f"a trajectory of {count} points shows no curvature: give at least 3.")
-    return _from_weights(stacked[:count], slopes[:count])
+    return _from_weights(stacked[:count], slopes[:count], learning_rate)
+
+
+def _losses_of(trajectory: Any) -> Any:
+    """The losses of rows such as {"step": 3, "loss": 0.7}; any other trajectory as it is."""
+    if isinstance(trajectory, Tensor):
+        return trajectory
+    rows = list(trajectory)
+    if not rows or not isinstance(rows[0], Mapping):
+        return rows
+    absent = next((row for row in rows if "loss" not in row), None)
+    if absent is not None:
+        raise ValueError(f"every row of a trajectory needs 'loss', one has {sorted(absent)}.")
+    return [float(row["loss"]) for row in rows]
 
 
 def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
@@ -96,7 +114,7 @@ def _stacked(values: Tensor | Sequence[float] | Sequence[Tensor]) -> Tensor:
     return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
-def _from_weights(weights: Tensor, gradients: Tensor) -> ObservedCurvature:
+def _from_weights(weights: Tensor, gradients: Tensor, rate: float | None) -> ObservedCurvature:
     r"""Steps S = w_{t+1} − w_t and changes Y = g_{t+1} − g_t: Y = H S in a quadratic landscape.
 
     In an orthonormal basis Q of the span of S, A = Qᵀ Y R⁺ is the projected Hessian: its symmetric
@@ -125,6 +143,7 @@ def _from_weights(weights: Tensor, gradients: Tensor) -> ObservedCurvature:
         source="weights",
         asymmetry=noise / max(scale, 1e-300),
         directional=directional,
+        learning_rate=rate,
     )
 
 
@@ -157,6 +176,7 @@ def _from_losses(losses: np.ndarray, rate: float) -> ObservedCurvature:
         source="losses",
         asymmetry=0.0,
         directional=torch.empty(0, dtype=torch.float64),
+        learning_rate=rate,
     )
 
 
@@ -175,18 +195,23 @@ class Descent:
 
     def run(
         self, steps: int, rate: float, momentum: float = 0.0, *, what: str = "gradient descent"
-    ) -> Tensor:
-        """Losses (≤ steps + 1,) of full-batch gradient descent; ends early when it overflows."""
+    ) -> tuple[Tensor, Tensor]:
+        """Losses (≤ steps + 1,) of full-batch gradient descent, and ‖w_t − w_0‖ at each of them.
+
+        Both end early where the loss overflows.
+        """
         weights, velocity = self.start.clone(), torch.zeros_like(self.start)
         losses: list[float] = []
+        distances: list[float] = []
         for _ in track(range(steps + 1), what, total=steps + 1):
             value, gradient = self.at(weights)
             if not math.isfinite(value) or value > _OVERFLOW:
                 break
             losses.append(value)
+            distances.append(float(torch.linalg.vector_norm(weights - self.start)))
             velocity = momentum * velocity + gradient
             weights = weights - rate * velocity
-        return torch.tensor(losses, dtype=torch.float64)
+        return tuple(torch.tensor(t, dtype=torch.float64) for t in (losses, distances))  # type: ignore[return-value]
 
 
 def predict_trajectory(
@@ -207,13 +232,16 @@ def predict_trajectory(
     size = min(modes, problem.size)
     operator = Hessian(problem)
     values, slopes = krylov_modes(operator, gradient, size)
-    losses = _quadratic_losses(loss, values, slopes, n_steps, rate, momentum)
+    losses, distances = _quadratic_losses(loss, values, slopes, n_steps, rate, momentum)
+    actual, moved = descent.run(n_steps, rate, momentum) if compare else (None, None)
     top = float(values.max(initial=0.0))
     critical = 2 * (1 + momentum) / top if top > 0 else math.inf
     weights = slopes**2
     return PredictedTrajectory(
         losses=torch.from_numpy(losses),
-        actual=descent.run(n_steps, rate, momentum) if compare else None,
+        actual=actual,
+        distances=torch.from_numpy(distances),
+        actual_distances=moved,
         learning_rate=rate,
         momentum=momentum,
         eigenvalues=torch.from_numpy(values),
@@ -241,16 +269,19 @@ def krylov_modes(operator: Hessian, gradient: Tensor, size: int) -> tuple[Array,
 
 def _quadratic_losses(
     loss: float, values: Array, slopes: Array, steps: int, rate: float, momentum: float
-) -> Array:
+) -> tuple[Array, Array]:
+    """Losses and lengths of δ over the steps, both (steps + 1,): the Ritz vectors are orthonormal,
+    so that ‖δ‖² is the sum over the modes."""
     position, velocity = np.zeros_like(values), np.zeros_like(values)
-    losses = [loss]
+    losses, lengths = [loss], [0.0]
     with np.errstate(over="ignore", invalid="ignore"):
         for _ in range(steps):
             velocity = momentum * velocity + slopes + values * position
             position = position - rate * velocity
             losses.append(loss + float(slopes @ position + 0.5 * values @ position**2))
-    finite: Array = np.nan_to_num(np.array(losses), nan=np.inf)
-    return finite
+            lengths.append(float(np.linalg.norm(position)))
+    finite: list[Array] = [np.nan_to_num(np.array(s), nan=np.inf) for s in (losses, lengths)]
+    return finite[0], finite[1]
 
 
 def critical_rate(
@@ -282,7 +313,8 @@ def critical_rate(
         growth.append(
             _growth(precise.at, precise.start, top_vector, ratio * value, momentum, steps)
         )
-        losses.append(descent.run(steps, ratio * value, momentum, what="near the critical rate"))
+        run, _ = descent.run(steps, ratio * value, momentum, what="near the critical rate")
+        losses.append(run)
     return CriticalLearningRate(
         value=value,
         interval=(factor / high, factor / low if low > 0 else math.inf),
@@ -370,6 +402,7 @@ def _growth(
 class TaylorExpansionAnalyzer:
     """Local models of a network's loss, each compared with the loss itself.
 
+    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
     Methods that are given none use the data of the last call.
     """
@@ -394,6 +427,7 @@ class TaylorExpansionAnalyzer:
         analyzer._problem = problem
         return analyzer
 
+    @evaluated
     def compute_taylor_coefficients(
         self,
         x: Any = None,
@@ -401,6 +435,7 @@ class TaylorExpansionAnalyzer:
         other_x: Any = None,
         other_y: Any = None,
         *,
+        x_train: Any = None,
         displacement: Displacement | None = None,
         checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
         loss: LossLike | None = None,
@@ -415,23 +450,59 @@ class TaylorExpansionAnalyzer:
         those of another model or state dict. ``bound_points`` = 0 leaves out the remainder's bound
         and the radii, which take the fourth derivative at so many points of the segment; ``check``
         compares the third derivative with differences of the second.
+
+        As in the article, ``compute_taylor_coefficients(x, y, x_train)``: the difference that the
+        samples (x, y) make when they are added to the training data ``x_train``, every term that of
+        L_{k+1} − L_k. ``x_train``: data of its own (a batch with targets, a loader), or inputs
+        alone, whose targets are then the model's own predictions (cross-entropy: the most likely
+        classes; mean squared error: zero). Here d may be left out: it is then the unit vector of
+        steepest descent of the loss on (x, y), −g/‖g‖.
         """
+        if x_train is None and other_x is not None and other_y is None and _is_inputs(other_x):
+            other_x, x_train = None, other_x
         first, second = _datasets(x, y, other_x, other_y)
+        if x_train is not None and second is not None:
+            raise ValueError("pass x_train= or a second data set, not both.")
         problem = self._problem_of(first, loss)
-        if (displacement is None) == (checkpoint is None):
+        gradient = problem.gradient()
+        length = float(torch.linalg.vector_norm(gradient))
+        if (displacement is None) == (checkpoint is None) and not (
+            x_train is not None and displacement is None
+        ):
             raise ValueError(
                 "give either displacement= or checkpoint=: where the loss is expanded."
             )
-        direction = (
-            flat_displacement(problem, displacement)
-            if displacement is not None
-            else towards(problem, checkpoint)  # type: ignore[arg-type]
-        )
+        if displacement is not None:
+            direction = flat_displacement(problem, displacement)
+        elif checkpoint is not None:
+            direction = towards(problem, checkpoint)
+        elif length > 0:
+            direction = -gradient / length
+        else:
+            raise ValueError("the gradient is zero: give displacement= or checkpoint=.")
         line: Line | Difference = Line(problem, direction)
+        compared = second is not None or x_train is not None
         if second is not None:
             line = Difference(Line(problem, direction), Line(problem.with_data(second), direction))
-        return _expansion(line, accuracy, bound_points, check, compared=second is not None)
+        elif x_train is not None:
+            before = self._training_problem(x_train, loss, problem)
+            before.require_mean("the difference that added samples make")
+            batches = [*before.batches(), *problem.batches()]
+            after = before.with_batches([replace(b, index=i) for i, b in enumerate(batches)])
+            line = Difference(Line(before, direction), Line(after, direction))
+        return _expansion(
+            line, accuracy, bound_points, check, compared=compared, gradient_norm=length
+        )
 
+    def _training_problem(self, x_train: Any, loss: LossLike | None, like: Problem) -> Problem:
+        """The loss of the training data alone, with the parameters of ``like``."""
+        if not _is_inputs(x_train):
+            return like.with_data(x_train)
+        chosen = self.loss if loss is None else loss
+        problem, _ = own_targets(self.model, chosen, x_train)
+        return like.with_data([(b.inputs, b.targets) for b in problem.batches()])
+
+    @evaluated
     def radius(
         self,
         x: Any = None,
@@ -454,6 +525,7 @@ class TaylorExpansionAnalyzer:
             raise ValueError("the direction is zero: give direction=.")
         return _trust_radius(problem, towards_ / norm, accuracy, order)
 
+    @evaluated
     def predict_convergence_trajectory(
         self,
         n_steps: int,
@@ -481,6 +553,7 @@ class TaylorExpansionAnalyzer:
             problem, n_steps, learning_rate, momentum=momentum, modes=modes, compare=compare
         )
 
+    @evaluated
     def critical_learning_rate(
         self,
         x: Any = None,
@@ -496,9 +569,10 @@ class TaylorExpansionAnalyzer:
         problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
         return critical_rate(problem, momentum=momentum, ratios=ratios, steps=steps, seed=seed)
 
+    @also_named(loss_trajectory="trajectory")
     def estimate_hessian_from_trajectory(
         self,
-        trajectory: Tensor | Sequence[float] | Sequence[Tensor],
+        trajectory: Tensor | Sequence[float] | Sequence[Tensor] | Iterable[Mapping[str, Any]],
         learning_rate: float | None = None,
         *,
         gradients: Tensor | Sequence[Tensor] | None = None,
@@ -506,6 +580,7 @@ class TaylorExpansionAnalyzer:
     ) -> ObservedCurvature:
         """Curvature from losses (T,) or weights (T, P) seen in training, with an interval.
 
+        Rows of a log (mappings with ``loss``) are read as their losses.
         Losses need the learning rate; weights need it too (plain gradient descent with
         ``momentum``), or the ``gradients`` (T, P) at those weights.
         """
@@ -525,15 +600,28 @@ class TaylorExpansionAnalyzer:
 
 def _datasets(x: Any, y: Any, other_x: Any, other_y: Any) -> tuple[Any, Any]:
     """(data, other data) from whichever way they were passed; None where there is none."""
-    if x is not None and y is not None and not isinstance(y, Tensor):
+    if x is not None and y is not None and not isinstance(y, (Tensor, np.ndarray)):
         if other_x is not None or other_y is not None:
             raise ValueError("two data sets were given and a third: pass x, y, other_x, other_y.")
         return x, y  # two data sets, one an argument
-    return (x if y is None else (x, y)), (other_x if other_y is None else (other_x, other_y))
+    return paired(x, y), paired(other_x, other_y)
+
+
+def _is_inputs(data: Any) -> bool:
+    """Inputs without targets: a tensor, an array or a mapping without labels."""
+    if isinstance(data, Mapping):
+        return data.get("labels") is None
+    return isinstance(data, (Tensor, np.ndarray))
 
 
 def _expansion(
-    line: Line | Difference, accuracy: float, points: int, check: bool, *, compared: bool
+    line: Line | Difference,
+    accuracy: float,
+    points: int,
+    check: bool,
+    *,
+    compared: bool,
+    gradient_norm: float,
 ) -> TaylorExpansion:
     value, slope, second, third = line.derivatives(3)
     (actual,) = line.values([1.0])
@@ -565,6 +653,7 @@ def _expansion(
         quadratic_radius=radius2,
         cubic_radius=radius3,
         compared=compared,
+        gradient_norm=gradient_norm,
     )
 
 

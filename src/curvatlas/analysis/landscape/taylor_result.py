@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -41,6 +42,20 @@ class TaylorExpansion(Result):
     quadratic_radius: float | None  # ≤ displacement_norm; the quadratic model is within accuracy
     cubic_radius: float | None  # the same with the cubic term
     compared: bool  # a difference of two losses
+    gradient_norm: float = float("nan")  # ‖∇L‖ of the first data set at θ
+
+    also = ("delta_loss", "quadratic_coefficient")
+
+    @property
+    def delta_loss(self) -> float:
+        """The difference of the two losses at θ; of one loss its true change, L(θ + d) − L(θ)."""
+        return self.constant if self.compared else self.actual_change
+
+    @property
+    def quadratic_coefficient(self) -> float:
+        """½ uᵀHu along the unit vector u of the displacement: of t² in L(θ + t u)."""
+        square = self.displacement_norm**2
+        return self.quadratic / square if square > 0 else 0.0
 
     @property
     def value(self) -> float:
@@ -147,10 +162,42 @@ class PredictedTrajectory(Result):
     converges: bool  # in the quadratic model, over its positive modes
     top_share: float  # of ‖g‖² in the modes above a tenth of λmax: the rest is the bulk
     products: int
+    distances: Tensor | None = None  # (n_steps + 1,) ‖w_t − w_0‖ of the quadratic model
+    actual_distances: Tensor | None = None  # of the real run
 
     @property
     def values(self) -> Tensor:
         return self.losses
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """One mapping a step: ``step``, ``delta_w_norm`` (the real run's ‖w_t − w_0‖, nan beyond
+        its end), ``delta_w_predicted`` (the quadratic model's), ``loss``, ``loss_predicted``."""
+
+        def at(series: Tensor | None, step: int) -> float:
+            inside = series is not None and step < len(series)
+            return float(series[step]) if series is not None and inside else float("nan")
+
+        return tuple(
+            {
+                "step": step,
+                "delta_w_norm": at(self.actual_distances, step),
+                "delta_w_predicted": at(self.distances, step),
+                "loss": at(self.actual, step),
+                "loss_predicted": float(self.losses[step]),
+            }
+            for step in range(len(self.losses))
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name, or the row of one step by number."""
+        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     @property
     def largest_relative_error(self) -> float | None:
@@ -226,6 +273,20 @@ class ObservedCurvature(Result):
     source: str  # "weights" or "losses"
     asymmetry: float  # ‖antisymmetric part‖/‖·‖ of the fitted matrix: how far from quadratic
     directional: Tensor  # (T − 1,) sᵀy/sᵀs, the mean curvature along each step ("weights")
+    learning_rate: float | None = None
+
+    also = ("avg_curvature", "convergence_rate")
+
+    @property
+    def avg_curvature(self) -> float:
+        """Mean over the steps of the curvature seen: along each step, or of the loss's decay."""
+        series = self.directional if len(self.directional) else self.values
+        return float(series.mean())
+
+    @property
+    def convergence_rate(self) -> float | None:
+        """η·value: the share of the deviation that a step removes; None without a rate."""
+        return None if self.learning_rate is None else self.learning_rate * self.value
 
     def __str__(self) -> str:
         low, high = self.interval
