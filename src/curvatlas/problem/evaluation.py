@@ -410,11 +410,7 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     scope = next((s for s in reversed(open_scopes) if s.model is model), None)
     versions = {name: value._version for name, value in values.items()}
     with _without_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
-        if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
-            outputs = called_with(model, values, (), inputs)
-        else:
-            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-            outputs = called_with(model, values, arguments, {})
+        outputs = called_with(model, values, *arguments_of(model, inputs))
     for name, value in values.items():
         if value._version != versions[name]:
             raise ProblemError(
@@ -422,6 +418,13 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
                 "do that outside of forward, or in a parametrization."
             )
     return outputs
+
+
+def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of a call of the model with the inputs of a batch."""
+    if isinstance(inputs, Mapping) and not _is_one_argument(model, inputs):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def called_with(

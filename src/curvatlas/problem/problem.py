@@ -34,6 +34,7 @@ from curvatlas.problem.batches import (
 from curvatlas.problem.checkpointing import checkpointed
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
+    arguments_of,
     as_it_was,
     call,
     check_finite_loss,
@@ -714,6 +715,22 @@ class Problem:
             return self.outputs(batch, leaves)  # another layout, or class probabilities
         self.loss.check(logits, batch.targets)
         return logits
+
+    def training_loss(self, data: Any) -> Tensor:
+        """The loss of other batches by the live model in its present mode, for ``backward()``.
+
+        data: what ``Problem`` takes; the loss, the labels' shift and the rest are this Problem's.
+        """
+        stream = replace(self._stream, data=batches_of(data, dtype=self.dtype), sharded=False)
+        total, count = torch.zeros((), dtype=self.dtype, device=self.device), 0.0
+        for batch in stream:
+            args, kwargs = arguments_of(self.model, batch.inputs)
+            outputs = self.read(self.model(*args, **kwargs), batch)
+            total = total + batch.count * self.loss.value(outputs, batch.targets)
+            count += batch.count
+        if not count > 0:
+            raise ProblemError("no valid target in the data: every target is ignored.")
+        return total if self.loss.summed else total / count
 
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from curvatlas.anatomy import anatomy_of
 from curvatlas.operators import Hessian
 from curvatlas.problem import Problem
+from curvatlas.problem.batches import paired
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.problem.losses import LossLike
-from curvatlas.problem.named_losses import as_loss
 from curvatlas.results import Interval, Result
+from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
 from curvatlas.training.monitor import leaving_no_trace
@@ -202,6 +203,9 @@ class LocalCurvature(Result):
     role_along_direction: dict[str, float]  # role → d_rᵀ(Hd)_r; they add up to dᵀHd
     products: int
     converged: bool
+    condition_number: float = float("nan")  # λmax / mean|λ|
+    max_gradient: float = float("nan")  # largest and smallest |∂L/∂θ_i|
+    min_gradient: float = float("nan")
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -224,17 +228,21 @@ class AdaptedStep(Result):
     def __float__(self) -> float:
         return self.loss
 
+    def __format__(self, how: str) -> str:
+        """As the loss where a format is asked for: ``f"{step:.4f}"``."""
+        return format(self.loss, how) if how else str(self)
+
     def __str__(self) -> str:
         done = "left out" if self.skipped else f"rate {self.learning_rate:.3g}"
         return f"loss {self.loss:.4g}, {done}, limit {self.limit:.3g}"
 
 
 def local_curvature(
-    model: nn.Module, loss: Any, x: Any, y: Any, directions: Mapping[Tensor, Tensor]
+    model: nn.Module, loss: Any, data: Any, directions: Mapping[Tensor, Tensor]
 ) -> LocalCurvature:
     """λmax by Lanczos and one product along ``directions`` (parameter → direction), exact."""
     with leaving_no_trace(model):
-        problem = Problem(model, loss, (x, y))
+        problem = Problem(model, loss, data)
         operator = Hessian(problem)
         top = eigenpairs(
             operator,
@@ -244,6 +252,8 @@ def local_curvature(
             max_products=min(100, problem.size),
             data_error=False,
         )
+        density = spectral_density(operator, max_products=_DENSITY)
+        gradient = problem.gradient()
         slope, along = None, None
         roles: dict[str, float] = {}
         if directions:
@@ -255,10 +265,11 @@ def local_curvature(
                 ]
             ).to(operator.dtype)
             each = flat * (operator @ flat)
-            slope, along = float(problem.gradient() @ flat), float(each.sum())
+            slope, along = float(gradient @ flat), float(each.sum())
             for piece in problem.anatomy.slices:
                 roles[piece.role] = roles.get(piece.role, 0.0) + float(piece.view(each).sum())
         value = float(top.values[0])
+        mean = float((density.weights * density.nodes.abs()).sum())
         best = slope / along if slope is not None and along is not None and along > 0 else None
         return LocalCurvature(
             value=value,
@@ -271,10 +282,14 @@ def local_curvature(
             role_along_direction=roles,
             products=operator.products,
             converged=bool(top.converged),
+            condition_number=value / max(mean, 1e-300),
+            max_gradient=float(gradient.abs().max()),
+            min_gradient=float(gradient.abs().min()),
         )
 
 
 _METHODS = ("auto", "spectral", "diagonal")
+_DENSITY = 24  # products for the mean |λ| of the condition number
 
 
 class CurvatureAwareOptimizer(Optimizer):
@@ -284,7 +299,8 @@ class CurvatureAwareOptimizer(Optimizer):
         diagonal), or parameters or parameter groups as for any ``torch.optim`` optimizer.
     base_lr: the learning rate, ``group["lr"]`` for schedulers. Too large a rate is cut to what the
         curvature along the steps allows: see ``Control``.
-    loss: for ``estimate_local_curvature`` and ``step_with_curvature_adaptation``.
+    loss: as in ``Problem``: of ``estimate_local_curvature``, ``step_with_curvature_adaptation``.
+    curvature_adaptation: False leaves the learning rate as it is and measures nothing.
     momentum: of the matrices;  betas, eps: of Adam;  weight_decay: decoupled, matrices only.
     step_sizes: "whole" (one limit of the rate for the model), "role" or "block" (one for each role
         or each sublayer of each layer, from the curvature that role or block meets along the
@@ -313,6 +329,7 @@ class CurvatureAwareOptimizer(Optimizer):
         self,
         model: nn.Module | Iterable[Any],
         base_lr: float = 5e-3,
+        curvature_adaptation: bool = True,
         *,
         loss: LossLike = "cross_entropy",
         momentum: float = 0.9,
@@ -333,6 +350,8 @@ class CurvatureAwareOptimizer(Optimizer):
             if not low <= value < high:
                 raise ValueError(f"{name} must lie in [{low:g}, {high:g}), got {value}.")
         self.loss, self.every, self.skipped = loss, every, 0
+        self.curvature_adaptation = curvature_adaptation
+        self._problem: tuple[Any, Problem] | None = None  # the loss it was made with, and itself
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
         self._diagonal = edges(self.model)
         self._stacks: list[list[Stack]] | None = None
@@ -366,7 +385,7 @@ class CurvatureAwareOptimizer(Optimizer):
         self._stacks = None
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_stacks": None, "_active": ()}  # built again from the states
+        left_out = {"_stacks": None, "_active": (), "_problem": None}  # built again from the states
         return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -408,7 +427,9 @@ class CurvatureAwareOptimizer(Optimizer):
             if group["steps"] == 0:
                 control.ceiling = MAX_CHANGE * min(stack.size for stack in row)
             control.follow(overlap)
-            rate = control.rate(float(group["lr"]))
+            rate = float(group["lr"])
+            if self.curvature_adaptation:
+                rate = control.rate(rate)
             for stack, gradient in zip(row, row_gradients, strict=True):
                 direction = stack.advance(gradient)
                 stack.move(direction, rate=rate, decay=group["weight_decay"])
@@ -470,7 +491,8 @@ class CurvatureAwareOptimizer(Optimizer):
         """Densely at first (1, 2, 4, 8, …), where a wrong rate does the most harm."""
         steps = max(group["steps"] for group in self.param_groups)
         early = steps < self.every and steps & (steps - 1) == 0
-        return self.every > 0 and (early or steps % self.every == 0)
+        wanted = self.curvature_adaptation and self.every > 0
+        return wanted and (early or steps % self.every == 0)
 
     def _measure(self, closure: Closure) -> None:
         """η a and η² dᵀHd of each group by the difference of two gradients of one batch."""
@@ -485,18 +507,26 @@ class CurvatureAwareOptimizer(Optimizer):
             control.keep(group)
         self._measurements += 1
 
-    def estimate_local_curvature(self, x: Any, y: Any) -> LocalCurvature:
-        """λmax of the Hessian on a batch, and dᵀHd along the present direction by role."""
-        directions = {p: self.state[p]["direction"] for p in self.state if self.state[p]}
-        return local_curvature(self._known_model(), self.loss, x, y, directions)
+    def estimate_local_curvature(self, x: Any, y: Any = None) -> LocalCurvature:
+        """λmax of the Hessian on a batch, and dᵀHd along the present direction by role.
 
-    def step_with_curvature_adaptation(self, x: Any, y: Any) -> AdaptedStep:
-        """Forward, backward and a step on one batch, the curvature measured every few steps."""
-        model, loss = self._known_model(), as_loss(self.loss)
+        (x, y), or x alone a mapping with labels. In evaluation mode; the model stays in its own.
+        """
+        directions = {p: self.state[p]["direction"] for p in self.state if self.state[p]}
+        return local_curvature(self._known_model(), self.loss, paired(x, y), directions)
+
+    def step_with_curvature_adaptation(self, x: Any, y: Any = None) -> AdaptedStep:
+        """Forward, backward and a step on one batch, the curvature measured every few steps.
+
+        (x, y), or x alone a mapping with labels, as ``Problem`` reads them; in the model's present
+        mode, dropout included.
+        """
+        model, data = self._known_model(), paired(x, y)
+        problem = self._problem_for(data)
 
         def closure() -> Tensor:
             self.zero_grad()
-            value = loss.value(loss.arranged(loss.outputs_of(model(x)), y), y)
+            value = problem.training_loss(data)
             value.backward()  # type: ignore[no-untyped-call]
             return value
 
@@ -509,6 +539,15 @@ class CurvatureAwareOptimizer(Optimizer):
             measured=self._measurements > measured,
             skipped=self.skipped > skipped,
         )
+
+    def _problem_for(self, data: Any) -> Problem:
+        """How batches are read: settled by the first one, and again when the loss is replaced."""
+        if self._problem is None or self._problem[0] is not self.loss:
+            model = self._known_model()
+            with leaving_no_trace(model):
+                problem = Problem(model, self.loss, data, distributed=False)
+            self._problem = self.loss, problem
+        return self._problem[1]
 
     def _known_model(self) -> nn.Module:
         if self.model is None:

@@ -19,6 +19,7 @@ from curvatlas.operators import GaussNewton, Hessian
 from curvatlas.operators.per_sample import exact_outer_diagonal, sampled_gradients
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
+from curvatlas.problem.evaluation import evaluated
 from curvatlas.results import Result
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
 
@@ -122,6 +123,7 @@ class Pruning(Result):
         )
 
 
+@evaluated
 def prune(
     model: nn.Module,
     loss: Any,
@@ -330,6 +332,7 @@ class QuantizationSensitivity(Result):
         return "\n".join(lines)
 
 
+@evaluated
 def quantization_sensitivity(
     model: nn.Module,
     loss: Any,
