@@ -150,6 +150,41 @@ def read(name: str, modules: dict[str, nn.Module], dimensions: int) -> Reading |
     return Reading(reading.sublayer, reading.role + suffix, title, reading.certain)
 
 
+# role → sublayer, for roles that are stated or seen rather than read from a name
+_SUBLAYERS = {
+    **dict.fromkeys((*_PROJECTIONS, "output", "relative_position"), "attention"),
+    **dict.fromkeys((*_FEED_FORWARD, "router"), "ffn"),
+    **dict.fromkeys(_MIXER, "mixer"),
+    **dict.fromkeys(("gamma", "beta"), "norm"),
+    **dict.fromkeys(
+        [f"{kind}_embedding" for kind in ("token", "position", "type", "patch")] + ["class_token"],
+        "embedding",
+    ),
+    "head": "head",
+}
+
+
+def declared(role: str, name: str, *, certain: bool = True) -> Reading:
+    """The reading of a parameter whose role is stated: "up", or "ffn.mine" for one of your own."""
+    sublayer, _, role = role.rpartition(".")
+    plain = role.removesuffix("_bias").removeprefix("cross_")
+    sublayer = sublayer or _SUBLAYERS.get(plain, "other")
+    if not re.fullmatch(r"[A-Za-z_]\w*", role) or sublayer not in {*_SUBLAYERS.values(), "other"}:
+        raise ValueError(
+            f"{role!r} is no role: write a word such as query, up or gamma, or one of your own "
+            f"behind its sublayer (ffn.mine; {', '.join(sorted(set(_SUBLAYERS.values())))})."
+        )
+    if sublayer == "norm":
+        return Reading("norm", role, role, norm=name.rpartition(".")[0])
+    attribute = name.rpartition(".")[2]
+    bias = attribute == "bias" or attribute.endswith("_bias")
+    if sublayer == "head":
+        return Reading("head", role + "_bias" * bias, attribute, certain)
+    full = role + "_bias" * (bias and not role.endswith("_bias"))
+    title = full.replace("_embedding", "") if sublayer == "embedding" else full
+    return Reading(sublayer, full, title, certain)
+
+
 def own_role(name: str, modules: dict[str, nn.Module]) -> str:
     """The role of a parameter that has no reading: what its module is called, or is.
 
@@ -345,6 +380,8 @@ def _embedding(
         return None
     if leaf == "embed_out":
         return None
+    if leaf in ("emb", "embedding") and len(words) > 1:
+        leaf = f"{words[-2]}_{leaf}"  # pos_emb.emb
     if _RELATIVE.search(leaf):
         return Reading("embedding", "relative_position", "relative_position")
     if _TYPE_WORD.search(leaf):

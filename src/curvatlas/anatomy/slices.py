@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -159,16 +158,18 @@ Selector = str | Slice | Iterable["Selector"]
 class Anatomy:
     """Who is who in the flat vector: slices that cover every entry exactly once."""
 
-    def __init__(self, slices: Iterable[Slice], *, notes: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        slices: Iterable[Slice],
+        *,
+        notes: Iterable[str] = (),
+        assumptions: Iterable[str] = (),
+    ) -> None:
         self.slices: tuple[Slice, ...] = tuple(slices)
         self.notes = tuple(notes)  # fused projections that stay in one piece, and why
+        # roles concluded from what a map does, or left to a name that no trial confirms
+        self.assumptions = tuple(assumptions)
         self.size = sum(piece.size for piece in self.slices)
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """The former name of ``notes``; nothing is assumed any more."""
-        warnings.warn("Anatomy.assumptions is now .notes.", DeprecationWarning, stacklevel=2)
-        return self.notes
 
     def __iter__(self) -> Iterator[Slice]:
         return iter(self.slices)
@@ -226,7 +227,7 @@ class Anatomy:
                 values = {str(getattr(piece, attribute)) for piece in self.slices}
                 for pattern in patterns:
                     if not any(fnmatchcase(value, pattern) for value in values):
-                        raise KeyError(_unknown(f"{attribute}={pattern!r}", pattern, values))
+                        raise KeyError(unknown_name(f"{attribute}={pattern!r}", pattern, values))
                 chosen = [
                     piece
                     for piece in chosen
@@ -285,7 +286,7 @@ class Anatomy:
             if matches:
                 return matches
         names = {*self.names, *(piece.parameter for piece in self.slices)}
-        raise KeyError(_unknown(f"slice {selector!r}", selector, names))
+        raise KeyError(unknown_name(f"slice {selector!r}", selector, names))
 
     def __str__(self) -> str:
         rows = [("name", "sublayer", "shape", "entries", "parameter")]
@@ -301,7 +302,8 @@ class Anatomy:
             for n, s, h, e, p in rows
         ]
         lines.append(f"{len(self.slices)} slices, {self.size:,} entries")
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, *(f"assumed: {text}" for text in self.assumptions)])
 
     def __repr__(self) -> str:
         return f"Anatomy({len(self.slices)} slices, {len(self.layers)} layers, {self.size} entries)"
@@ -310,7 +312,7 @@ class Anatomy:
 _HEADED = {"query", "key", "value", "output", "query_bias", "key_bias", "value_bias"}
 
 
-def _unknown(what: str, text: str, names: Collection[str]) -> str:
+def unknown_name(what: str, text: str, names: Collection[str]) -> str:
     near = difflib.get_close_matches(text, sorted(names), n=5, cutoff=0.4)
     hint = f"near matches: {', '.join(near)}" if near else f"known: {', '.join(sorted(names)[:8])}"
     return f"there is no {what}; {hint}."

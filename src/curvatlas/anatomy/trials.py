@@ -157,7 +157,11 @@ def attention_roles(call: Call, weight: Tensor, *, queries: bool, heads: Heads) 
     queries: whether the projection makes queries too, or keys and values only.
     heads: what the module says of its heads; a size is believed where the trial shows it.
     """
-    output = _ProjectionOutput(call, weight)
+    return attention_verdict(_ProjectionOutput(call, weight), queries=queries, heads=heads)
+
+
+def attention_verdict(output: Varied, *, queries: bool, heads: Heads) -> Verdict | None:
+    """Role of every varied feature, None when they do not behave like those of an attention."""
     features = output.z.shape[-1]
     if output.z.numel() == features:
         raise CannotTry("a single token has nothing to attend to")
@@ -167,7 +171,7 @@ def attention_roles(call: Call, weight: Tensor, *, queries: bool, heads: Heads) 
             query = output.local_features()
             if query.all():
                 continue
-        for value in _value_guesses(output, query):
+        for value in value_guesses(output, query):
             if output.affine(value) and output.weights_do_not_matter(value):
                 names = [
                     "query" if query[j] else "value" if value[j] else "key" for j in range(features)
@@ -186,7 +190,7 @@ def gate_roles(call: Call, weight: Tensor) -> Verdict | None:
     return None
 
 
-def _value_guesses(output: _Varied, query: Tensor) -> Iterator[Tensor]:
+def value_guesses(output: Varied, query: Tensor) -> Iterator[Tensor]:
     """Which of the other features may be values: boolean masks (features,)."""
 
     def some(guess: Tensor) -> bool:
@@ -232,7 +236,7 @@ def _halves(members: Tensor) -> Iterator[Tensor]:
 # --- varying what a projection puts out -----------------------------------------------------------
 
 
-class _Varied:
+class Varied:
     """Gradients of what a module puts out with respect to features that are set by hand.
 
     z: features drawn at random, on the last axis; y: one of the tensors that come out.
@@ -282,8 +286,8 @@ class _Varied:
         """Features that y_s sees of one token only: (F,) booleans, for the row s that sees most."""
         y = self.run(self.z)[self._place]
         most = torch.zeros(self.z.shape[-1], dtype=torch.long)
-        for row in _spread(y.numel() // y.shape[-1], _ROWS):
-            gradient = self._gradient(y, _only(self._functionals[0], row)).abs()
+        for row in spread(y.numel() // y.shape[-1], _ROWS):
+            gradient = self._gradient(y, only(self._functionals[0], row)).abs()
             seen = (gradient > _UNSEEN * gradient.max()).sum(0)  # tokens, for every feature
             most = seen if int(seen.sum()) > int(most.sum()) else most
         return most == 1
@@ -295,7 +299,7 @@ class _Varied:
         """
         y = self.run(self.z)[self._place]
         row = y.numel() // y.shape[-1] - 1
-        gradients = torch.stack([self._gradient(y, _only(w, row)) for w in self._functionals])
+        gradients = torch.stack([self._gradient(y, only(w, row)) for w in self._functionals])
         singular: Tensor = torch.linalg.svdvals(gradients.movedim(-1, 0))  # (F, functionals)
         return singular[:, 1] <= _SAME * singular[:, 0]
 
@@ -329,7 +333,7 @@ class _Varied:
             groups = len(k) // size
             if len(q) // size % groups or len(v) % groups:
                 continue
-            if all(self._head_is_apart(q, k, v, g, groups) for g in _spread(groups, _GROUPS)):
+            if all(self._head_is_apart(q, k, v, g, groups) for g in spread(groups, _GROUPS)):
                 sizes = {"key": size, "value": len(v) // groups}
                 return {"query": size, **sizes} if len(q) else sizes
         return {}
@@ -344,7 +348,7 @@ class _Varied:
         return not bool(error[torch.cat([q, k])].any())
 
 
-def _only(w: Tensor, row: int) -> Tensor:
+def only(w: Tensor, row: int) -> Tensor:
     """The functional of one row of y alone."""
     rows = w.reshape(-1, w.shape[-1])
     result = torch.zeros_like(rows)
@@ -352,7 +356,7 @@ def _only(w: Tensor, row: int) -> Tensor:
     return result.reshape(w.shape)
 
 
-def _spread(count: int, most: int) -> list[int]:
+def spread(count: int, most: int) -> list[int]:
     """At most so many of 0 … count − 1, the first and the last among them."""
     few = min(count, most)
     return sorted({round(k * (count - 1) / max(few - 1, 1)) for k in range(few)})
@@ -371,7 +375,7 @@ _LINEAR_MAPS = {
 _CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 
 
-class _ProjectionOutput(_Varied):
+class _ProjectionOutput(Varied):
     """What a linear map with this weight puts out, replaced by values of our own."""
 
     def __init__(self, call: Call, weight: Tensor) -> None:
@@ -379,11 +383,11 @@ class _ProjectionOutput(_Varied):
         self.weight = weight
         outputs: list[Tensor] = []
 
-        def note(compute: Callable[[], Tensor]) -> Tensor:
+        def note(_: int, __: Tensor, compute: Callable[[], Tensor]) -> Tensor:
             outputs.append(compute())
             return outputs[-1]
 
-        with torch.no_grad(), _Replaced(weight, note) as replaced:
+        with torch.no_grad(), Replaced([weight], note) as replaced:
             call.unit(*call.arguments, **call.keywords)
         if not outputs or any(output.shape != outputs[0].shape for output in outputs):
             raise CannotTry("the projection is not called as one linear map")
@@ -397,21 +401,26 @@ class _ProjectionOutput(_Varied):
 
     def run(self, z: Tensor) -> list[Tensor]:
         leaf = self._leaf = z.clone().requires_grad_(True)
-        with torch.enable_grad(), _Replaced(self.weight, lambda _: leaf.view_as(leaf)):
+        with torch.enable_grad(), Replaced([self.weight], lambda *_: leaf.view_as(leaf)):
             results = self.call()
         return [y.movedim(1, -1) for y in results] if self._images else results
 
 
-class _Replaced(TorchFunctionMode):
-    """Inside, a linear map with ``weight`` puts out what ``replace`` gives, features last.
+class Replaced(TorchFunctionMode):
+    """Inside, a linear map with one of ``weights`` puts out what ``replace`` gives, features last.
 
-    replace is given the computation of what the map would put out.
+    replace is given the place of the weight, what the map takes in, and the computation of what it
+    would put out.
     """
 
-    def __init__(self, weight: Tensor, replace: Callable[[Callable[[], Tensor]], Tensor]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        replace: Callable[[int, Tensor, Callable[[], Tensor]], Tensor],
+    ) -> None:
         super().__init__()
         self.replace = replace
-        self.forms = [weight]  # the weight, its transpose, its copy in another precision
+        self.forms = [[w] for w in weights]  # a weight, its transpose, its copy in other precision
         self.convolution = False  # whether features come first, and places after them
 
     def __torch_function__(
@@ -419,21 +428,29 @@ class _Replaced(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if not any(a is form for a in inputs for form in self.forms):
+        place = next(
+            (k for k, fs in enumerate(self.forms) if any(a is f for a in inputs for f in fs)), None
+        )
+        if place is None:
             return func(*args, **kwargs)
-        if func in _CONVOLUTIONS:
+        if func in _CONVOLUTIONS or func in _LINEAR_MAPS:
+            forms = self.forms[place]
+            others = [a for a in inputs if not any(a is form for form in forms)]
+            taken = max(others, key=lambda a: a.ndim, default=inputs[0])  # no bias has two axes
+            if func in _LINEAR_MAPS:
+                return self.replace(place, taken, lambda: func(*args, **kwargs))
             self.convolution = True
-            return self.replace(lambda: func(*args, **kwargs).movedim(1, -1)).movedim(-1, 1)
-        if func in _LINEAR_MAPS:
-            return self.replace(lambda: func(*args, **kwargs))
+            return self.replace(
+                place, taken.movedim(1, -1), lambda: func(*args, **kwargs).movedim(1, -1)
+            ).movedim(-1, 1)
         result = func(*args, **kwargs)
         alone = len(inputs) == 1 and isinstance(result, Tensor)
-        if alone and result.numel() == self.forms[0].numel():
-            self.forms.append(result)
+        if alone and result.numel() == self.forms[place][0].numel():
+            self.forms[place].append(result)
         return result
 
 
-class _WeightItself(_Varied):
+class _WeightItself(Varied):
     """A bare parameter, replaced by values of our own; the features lie along one of its axes."""
 
     axis: int
@@ -464,7 +481,7 @@ class _WeightItself(_Varied):
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _variations(call: Call, weight: Tensor) -> Iterator[_Varied]:
+def _variations(call: Call, weight: Tensor) -> Iterator[Varied]:
     """The projection's output if it is called as one, else the weight along each of its axes."""
     try:
         yield _ProjectionOutput(call, weight)

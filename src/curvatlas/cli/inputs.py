@@ -92,7 +92,8 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
             return model, find_data(inputs.data, model, samples=count, batch_size=size, **how)
 
     model, data = parallel.together(find)
-    problem = Problem(model.model, data.loss, data.batches, shard=True)
+    roles = parse_roles(inputs.role or [])
+    problem = Problem(model.model, data.loss, data.batches, shard=True, roles=roles)
     options = {
         "model": inputs.model,
         "data": inputs.data,
@@ -103,6 +104,7 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         "loss": data.loss,
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": device,
+        **({"roles": roles} if roles else {}),
     }
     return Prepared(
         problem=problem,
@@ -111,6 +113,15 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         options=options,
         notes=model.notes,
     )
+
+
+def parse_roles(texts: Iterable[str]) -> dict[str, str]:
+    """``GLOB=ROLE`` of the command line as the ``roles`` of a Problem."""
+    pairs = [text.partition("=") for text in texts]
+    for pattern, sign, role in pairs:
+        if not (pattern and sign and role):
+            raise ValueError(f"--role {pattern}{sign}{role}: write GLOB=ROLE, '*.net.1.weight=up'.")
+    return {pattern.strip(): role.strip() for pattern, _, role in pairs}
 
 
 def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:

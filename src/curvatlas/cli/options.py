@@ -135,6 +135,13 @@ class Inputs:
         str | None,
         typer.Option(help="bytes, characters or a folder (default: the model's own, or bytes)."),
     ] = None
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB=ROLE",
+            help="What parameters are, where names do not say it: '*.net.1.weight=up'; repeatable.",
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random draw.")] = 0
     dtype: Annotated[
         str | None, typer.Option(help="float32 or float64 (default: the model's).")

@@ -196,6 +196,8 @@ class Problem:
         inside again when a product needs it: slower, with the memory of one block at a time.
     distributed: sum over the process group's ranks (default: when one is initialised). Ranks that
         differ in weights, buffers or loss are refused, whenever a sum is taken.
+    roles: what parameters are, where their names do not say it: ``{"*.net.1.weight": "up"}``, by
+        globs of parameter names; see ``problem.anatomy``.
     shard: every rank passes the same data and works on its own share of the samples; ranks that
         see other data are refused.
     """
@@ -217,7 +219,9 @@ class Problem:
         batch_axis: int | None = None,
         distributed: bool | None = None,
         shard: bool = False,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
+        self.roles = dict(roles or {})
         self.keep_float64 = keep_float64
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
@@ -275,7 +279,9 @@ class Problem:
     @functools.cached_property
     def anatomy(self) -> Anatomy:
         """Every parameter slice with its layer, sublayer and role."""
-        return anatomy_of(self.model, list(self.parameter_names), run=self._run_briefly)
+        return anatomy_of(
+            self.model, list(self.parameter_names), run=self._run_briefly, roles=self.roles
+        )
 
     def _run_briefly(self, model: nn.Module) -> None:
         """Call a copy of the model on two samples, or on the first batch if it cannot be cut."""
@@ -599,6 +605,7 @@ class Problem:
             batch_axis=self._batch_axis,
             distributed=self.distributed,
             shard=self._shard,
+            roles=self.roles,
         )
         other.sample_axes.learn(self.sample_axes)
         return other
