@@ -39,6 +39,7 @@ from .analysis.conditioning import EffectiveConditioning as EffectiveConditionin
 from .analysis.diagnostics import (
     ConvergenceDiagnostics as ConvergenceDiagnostics,
     ConvergenceTrajectory as ConvergenceTrajectory,
+    Rate as Rate,
 )
 from .analysis.landscape.convergence import (
     LandscapeConvergence as LandscapeConvergence,
