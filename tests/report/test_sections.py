@@ -112,8 +112,12 @@ def test_the_landscape_says_where_descent_fails_and_draws_prediction_and_truth(
         losses=torch.tensor([2.0, 1.0, 0.5]), actual=torch.tensor([2.0, 1.1, 0.7]),
         learning_rate=0.125, momentum=0.0, eigenvalues=torch.ones(1), weights=torch.ones(1),
         exact_steps=2, critical_learning_rate=0.25, converges=True, top_share=1.0, products=3,
+        horizon=1, tolerance=0.2,
     )  # fmt: skip
     page = _page(tmp_path, rate=rate, radius=radius, path=path)
+    assert "within 20% of the change of the loss for <strong>1</strong> of 2 steps" in page
+    assert "is no forecast" in page
+    assert "beyond its horizon" in page
     assert "0.25 [0.24, 0.26]</strong>. Training at 0.95, 1.05 times this rate confirms it." in page
     assert "within 1.0% for steps up to <strong>0.5</strong>; it was seen to fail at 0.75" in page
     assert 'aria-label="Gradient descent, predicted and real"' in page

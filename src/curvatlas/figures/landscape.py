@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from curvatlas.figures.drawing import (
     BLUE,
     GREEN,
@@ -50,13 +52,24 @@ def predicted_figure(predicted: PredictedTrajectory) -> Figure:
     """Predicted and real loss against steps."""
     figure = new_figure(6.2, 3.6)
     axes = figure.add_subplot()
-    axes.plot(predicted.losses.tolist(), label="quadratic model", color=BLUE)
+    end = len(predicted.losses) - 1 if predicted.horizon is None else predicted.horizon
+    axes.plot(predicted.losses[: end + 1].tolist(), label="quadratic model", color=BLUE)
+    if end < len(predicted.losses) - 1:
+        beyond = range(end, len(predicted.losses))
+        label = f"beyond its horizon ({predicted.tolerance:.0%})"
+        axes.plot(beyond, predicted.losses[end:].tolist(), ":", label=label, color=BLUE)
+        axes.axvline(end, color=BLUE, linewidth=0.7)
     if predicted.actual is not None:
         axes.plot(predicted.actual.tolist(), "--", label="real run", color=ORANGE)
     if predicted.exact_steps < len(predicted.losses) - 1:
         axes.axvline(predicted.exact_steps, color="0.6", linestyle=":", label="exact up to here")
     if not predicted.converges and float(predicted.losses.min()) > 0:
         axes.set_yscale("log")
+    elif predicted.actual is not None and end < len(predicted.losses) - 1:
+        # a model that runs away beyond its horizon would flatten all that is real
+        shown = torch.cat([predicted.losses[: end + 1], predicted.actual])
+        reach = float(shown.max() - shown.min()) or 1.0
+        axes.set_ylim(float(shown.min()) - reach, float(shown.max()) + reach)
     share = predicted.learning_rate / predicted.critical_learning_rate
     axes.set(xlabel="step", ylabel="loss")
     axes.set_title(f"η = {predicted.learning_rate:.3g} = {share:.2f} × critical")

@@ -368,3 +368,65 @@ def test_a_broken_trajectory_is_refused() -> None:
         analyzer.estimate_hessian_from_trajectory([3.0, 2.0, float("nan"), 1.0], 0.1)
     with pytest.raises(ValueError, match="learning rate must be positive"):
         analyzer.estimate_hessian_from_trajectory([3.0, 2.0, 1.5, 1.2], -0.1)
+
+
+def _reference(kind: str, seed: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    if kind == "gpt":
+        text = zoo.text(level="character", context=16)
+        gpt = zoo.reference_gpt(seed=seed, vocabulary=text.classes, context=16)
+        return gpt.double().eval(), tuple(text.train.take(8))  # type: ignore[return-value]
+    model = zoo.reference_vit(seed=seed)
+    if kind == "trained vit":
+        zoo.train(model, DIGITS, steps=60, seed=seed)
+    return model.double().eval(), batch(64)
+
+
+@pytest.mark.parametrize("kind", ["vit", "trained vit", "gpt"])
+def test_within_its_horizon_a_prediction_is_within_its_tolerance(kind: str) -> None:
+    reached = 0
+    for seed, rate, momentum, tolerance in ((0, 0.03, 0.0, 0.1), (1, 0.02, 0.8, 0.05)):
+        model, data = _reference(kind, seed)
+        found = TaylorExpansionAnalyzer(model).predict_convergence_trajectory(
+            24,
+            rate / 10 if kind == "gpt" else rate,
+            *data,
+            momentum=momentum,
+            modes=24,
+            tolerance=tolerance,
+        )
+        assert found.relative_errors is not None
+        assert found.horizon is not None
+        assert bool((found.relative_errors[: found.horizon] <= tolerance).all()), str(found)
+        assert found.measured_horizon is not None
+        assert found.horizon <= found.measured_horizon
+        reached += found.horizon
+    assert reached >= 4  # a horizon of zero everywhere would be no news
+
+
+def test_a_prediction_says_that_the_end_lies_beyond_its_horizon() -> None:
+    model, data = _reference("vit", 0)
+    rate = TaylorExpansionAnalyzer(model).critical_learning_rate(*data, steps=2).value / 10
+    found = TaylorExpansionAnalyzer(model).predict_convergence_trajectory(60, rate, *data)
+    assert found.actual is not None
+    assert abs(float(found.losses[-1] - found.actual[-1])) > 0.3  # so far off is the last step
+    assert found.horizon is not None
+    assert 2 <= found.horizon < 30
+    assert f"holds within 10% for {found.horizon} steps" in str(found)
+    assert "no forecast beyond" in str(found)
+    assert [row["holds"] for row in found].count(True) == found.horizon + 1
+    alone = TaylorExpansionAnalyzer(model).predict_convergence_trajectory(
+        60, rate, *data, compare=False
+    )
+    assert alone.horizon == found.horizon  # known without the real run
+    labels = [line.get_label() for line in found.plot().axes[0].lines]
+    assert "beyond its horizon (10%)" in labels
+
+
+def test_on_a_quadratic_only_the_modes_left_out_end_the_horizon() -> None:
+    model, _ = quadratic(60)
+    analyzer = TaylorExpansionAnalyzer(model, loss=lambda z, y: z.mean())
+    assert analyzer.predict_convergence_trajectory(40, 0.2, *ONE, modes=60).holds
+    few = analyzer.predict_convergence_trajectory(40, 0.2, *ONE, modes=6, tolerance=0.01)
+    assert few.horizon is not None
+    assert few.measured_horizon is not None
+    assert 6 <= few.horizon <= few.measured_horizon

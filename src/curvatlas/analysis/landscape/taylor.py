@@ -20,6 +20,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from curvatlas.analysis.landscape.horizon import QuadraticDescent
 from curvatlas.analysis.landscape.line import (
     Difference,
     Displacement,
@@ -38,7 +39,6 @@ from curvatlas.analysis.landscape.taylor_result import (
     TaylorExpansion,
     TrustRadius,
 )
-from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Problem
@@ -50,7 +50,6 @@ from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
 from curvatlas.results import also_named
 from curvatlas.spectra.eigenpairs import eigenpairs
-from curvatlas.spectra.krylov import KrylovBasis
 
 _OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
 _NEGLIGIBLE = 1e-8  # directions below this share of the largest step carry only rounding
@@ -215,32 +214,42 @@ class Descent:
 
 
 def predict_trajectory(
-    problem: Problem, n_steps: int, rate: float, *, momentum: float, modes: int, compare: bool
+    problem: Problem,
+    n_steps: int,
+    rate: float,
+    *,
+    momentum: float,
+    modes: int,
+    compare: bool,
+    tolerance: float,
 ) -> PredictedTrajectory:
-    r"""Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights.
+    """Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights.
 
-    All iterates lie in the Krylov space of H and g. With the Ritz pairs (λ_i, u_i) of an m-step
-    Lanczos run started at g, each mode evolves on its own,
-
-        δ_i ← δ_i − η v_i,   v_i ← μ v_i + (g_i + λ_i δ_i),   L = L₀ + Σ_i (g_i δ_i + ½ λ_i δ_i²),
-
-    and by Gauss quadrature the loss is that of the full quadratic model, exactly for the first m
-    steps. The outliers of the top eigenspace are Ritz values of their own, the bulk what remains.
+    By Gauss quadrature the loss in the Krylov space of the gradient is that of the full quadratic
+    model, exactly for the first ``modes`` steps. The outliers of the top eigenspace are Ritz values
+    of their own, the bulk what remains. ``horizon.py`` says how far the model itself holds.
     """
     descent = Descent(problem)
-    loss, gradient = descent.at(descent.start)
     size = min(modes, problem.size)
     operator = Hessian(problem)
-    values, slopes = krylov_modes(operator, gradient, size)
-    losses, distances = _quadratic_losses(loss, values, slopes, n_steps, rate, momentum)
+    model = QuadraticDescent(
+        operator,
+        descent.at,
+        descent.start,
+        size=size,
+        steps=n_steps,
+        rate=rate,
+        momentum=momentum,
+    )
     actual, moved = descent.run(n_steps, rate, momentum) if compare else (None, None)
+    values = model.values
     top = float(values.max(initial=0.0))
     critical = 2 * (1 + momentum) / top if top > 0 else math.inf
-    weights = slopes**2
+    weights = model.slopes**2
     return PredictedTrajectory(
-        losses=torch.from_numpy(losses),
+        losses=torch.from_numpy(model.losses),
         actual=actual,
-        distances=torch.from_numpy(distances),
+        distances=torch.from_numpy(model.lengths),
         actual_distances=moved,
         learning_rate=rate,
         momentum=momentum,
@@ -251,37 +260,9 @@ def predict_trajectory(
         converges=rate < critical,
         top_share=float(weights[values > 0.1 * top].sum() / max(weights.sum(), 1e-300)),
         products=operator.products,
+        horizon=model.horizon(tolerance),
+        tolerance=tolerance,
     )
-
-
-def krylov_modes(operator: Hessian, gradient: Tensor, size: int) -> tuple[Array, Array]:
-    """Ritz values (m,) of the Krylov space of the gradient, and the gradient's coordinates."""
-    basis = KrylovBasis(operator, size + 1)
-    norm = float(torch.linalg.vector_norm(gradient))
-    if not basis.add(gradient):
-        return np.zeros(1), np.zeros(1)
-    for _ in track(range(size), "Lanczos from the gradient", total=size):
-        if basis.expand() == 0.0:
-            break
-    ritz = basis.ritz()
-    return ritz.values, norm * ritz.coordinates[0]
-
-
-def _quadratic_losses(
-    loss: float, values: Array, slopes: Array, steps: int, rate: float, momentum: float
-) -> tuple[Array, Array]:
-    """Losses and lengths of δ over the steps, both (steps + 1,): the Ritz vectors are orthonormal,
-    so that ‖δ‖² is the sum over the modes."""
-    position, velocity = np.zeros_like(values), np.zeros_like(values)
-    losses, lengths = [loss], [0.0]
-    with np.errstate(over="ignore", invalid="ignore"):
-        for _ in range(steps):
-            velocity = momentum * velocity + slopes + values * position
-            position = position - rate * velocity
-            losses.append(loss + float(slopes @ position + 0.5 * values @ position**2))
-            lengths.append(float(np.linalg.norm(position)))
-    finite: list[Array] = [np.nan_to_num(np.array(s), nan=np.inf) for s in (losses, lengths)]
-    return finite[0], finite[1]
 
 
 def critical_rate(
@@ -536,21 +517,32 @@ class TaylorExpansionAnalyzer:
         momentum: float = 0.0,
         modes: int = 64,
         compare: bool = True,
+        tolerance: float = 0.1,
         loss: LossLike | None = None,
     ) -> PredictedTrajectory:
         """Full-batch gradient descent by the quadratic model, and (``compare``) the real run.
 
         δ ← (I − ηH) δ − ηg in the ``modes`` eigenspaces the gradient meets; the model's own weights
-        are left as they are.
+        are left as they are. ``horizon`` of the result is the number of steps for which the
+        predicted change of the loss is within ``tolerance`` (relative) of the real one, judged
+        without the real run: from the remainders of loss and gradient at some predicted points.
         """
         if n_steps < 1 or not learning_rate > 0 or not 0 <= momentum < 1 or modes < 1:
             raise ValueError(
                 f"need n_steps ≥ 1, learning_rate > 0, 0 ≤ momentum < 1 and modes ≥ 1, got "
                 f"{n_steps}, {learning_rate}, {momentum}, {modes}."
             )
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance lies between 0 and 1, got {tolerance!r}.")
         problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
         return predict_trajectory(
-            problem, n_steps, learning_rate, momentum=momentum, modes=modes, compare=compare
+            problem,
+            n_steps,
+            learning_rate,
+            momentum=momentum,
+            modes=modes,
+            compare=compare,
+            tolerance=tolerance,
         )
 
     @evaluated

@@ -164,6 +164,10 @@ class PredictedTrajectory(Result):
     products: int
     distances: Tensor | None = None  # (n_steps + 1,) ‖w_t − w_0‖ of the quadratic model
     actual_distances: Tensor | None = None  # of the real run
+    horizon: int | None = None  # the prediction holds for so many steps; None in files of old runs
+    tolerance: float = 0.1  # of the change of the loss, relative: what "holds" means
+
+    also = ("measured_horizon", "holds")
 
     @property
     def values(self) -> Tensor:
@@ -172,7 +176,8 @@ class PredictedTrajectory(Result):
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
         """One mapping a step: ``step``, ``delta_w_norm`` (the real run's ‖w_t − w_0‖, nan beyond
-        its end), ``delta_w_predicted`` (the quadratic model's), ``loss``, ``loss_predicted``."""
+        its end), ``delta_w_predicted`` (the quadratic model's), ``loss``, ``loss_predicted`` and
+        ``holds``, whether the step lies within the horizon."""
 
         def at(series: Tensor | None, step: int) -> float:
             inside = series is not None and step < len(series)
@@ -185,6 +190,7 @@ class PredictedTrajectory(Result):
                 "delta_w_predicted": at(self.distances, step),
                 "loss": at(self.actual, step),
                 "loss_predicted": float(self.losses[step]),
+                "holds": self.horizon is not None and step <= self.horizon,
             }
             for step in range(len(self.losses))
         )
@@ -200,13 +206,33 @@ class PredictedTrajectory(Result):
         return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     @property
-    def largest_relative_error(self) -> float | None:
-        """Of the predicted change of the loss, over the steps of the real run."""
+    def holds(self) -> bool:
+        """Whether the prediction holds for all of its steps."""
+        return self.horizon is not None and self.horizon >= len(self.losses) - 1
+
+    @property
+    def relative_errors(self) -> Tensor | None:
+        """Of the predicted change of the loss after 1, 2, … steps of the real run."""
         if self.actual is None:
             return None
         real = self.actual[1:] - self.actual[0]
         error = (self.losses[1 : len(self.actual)] - self.actual[1:]).abs()
-        return float((error / real.abs().clamp_min(1e-300)).max())
+        return error / real.abs().clamp_min(1e-300)
+
+    @property
+    def measured_horizon(self) -> int | None:
+        """Steps of the real run before the prediction is first off by more than ``tolerance``."""
+        errors = self.relative_errors
+        if errors is None:
+            return None
+        fails = (errors > self.tolerance).nonzero()
+        return int(fails[0]) if len(fails) else len(errors)
+
+    @property
+    def largest_relative_error(self) -> float | None:
+        """Of the predicted change of the loss, over the steps of the real run."""
+        errors = self.relative_errors
+        return None if errors is None else float(errors.max())
 
     def __str__(self) -> str:
         text = (
@@ -216,6 +242,13 @@ class PredictedTrajectory(Result):
             f"model); critical η {self.critical_learning_rate:.4g}; "
             f"{self.top_share:.0%} of ‖g‖² in the top eigenspace"
         )
+        if self.horizon is not None and not self.holds:
+            text += (
+                f"; the prediction holds within {self.tolerance:.0%} for {self.horizon} steps (to "
+                f"{float(self.losses[self.horizon]):.5g}) and is no forecast beyond"
+            )
+        elif self.holds:
+            text += f"; it holds within {self.tolerance:.0%} for all of them"
         if self.actual is not None:
             text += f"; the real run reached {float(self.actual[-1]):.5g}"
         return text

@@ -98,11 +98,36 @@ def _verdict(content: dict[str, Any]) -> Markup | None:
     )
 
 
+def _horizon(content: dict[str, Any]) -> Markup | None:
+    """How many of the predicted steps hold; None for runs of old versions, which did not ask."""
+    horizon, tolerance = as_number(content.get("horizon")), as_number(content.get("tolerance"))
+    predicted = numbers(content.get("losses"))
+    if horizon is None or tolerance is None or not predicted:
+        return None
+    last = len(predicted) - 1
+    beyond = " Beyond that the quadratic model is no forecast." if horizon < last else ""
+    return sentence(
+        f"The quadratic model predicts gradient descent within {tolerance:.0%} of the change of "
+        f"the loss for {{}} of {last} steps.{beyond}",
+        number(horizon),
+    )
+
+
 def _trajectory(content: dict[str, Any]) -> list[Markup]:
     predicted, actual = numbers(content.get("losses")), numbers(content.get("actual"))
     if len(predicted) < 2:
         return []
-    series = [_steps("quadratic model", predicted, 0)]
+    horizon = as_number(content.get("horizon"))
+    end = len(predicted) - 1 if horizon is None else int(horizon)
+    series = [_steps("quadratic model", predicted[: end + 1], 0)]
+    if end < len(predicted) - 1:
+        # what runs away beyond the horizon would flatten the part that is real
+        shown = predicted[: end + 1] + actual
+        reach = max(shown) - min(shown)
+        low, high = min(shown) - reach, max(shown) + reach
+        beyond = predicted[end:]
+        kept = next((i for i, v in enumerate(beyond) if not low <= v <= high), len(beyond))
+        series.append(_steps("beyond its horizon", beyond[:kept], 2, first=end))
     if actual:
         series.append(_steps("real run", actual, 1))
     rate = as_number(content.get("learning_rate"))
@@ -120,8 +145,8 @@ def _trajectory(content: dict[str, Any]) -> list[Markup]:
     ]
 
 
-def _steps(name: str, values: list[float], colour: int) -> Series:
-    steps = [float(step) for step in range(len(values))]
+def _steps(name: str, values: list[float], colour: int, first: int = 0) -> Series:
+    steps = [float(first + step) for step in range(len(values))]
     return Series(name=name, x=steps, y=values, colour=colour)
 
 
@@ -214,6 +239,7 @@ _TERMS = {
 _SENTENCES = {
     "CriticalLearningRate": _rate,
     "TrustRadius": _radius,
+    "PredictedTrajectory": _horizon,
     "LandscapeConvergence": _verdict,
 }
 _PICTURES = {"PredictedTrajectory": _trajectory, "LandscapeConvergence": _convergence}
