@@ -14,13 +14,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.diagnostics import gradient_noise
 from curvatlas.figures.scaling import QUANTITIES, grid_figure
@@ -33,16 +34,16 @@ from curvatlas.fits import (
     scaling_law,
 )
 from curvatlas.operators.curvature import Hessian
-from curvatlas.operators.per_sample import sample_losses
+from curvatlas.operators.per_sample import sample_losses, subset
 from curvatlas.problem import Problem
+from curvatlas.problem.batches import batches_of, paired
+from curvatlas.problem.evaluation import in_evaluation_mode, without_randomness
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Result, also_named
 from curvatlas.runs import Run, subject
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
-from curvatlas.spectra.estimate import Estimate
-from curvatlas.spectra.norms import spectral_norm
 from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits
 from curvatlas.zoo.training import evaluate, train
@@ -51,12 +52,67 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Data = Dataset | tuple[Tensor, Tensor] | None
+Data = Dataset | Any  # or what ``Problem`` takes; None: digits
 
 _LOOKS = 20  # times the validation loss is looked at in training
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianNorm(Result):
+    """‖H‖₂ of one model's loss, both ends of the spectrum and what lies between."""
+
+    value: float  # ‖H‖₂, the largest |λ|
+    interval: Interval  # certified
+    top_eigenvalue: float  # λmax
+    bottom_eigenvalue: float  # λmin, negative at saddles
+    condition_number: float  # λmax over the mean |λ|
+    condition_interval: Interval  # 95 %
+    effective_rank: float
+    effective_rank_interval: Interval
+    negative_mass: float
+    products: int
+    converged: bool
+
+    def __str__(self) -> str:
+        low, high = self.condition_interval
+        return (
+            f"‖H‖ = {self.value:.4g} ± {(self.interval[1] - self.interval[0]) / 2:.1g}, λ in "
+            f"[{self.bottom_eigenvalue:.4g}, {self.top_eigenvalue:.4g}], λmax/mean|λ| "
+            f"{self.condition_number:.3g} [{low:.3g}, {high:.3g}], effective rank "
+            f"{self.effective_rank:.3g}"
+        )
+
+
+def hessian_norm(operator: Hessian, *, products: int, rtol: float, seed: int) -> HessianNorm:
+    """Both ends by Lanczos, condition number and effective rank by quadrature."""
+    ends = eigenpairs(operator, k=1, which="both", tol=rtol, seed=seed)
+    density = spectral_density(operator, max_products=products, seed=seed)
+    largest = int(ends.values.abs().argmax())  # ‖H‖ may be that of the most negative eigenvalue
+    radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
+    norm = abs(float(ends.values[largest]))
+    top, mean = float(ends.values[0]), float((density.weights * density.nodes.abs()).sum())
+    condition = top / max(mean, 1e-300)
+    # λmax is certified; the mean |λ| is as uncertain as √(effective rank), with (Σ|λ|)² in it.
+    conditions = [
+        condition * math.sqrt(density.effective_rank / max(end, 1e-300))
+        for end in density.effective_rank_interval
+    ]
+    return HessianNorm(
+        value=norm,
+        interval=(norm - radius, norm + radius),
+        top_eigenvalue=top,
+        bottom_eigenvalue=float(ends.values[-1]),
+        condition_number=condition,
+        condition_interval=(min(conditions), max(conditions)),
+        effective_rank=density.effective_rank,
+        effective_rank_interval=density.effective_rank_interval,
+        negative_mass=density.negative_mass,
+        products=ends.products + density.products,
+        converged=ends.converged,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +145,28 @@ class ScalingCell(Result):
     curvature_samples: int
     products: int
     seconds: float
+    top_eigenvalue: float = float("nan")  # λmax
+
+    also = ("n_params", "n_samples", "bottom_eigenvalue")
 
     @property
     def value(self) -> float:
         return self.validation_loss
+
+    @property
+    def n_params(self) -> int:
+        """N, by the article's name."""
+        return self.parameters
+
+    @property
+    def n_samples(self) -> int:
+        """D, by the article's name."""
+        return self.samples
+
+    @property
+    def bottom_eigenvalue(self) -> float:
+        """λmin, by the article's name."""
+        return self.smallest
 
     def __str__(self) -> str:
         return (
@@ -122,6 +196,16 @@ class ScalingGrid(Result):
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "rows": list(self.rows)}
+
+    def __iter__(self) -> Iterator[ScalingCell]:
+        return iter(self.cells)
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name, or one run by number."""
+        return super().__getitem__(key) if isinstance(key, str) else self.cells[key]
 
     def series(self, quantity: str) -> list[float]:
         return [float(getattr(cell, quantity)) for cell in self.cells]
@@ -193,7 +277,10 @@ class PredictionComparison(Result):
 
 
 class ScalingLawAnalyzer:
-    """Trains models that ``model_factory(size)`` makes, on growing data, and fits what it sees."""
+    """Trains models that ``model_factory(size)`` makes, on growing data, and fits what it sees.
+
+    Models and batches are those of ``Problem``: Hugging Face models and mappings too.
+    """
 
     def __init__(
         self, model_factory: Callable[[Any], nn.Module], *, loss: LossLike = "cross_entropy"
@@ -202,20 +289,30 @@ class ScalingLawAnalyzer:
         self.loss = loss
         self.grid: ScalingGrid | None = None
 
+    @also_named(dataloader="data")
     def compute_hessian_norm(
         self,
         model: nn.Module,
         data: Any,
         targets: Any = None,
         *,
+        n_samples: int | None = None,
         loss: LossLike | None = None,
         rtol: float = 1e-3,
+        products: int = 60,
         seed: int = 0,
-    ) -> Estimate:
-        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified."""
-        batches = data if targets is None else (data, targets)
-        problem = Problem(model, self.loss if loss is None else loss, batches)
-        return spectral_norm(Hessian(problem), rtol=rtol, seed=seed)
+    ) -> HessianNorm:
+        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified.
+
+        n_samples: only the first so many samples. products: for condition number and rank.
+        """
+        if n_samples is not None and n_samples < 1:
+            raise ValueError(f"n_samples is at least 1, got {n_samples}.")
+        with without_randomness(model):
+            problem = Problem(model, self.loss if loss is None else loss, paired(data, targets))
+            if n_samples is not None:
+                problem = subset(problem, torch.arange(n_samples, device="cpu"))
+            return hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
 
     def analyze_scaling_with_size(
         self,
@@ -234,7 +331,8 @@ class ScalingLawAnalyzer:
     ) -> ScalingGrid:
         """Train every pair of sizes, measure loss and curvature, fit the laws.
 
-        data: a ``Dataset``, or (inputs, targets) of which a fifth is held out (default: digits).
+        data: a ``Dataset``, or what ``Problem`` takes, (inputs, targets), mappings with labels or
+            loaders of either, of which a fifth is held out (default: digits).
         output: a run folder (or an open ``Run``, left open); each finished run is stored, and the
             same call resumes it.
         """
@@ -308,6 +406,7 @@ class ScalingLawAnalyzer:
         model_size: Any,
         target: float | None = None,
         *,
+        target_condition: float | None = None,
         quantity: str = "validation_loss",
         grid: ScalingGrid | None = None,
         factor: float = 4.0,
@@ -318,7 +417,12 @@ class ScalingLawAnalyzer:
         model_size: a size of the grid, or a number of parameters N. Without a target: the D that
         balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond
         ``factor`` times the measured sizes are refused.
+        target_condition: a target for the condition number λmax / mean|λ|.
         """
+        if target_condition is not None:
+            if target is not None or quantity not in ("validation_loss", "condition_number"):
+                raise ValueError("give target_condition alone, or target with quantity.")
+            target, quantity = target_condition, "condition_number"
         grid = self._grid(grid)
         parameters = _parameters_of(grid, model_size)
         trained = [float(cell.parameters) for cell in grid.cells]
@@ -393,15 +497,38 @@ def _as_dataset(data: Data) -> Dataset:
         return digits()
     if isinstance(data, Dataset):
         return data
-    samples = Samples(*data)
+    samples = _joined(data)
     held = max(2, samples.size // 5)
     classes = 0 if samples.targets.is_floating_point() else int(samples.targets.max()) + 1
     return Dataset(
         name="data",
-        train=Samples(samples.inputs[held:], samples.targets[held:]),
+        train=samples.at(slice(held, None)),
         validation=samples.take(held),
         classes=classes,
     )
+
+
+def _joined(data: Any) -> Samples:
+    """The batches of whatever ``Problem`` takes as one set of samples."""
+    parts = []
+    for index, raw in enumerate(batches_of(data, dtype=torch.get_default_dtype())):
+        if isinstance(raw, Mapping) and isinstance(raw.get("labels"), Tensor):
+            tensors = {k: v for k, v in raw.items() if isinstance(v, Tensor) and k != "labels"}
+            parts.append(Samples(tensors, raw["labels"]))
+        elif isinstance(raw, (tuple, list)) and len(raw) == 2 and isinstance(raw[1], Tensor):
+            parts.append(Samples(*raw))
+        else:
+            raise ValueError(
+                f"batch {index} is a {type(raw).__name__}: scaling takes (inputs, targets) or a "
+                "mapping with 'labels'."
+            )
+    try:
+        return Samples(*tree_map(lambda *tensors: torch.cat(tensors), *map(tuple, parts)))
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"the batches do not join into one set of samples ({reason}): pad them to one length."
+        ) from error
 
 
 def _check_sizes(models: Sequence[Any], sizes: Sequence[int], available: int) -> list[int]:
@@ -437,32 +564,22 @@ def run_cell(
         model = make()
     half = validation.size // 2
     chooser = validation.take(half)
-    judge = Samples(validation.inputs[half:], validation.targets[half:])
+    judge = validation.at(slice(half, None))
+    with in_evaluation_mode(model):
+        reader = Problem(model, loss, training.take(2).batch)  # how batches are read
     best_step = train_best(
-        model, training, chooser, loss=loss, steps=steps, lr=lr, batch_size=batch_size, seed=seed
+        model, training, chooser, loss=reader, steps=steps, lr=lr, batch_size=batch_size, seed=seed
     )
-    train_loss, _ = evaluate(model, training, loss=loss)
-    value, accuracy = evaluate(model, judge, loss=loss)
+    train_loss, _ = evaluate(model, training, loss=reader)
+    value, accuracy = evaluate(model, judge, loss=reader)
     model.double().eval()
     reach = _reach(model, judge.to(torch.float64), loss)
     some = training.take(curvature_samples).to(torch.float64)
-    problem = Problem(model, loss, [tuple(batch) for batch in some.batches(64)])
+    problem = Problem(model, loss, [batch.batch for batch in some.batches(64)])
     operator = Hessian(problem)
-    ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
+    norm = hessian_norm(operator, products=products, rtol=1e-3, seed=seed)
     total = trace(operator, rtol=0.05, seed=seed, max_products=2 * products)
-    density = spectral_density(operator, max_products=products, seed=seed)
     noise = gradient_noise(problem, samples=96)
-    top = float(ends.values[0])
-    largest = int(ends.values.abs().argmax())  # ‖H‖ may be that of the most negative eigenvalue
-    radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
-    norm = abs(float(ends.values[largest]))
-    mean = float((density.weights * density.nodes.abs()).sum())
-    condition = top / max(mean, 1e-300)
-    # λmax is certified; the mean |λ| is as uncertain as √(effective rank), with (Σ|λ|)² in it.
-    conditions = [
-        condition * math.sqrt(density.effective_rank / max(end, 1e-300))
-        for end in density.effective_rank_interval
-    ]
     return ScalingCell(
         size=size,
         parameters=problem.size,
@@ -474,16 +591,17 @@ def run_cell(
         validation_loss=value,
         validation_interval=(value - reach, value + reach),
         validation_accuracy=accuracy,
-        hessian_norm=norm,
-        hessian_norm_interval=(norm - radius, norm + radius),
-        smallest=float(ends.values[-1]),
+        hessian_norm=norm.value,
+        hessian_norm_interval=norm.interval,
+        top_eigenvalue=norm.top_eigenvalue,
+        smallest=norm.bottom_eigenvalue,
         trace=total.value,
         trace_interval=total.interval,
-        effective_rank=density.effective_rank,
-        effective_rank_interval=density.effective_rank_interval,
-        condition_number=condition,
-        condition_interval=(min(conditions), max(conditions)),
-        negative_mass=density.negative_mass,
+        effective_rank=norm.effective_rank,
+        effective_rank_interval=norm.effective_rank_interval,
+        condition_number=norm.condition_number,
+        condition_interval=norm.condition_interval,
+        negative_mass=norm.negative_mass,
         noise_scale=noise.simple,
         critical_batch_size=noise.value,
         critical_batch_interval=noise.interval,
@@ -495,7 +613,7 @@ def run_cell(
 
 def _reach(model: nn.Module, judge: Samples, loss: Any) -> float:
     """Half the 95 % interval of a mean loss over samples (normal)."""
-    problem = Problem(model, loss, [tuple(batch) for batch in judge.batches(256)])
+    problem = Problem(model, loss, [batch.batch for batch in judge.batches(256)])
     losses = sample_losses(problem, limit=judge.size)
     return 1.96 * float(losses.std()) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
 
@@ -528,7 +646,7 @@ def train_best(
 
     train(
         model,
-        (training.inputs, training.targets),
+        training,
         steps=steps,
         lr=lr,
         batch_size=batch_size,

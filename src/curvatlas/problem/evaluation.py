@@ -597,12 +597,21 @@ def say_evaluation_mode(model: nn.Module, where: str) -> None:
     )
 
 
-def evaluated(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of a model, or a method of an object that has one, in evaluation mode.
+@contextlib.contextmanager
+def without_randomness(model: nn.Module) -> Iterator[None]:
+    """``in_evaluation_mode``, said once for every model where it makes a difference.
 
-    Said once for every model where it makes a difference: the numbers are those of the network
-    without its dropout, not of what a training step sees.
+    The numbers are those of the network without its dropout, not of what a training step sees.
     """
+    switched = [*random_modules(model), *_batch_norms(model)]
+    if switched:
+        say_evaluation_mode(model, _listed(switched))
+    with in_evaluation_mode(model):
+        yield
+
+
+def evaluated(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a model, or a method of an object that has one, ``without_randomness``."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -610,10 +619,7 @@ def evaluated(function: Callable[P, T]) -> Callable[P, T]:
         model = first if isinstance(first, nn.Module) else getattr(first, "model", None)
         if not isinstance(model, nn.Module):
             return function(*args, **kwargs)  # which says what it expects
-        switched = [*random_modules(model), *_batch_norms(model)]
-        if switched:
-            say_evaluation_mode(model, _listed(switched))
-        with in_evaluation_mode(model):
+        with without_randomness(model):
             return function(*args, **kwargs)
 
     return called

@@ -9,14 +9,16 @@ from __future__ import annotations
 import gzip
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 _Path = str | os.PathLike[str]
 _MAX_BYTES = 2**30  # far above MNIST (0.2 GB unpacked): stops a decompression bomb
@@ -48,33 +50,43 @@ def read_idx(path: _Path) -> np.ndarray:
 
 
 class Samples(NamedTuple):
-    """(inputs, targets), first axis one entry a sample; usable wherever a batch is."""
+    """(inputs, targets), first axis one entry a sample; usable wherever a batch is.
 
-    inputs: Tensor
+    inputs may be a mapping of tensors, as a Hugging Face model takes them; targets are its labels.
+    """
+
+    inputs: Any
     targets: Tensor
 
     @property
     def size(self) -> int:
         """How many samples there are (``len`` is that of the pair: 2)."""
-        return len(self.inputs)
+        return len(self.targets)
+
+    @property
+    def batch(self) -> Any:
+        """What ``Problem`` takes: the pair, or a mapping with ``labels``."""
+        if isinstance(self.inputs, Mapping):
+            return {**self.inputs, "labels": self.targets}
+        return tuple(self)
+
+    def at(self, places: Any) -> Samples:
+        """The samples at these places: a slice or a tensor of numbers."""
+        return Samples(tree_map(lambda t: t[places], self.inputs), self.targets[places])
 
     def take(self, count: int) -> Samples:
         """The first ``count`` samples (they are already in random order)."""
-        return Samples(self.inputs[:count], self.targets[:count])
+        return self.at(slice(count))
 
     def batches(self, batch_size: int) -> list[Samples]:
         """Consecutive batches; the last one holds what remains."""
-        return [
-            Samples(
-                self.inputs[start : start + batch_size], self.targets[start : start + batch_size]
-            )
-            for start in range(0, self.size, batch_size)
-        ]
+        starts = range(0, self.size, batch_size)
+        return [self.at(slice(start, start + batch_size)) for start in starts]
 
     def to(self, dtype: torch.dtype) -> Samples:
         """Inputs (and real-valued targets) in ``dtype``; tokens and labels stay integers."""
-        inputs, targets = (t.to(dtype) if t.is_floating_point() else t for t in self)
-        return Samples(inputs, targets)
+        moved = tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, tuple(self))
+        return Samples(*moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +100,8 @@ class Dataset:
     symbols: tuple[str, ...] | None = None  # what each token stands for (character-level text)
 
     def __str__(self) -> str:
-        shape = " × ".join(map(str, self.train.inputs.shape[1:]))
+        first = tree_leaves(self.train.inputs)[0]
+        shape = " × ".join(map(str, first.shape[1:]))
         return (
             f"{self.name}: {self.train.size} training and {self.validation.size} validation "
             f"samples of {shape}, {self.classes} classes"

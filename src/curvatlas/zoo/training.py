@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.zoo.datasets import Dataset, Samples
@@ -65,13 +66,13 @@ def set_rates(
 
 def train(
     model: nn.Module,
-    data: Dataset | tuple[Tensor, Tensor],
+    data: Dataset | tuple[Any, Tensor],
     *,
     steps: int = 800,
     lr: float = 5e-3,
     batch_size: int = 64,
     seed: int = 0,
-    loss: Loss = "cross_entropy",
+    loss: Loss | Problem = "cross_entropy",
     weight_decay: float = 0.01,
     schedule: Literal["cosine", "constant"] = "cosine",
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -82,15 +83,17 @@ def train(
     Batches are drawn without replacement, epoch after epoch, from a generator of ``seed``: the
     same call gives the same weights. ``on_step(step, loss)`` is called before each update. The
     model's training mode is left as it was found.
+
+    loss: also a ``Problem`` of the same model, which then reads batches and loss as it always does
+    (mappings with labels, a Hugging Face model's outputs).
     """
     samples, validation = (
-        (data.train, data.validation) if isinstance(data, Dataset) else (data, None)
+        (data.train, data.validation) if isinstance(data, Dataset) else (Samples(*data), None)
     )
-    inputs, targets = samples
-    if steps < 1 or batch_size < 1 or len(inputs) == 0:
+    if steps < 1 or batch_size < 1 or samples.size == 0:
         raise ValueError(
             f"training needs steps, batch_size and samples of at least 1, got steps={steps}, "
-            f"batch_size={batch_size}, {len(inputs)} samples."
+            f"batch_size={batch_size}, {samples.size} samples."
         )
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is None:
@@ -100,15 +103,18 @@ def train(
     else:
         update = optimizer(parameters)
     rates = [float(group["lr"]) for group in update.param_groups]
-    draw = _batches(len(inputs), batch_size, torch.Generator().manual_seed(seed))
+    draw = _batches(samples.size, batch_size, torch.Generator().manual_seed(seed))
 
     losses = []
     was_training = model.training
     model.train()
     for step in track(range(steps), "training", total=steps):
         set_rates(update, rates, step, steps, schedule)
-        chosen = next(draw)
-        value = loss_of(loss, model(inputs[chosen]), targets[chosen])
+        batch = samples.at(next(draw))
+        if isinstance(loss, Problem):
+            value = loss.training_loss(batch.batch)
+        else:
+            value = loss_of(loss, model(batch.inputs), batch.targets)
         losses.append(value.item())
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss is {losses[-1]} at step {step}: lower lr={lr}.")
@@ -132,12 +138,14 @@ def train(
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    data: tuple[Tensor, Tensor],
+    data: tuple[Any, Tensor],
     *,
-    loss: Loss = "cross_entropy",
+    loss: Loss | Problem = "cross_entropy",
     batch_size: int = 256,
 ) -> tuple[float, float | None]:
     """Mean loss over ``data`` and, for class targets, the share of right predictions."""
+    if isinstance(loss, Problem):
+        return _evaluate(loss.with_data([b.batch for b in Samples(*data).batches(batch_size)]))
     was_training = model.training
     model.eval()
     total, right, count = 0.0, 0, 0
@@ -155,6 +163,21 @@ def evaluate(
     model.train(was_training)
     if count == 0:
         raise ValueError("there is no valid target to evaluate on.")
+    return total / count, right / count if classes else None
+
+
+def _evaluate(problem: Problem) -> tuple[float, float | None]:
+    """The same of a Problem's data, in evaluation mode."""
+    total, right, count, classes = 0.0, 0, 0.0, True
+    with problem.evaluating(), torch.no_grad():
+        for batch in problem.batches():
+            outputs, targets = problem.outputs(batch, {}), batch.targets
+            total += float(problem.loss.value(outputs, targets)) * batch.count
+            count += batch.count
+            classes = classes and problem.loss.name == "cross_entropy"
+            classes = classes and not targets.is_floating_point()
+            if classes:
+                right += int((outputs.argmax(-1) == targets).sum())  # no class is −100
     return total / count, right / count if classes else None
 
 
