@@ -176,7 +176,7 @@ def snapshot_at(step: int, **changes: Any) -> Snapshot:
         "trace_interval": (1.0, 1.0), "negative_mass": 0.1, "negative_mass_interval": (0.0, 0.2),
         "gradient_norm": 1.0, "gradient_alignment": 0.5, "drift": None, "role_sharpness": {},
         "role_trace": {}, "role_gradient": {"query": 1.0, "value": 1.0}, "products": 1,
-        "seconds": 0.1,
+        "seconds": 0.1, "edge": 1.0, "edge_threshold": 20.0,
     }  # fmt: skip
     return Snapshot(**{**values, **changes})
 
@@ -188,9 +188,9 @@ def names(snapshot: Snapshot, earlier: list[Snapshot], **thresholds: float) -> l
 def test_events_fire_where_their_thresholds_say() -> None:
     calm = [snapshot_at(i) for i in range(3)]
     assert names(snapshot_at(3), calm) == []
-    assert names(snapshot_at(3, sharpness=21.0), calm) == ["edge_of_stability"]
-    assert names(snapshot_at(3, sharpness=21.0), calm, edge=3.0) == []
-    assert names(snapshot_at(3, sharpness=40.0), calm) == ["edge_of_stability", "spike_ahead"]
+    assert names(snapshot_at(3, edge=21.0), calm) == ["edge_of_stability"]
+    assert names(snapshot_at(3, edge=21.0), calm, edge=1.5) == []
+    assert names(snapshot_at(3, edge=40.0), calm) == ["edge_of_stability", "spike_ahead"]
     assert names(snapshot_at(3, loss=2.0), calm) == ["loss_spike"]
     assert names(snapshot_at(3, loss=math.nan), calm) == ["loss_spike"]
     fired = events_of(
@@ -321,7 +321,7 @@ def test_history_saves_loads_prints_and_plots(tmp_path: Path) -> None:
     assert back.series("sharpness") == history.series("sharpness")  # type: ignore[attr-defined]
     assert "overhead" in str(history)
     figure = history.plot()
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 5
 
 
 def test_trackers_get_every_snapshot(tmp_path: Path) -> None:

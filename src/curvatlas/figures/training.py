@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from curvatlas.figures.drawing import (
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def history_figure(history: CurvatureHistory) -> Figure:
-    """Four panels on one axis of steps; the dashed line is 2/η, the edge of stability."""
-    figure = new_figure(8, 9)
-    loss, sharp, trace, negative = figure.subplots(4, 1, sharex=True)
+    """Panels on one axis of steps; the second is the optimizer's own edge, dashed its threshold."""
+    figure = new_figure(8, 11)
+    loss, own, sharp, trace, negative = figure.subplots(5, 1, sharex=True)
     steps = history.series("step")
     loss.plot(steps, history.series("loss"), color=BLUE)
     for axes, name in ((sharp, "sharpness"), (trace, "trace"), (negative, "negative_mass")):
@@ -35,10 +36,18 @@ def history_figure(history: CurvatureHistory) -> Figure:
         label = "λmax" if axes is sharp else None
         band(axes, steps, history.series(name), low, high, color=BLUE, alpha=0.25, label=label)
     sharp.plot(steps, history.series("most_negative"), color=ORANGE, label="λmin")
-    rates = history.series("learning_rate")
-    if steps and all(rates):
-        sharp.plot(steps, [2 / rate for rate in rates], "--", color=GREY, label="2/η")
-    sharp.legend(frameon=False)
+    metric = history.snapshots[-1].metric.partition(" (")[0] if history.snapshots else "plain"
+    name = "λmax(H)" if metric == "plain" else f"λmax(P⁻¹H), {metric}"
+    known = [(s.step, s.edge, s.edge_threshold) for s in history.snapshots if s.edge is not None]
+    own.plot([k for k, _, _ in known], [edge for _, edge, _ in known], color=BLUE, label=name)
+    limits = [(k, limit) for k, _, limit in known if limit is not None and math.isfinite(limit)]
+    if limits:
+        own.plot(*zip(*limits, strict=True), "--", color=GREY, label="threshold")
+    for axes in (own, sharp):
+        axes.legend(frameon=False)
+    if known and min(edge for _, edge, _ in known) > 0:
+        own.set_yscale("log")
+    own.set_ylabel("own edge")
     loss.set_ylabel("loss")
     sharp.set_ylabel("eigenvalues of H")
     trace.set_ylabel("tr H (95 %)")

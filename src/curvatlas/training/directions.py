@@ -21,23 +21,38 @@ State = dict[str, Tensor]
 
 # Quintic whose iterates push singular values from (0, 1] into about [0.7, 1.2] in five steps; the
 # coefficients are those published with Muon.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 # Entries of a spectral direction have root mean square ½: best of 0.2, 0.5 and 1 on the zoo's GPT.
-_SPECTRAL_SIZE = 0.5
+SPECTRAL_SIZE = 0.5
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
     """U Vᵀ of each matrix (k, m, n), to about 30 % in each singular value."""
-    a, b, c = _QUINTIC
+    a, b, c = QUINTIC
     tall = matrices.shape[1] > matrices.shape[2]
     size = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
     x: Tensor = matrices / size.clamp_min(torch.finfo(matrices.dtype).tiny)
     x = x.mT if tall else x  # the short side in front: the smaller Gram matrix
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT  # (k, n, n)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def newton_schulz_gain(
+    relative: Tensor, iterations: int = ITERATIONS, coefficients: tuple[float, ...] = QUINTIC
+) -> Tensor:
+    """f(s)/s of the iterated quintic f at singular values s over the Frobenius norm, 0 … 1.
+
+    The gain stays finite at s = 0: a direction that momentum does not hold is not blown up.
+    """
+    a, b, c = coefficients
+    gain = torch.ones_like(relative)
+    for _ in range(iterations):
+        square = (relative * gain) ** 2
+        gain = gain * (a + b * square + c * square**2)
+    return gain
 
 
 class Stack:
@@ -126,7 +141,7 @@ class SpectralStack(Stack):
         self._keep = momentum
         super().__init__(parameters, states)
         sizes = [float(p.detach().float().square().mean().sqrt()) for p in parameters]
-        self.size = min((s for s in sizes if s > 0), default=math.inf) / _SPECTRAL_SIZE
+        self.size = min((s for s in sizes if s > 0), default=math.inf) / SPECTRAL_SIZE
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([_upright(t) for t in tensors]).to(self.dtype)
@@ -139,7 +154,7 @@ class SpectralStack(Stack):
         self.momentum.lerp_(gradient, 1.0 - self._keep)
         ahead = torch.lerp(self.momentum, gradient, 1.0 - self._keep)  # Nesterov's look ahead
         # Orthonormal rows or columns have entries of root mean square 1/√max(m, n).
-        size = _SPECTRAL_SIZE * math.sqrt(max(ahead.shape[1:]))
+        size = SPECTRAL_SIZE * math.sqrt(max(ahead.shape[1:]))
         return orthogonalised(ahead).mul_(size)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
@@ -27,6 +27,7 @@ from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.training.metric import Metric, Preconditioned, metric_of, unwrapped
 from curvatlas.training.snapshot import (
     CurvatureHistory,
     Event,
@@ -65,8 +66,10 @@ class Measuring:
     density_products: int
     max_products: int
     seed: int
+    optimizers: Sequence[Optimizer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._edge: Tensor | None = None  # eigenvector of P^(−1/2) H P^(−1/2)
         self._ends: Tensor | None = None  # eigenvectors of both ends, for the warm start
         self._top: Tensor | None = None
         self._roles = _by_role(self.problem.anatomy.slices)
@@ -104,12 +107,22 @@ class Measuring:
         )
         self._scale = float(ends.values.abs().max())
         self._next_role(operator)
+        metric = metric_of(problem, self.optimizers, learning_rate)
+        sharpness = float(ends.values[first])
+        sharpness_interval = (float(ends.interval[0][first]), float(ends.interval[1][first]))
+        edge, edge_interval = sharpness, sharpness_interval
+        if not metric.plain:
+            edge, edge_interval = self._own_edge(operator, metric)
         snapshot = Snapshot(
             step=step,
             loss=loss,
             learning_rate=learning_rate,
-            sharpness=float(ends.values[first]),
-            sharpness_interval=(float(ends.interval[0][first]), float(ends.interval[1][first])),
+            sharpness=sharpness,
+            sharpness_interval=sharpness_interval,
+            edge=edge,
+            edge_interval=edge_interval,
+            edge_threshold=metric.threshold,
+            metric=metric.name + (f" ({metric.note})" if metric.note else ""),
             most_negative=float(ends.values.min()),
             trace=trace,
             trace_interval=interval,
@@ -130,9 +143,26 @@ class Measuring:
         self._ends, self._top = ends.vectors, top
         return snapshot
 
+    def _own_edge(self, operator: Hessian, metric: Metric) -> tuple[float, tuple[float, float]]:
+        """λmax(P⁻¹H), to a hundredth of the monitor's tolerance where the budget allows."""
+        top = eigenpairs(
+            Preconditioned(operator, self.problem, metric, scale=self._scale),
+            k=1,
+            which="largest",
+            tol=self.tol / 100,
+            start=self._edge,
+            max_products=min(self.max_products, self.problem.size),
+            data_error=False,
+            seed=self.seed,
+        )
+        self._edge = top.vectors[:, :1]
+        return float(top.values[0]), (float(top.interval[0][0]), float(top.interval[1][0]))
+
     def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
         """Eigenvectors and the state of the rounds over roles."""
         vectors = {f"role/{role}": v for role, v in self._role_vectors.items()}
+        if self._edge is not None:
+            vectors["edge"] = self._edge
         if self._ends is not None and self._top is not None:
             vectors.update(ends=self._ends, top=self._top)
         return vectors, dict(self._role_sharpness), self._turn
@@ -142,6 +172,7 @@ class Measuring:
     ) -> None:
         """Start the next measurement from ``warm_start()``."""
         self._ends, self._top = vectors.get("ends"), vectors.get("top")
+        self._edge = vectors.get("edge")
         self._role_vectors = {
             name.removeprefix("role/"): v for name, v in vectors.items() if name.startswith("role/")
         }
@@ -219,7 +250,9 @@ class Monitor:
 
     model, loss, data: as for ``Problem``; the data are the monitor's own fixed batches.
     every: steps between measurements;  budget: share of wall time, 1 switches the limit off.
-    optimizer: where the learning rate is read (or pass ``learning_rate`` to ``step``).
+    optimizer: whose learning rate and metric P give the edge λmax(P⁻¹H) and its threshold; several
+        (Muon with AdamW for the rest) as a list. Without one, ``step(learning_rate=...)`` gives the
+        edge 2/η of plain gradient descent.
     eigenvalues, tol: how many at each end and how precisely;  probes: for traces.
     trackers: where snapshots go besides ``history`` (run folder, TensorBoard, Weights & Biases).
 
@@ -238,7 +271,7 @@ class Monitor:
         *,
         every: int = 50,
         budget: float = 0.05,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         eigenvalues: int = 2,
         tol: float = 1e-2,
         probes: int = 4,
@@ -308,6 +341,7 @@ class Monitor:
         """Measure now, whatever the budget says."""
         began = time.perf_counter()
         rate = self._rate() if learning_rate is None else learning_rate
+        self._measuring.optimizers = self._optimizers()
         try:
             snapshot = self._measuring.measure(self.steps if step is None else step, rate)
             events = list(events_of(snapshot, self.snapshots, self.thresholds))
@@ -321,10 +355,12 @@ class Monitor:
             self.spent += cost
         return snapshot
 
+    def _optimizers(self) -> list[Optimizer]:
+        return [] if self.optimizer is None else unwrapped(self.optimizer)
+
     def _rate(self) -> float | None:
-        if self.optimizer is None:
-            return None
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        return max((float(group["lr"]) for group in groups), default=None)
 
     @property
     def overhead(self) -> float:

@@ -22,7 +22,16 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.results import Interval, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
-from curvatlas.training.directions import DiagonalStack, SpectralStack, Stack, lies
+from curvatlas.training.directions import (
+    ITERATIONS,
+    QUINTIC,
+    SPECTRAL_SIZE,
+    DiagonalStack,
+    SpectralStack,
+    Stack,
+    lies,
+)
+from curvatlas.training.metric import Piece, adam_piece, muon_piece
 from curvatlas.training.monitor import leaving_no_trace
 
 StepSizes = Literal["whole", "role", "block"]
@@ -474,6 +483,26 @@ class CurvatureAwareOptimizer(Optimizer):
         if method == "auto":
             return parameter.ndim >= 2 and id(parameter) not in self._diagonal
         return method == "spectral" and parameter.ndim >= 2
+
+    def metric_piece(
+        self, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]
+    ) -> Piece | None:
+        """What the monitor takes for this optimizer's metric; see ``training/metric.py``."""
+        if "momentum" not in state:
+            return None
+        rate = float(group["control"]["last_rate"])
+        if "square" in state:
+            steps = float(state["step"])
+            return adam_piece(state["square"], steps, rate, group["betas"], group["eps"])
+        size = SPECTRAL_SIZE * math.sqrt(max(parameter.shape[0], parameter[0].numel()))
+        return muon_piece(
+            state["momentum"],
+            rate * size,
+            group["momentum"],
+            nesterov=True,
+            iterations=ITERATIONS,
+            coefficients=QUINTIC,
+        )
 
     @property
     def learning_rates(self) -> list[float]:

@@ -43,11 +43,22 @@ class Snapshot(Result):
     role_gradient: dict[str, float]  # ‖∇L‖ restricted to the role
     products: int
     seconds: float
+    edge: float | None = None  # λmax(P⁻¹H) with the metric P of the optimizer's state
+    edge_interval: Interval | None = None  # certain, from the residual
+    edge_threshold: float | None = None  # above it the optimizer's own update grows
+    metric: str = "plain"  # whose P; "plain (…)": P = I, and why
 
     @property
     def stability(self) -> float | None:
-        """Sharpness × learning rate; gradient descent is unstable above 2."""
+        """Sharpness × learning rate; plain gradient descent is unstable above 2."""
         return None if self.learning_rate is None else self.sharpness * self.learning_rate
+
+    @property
+    def edge_ratio(self) -> float | None:
+        """λmax(P⁻¹H) over the optimizer's threshold: its update grows above 1."""
+        if self.edge is None or not self.edge_threshold:
+            return None
+        return self.edge / self.edge_threshold
 
     def __str__(self) -> str:
         low, high = self.sharpness_interval
@@ -57,8 +68,8 @@ class Snapshot(Result):
             f"λmin {self.most_negative:.3g}",
             f"tr H {self.trace:.4g}",
         ]
-        if self.stability is not None:
-            parts.append(f"λmax·η {self.stability:.3g} (edge 2)")
+        if self.edge_ratio is not None:
+            parts.append(f"λmax(P⁻¹H) {self.edge:.4g}, {self.edge_ratio:.2f} of the edge")
         return ", ".join(parts)
 
 
@@ -99,7 +110,7 @@ class CurvatureHistory(Result):
         return "\n".join(lines)
 
     def plot(self) -> Figure:
-        """Loss, sharpness against 2/η, trace and negative mass over the steps, as a figure."""
+        """Loss, the optimizer's own edge, eigenvalues of H, trace and negative mass over steps."""
         return history_figure(self)
 
 
@@ -110,7 +121,7 @@ class CurvatureHistory(Result):
 class Thresholds:
     """Where the events start; a value of infinity (or 0 for dead blocks) switches one off."""
 
-    edge: float = 2.0  # λmax·η at which gradient descent is at the edge of stability
+    edge: float = 1.0  # λmax(P⁻¹H) over the optimizer's threshold
     spike_ahead: float = 1.5  # times the edge: the quadratic model predicts divergence
     loss_spike: float = 1.5  # times the median of the last five losses
     exploding: float = 10.0  # times a role's median gradient norm so far
@@ -139,24 +150,21 @@ def events_of(
 def _stability(
     snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
 ) -> Iterator[Event]:
-    now = snapshot.stability
+    now = snapshot.edge_ratio
     if now is None:
         return
-    before = earlier[-1].stability if earlier else None
+    before = earlier[-1].edge_ratio if earlier else None
     edge = thresholds.edge
-    at_the_edge = (
-        f"reached {edge:g}: plain gradient descent at this rate oscillates along the top "
-        "eigenvector"
+    what = "λmax" if snapshot.metric.startswith("plain") else f"λmax(P⁻¹H) of {snapshot.metric}"
+    told = (
+        f"{what} = {snapshot.edge:.3g} is {now:.2f} of its threshold {snapshot.edge_threshold:.3g}"
     )
-    beyond = (
-        f"is {now / edge:.1f} times the edge: expect a loss spike, or lower the rate below 2/λmax"
-    )
-    for name, limit, told in (
-        ("edge_of_stability", edge, at_the_edge),
-        ("spike_ahead", edge * thresholds.spike_ahead, beyond),
+    for name, limit, meaning in (
+        ("edge_of_stability", edge, "steps oscillate along the top eigenvector"),
+        ("spike_ahead", edge * thresholds.spike_ahead, "expect a loss spike, or lower the rate"),
     ):
         if now >= limit and (before is None or before < limit):
-            message = f"λmax·η = {now:.3g} {told}"
+            message = f"{told}: {meaning}"
             yield Event(step=snapshot.step, name=name, message=message, value=now, threshold=limit)
 
 
@@ -251,6 +259,9 @@ _SCALARS = (
     "gradient_norm",
     "gradient_alignment",
     "stability",
+    "edge",
+    "edge_threshold",
+    "edge_ratio",
     "drift",
 )
 

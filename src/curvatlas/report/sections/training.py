@@ -105,7 +105,9 @@ def _figures(records: list[dict[str, Any]]) -> Markup:
     names = [
         key
         for key in dict.fromkeys(key for record in records for key in record)
-        if key != "step" and sum(quantity(r, key)[0] is not None for r in records) > 1
+        if key != "step"
+        and not key.endswith("_threshold")
+        and sum(quantity(r, key)[0] is not None for r in records) > 1
     ]
     pictures = [_figure(records, name) for name in names[:_MOST_FIGURES]]
     pictures += [_by_part(records, name) for name in _parted(records)]
@@ -163,9 +165,15 @@ def _figure(records: list[dict[str, Any]], name: str) -> Markup:
             values.append(value)
             intervals.append(interval or (value, value))
     words = name.replace("_", " ")
+    series = [Series(name=words, x=steps, y=values, intervals=intervals)]
+    limits = [quantity(record, f"{name}_threshold")[0] for record in records]
+    if any(limit is not None for limit in limits):
+        pairs = [(r, limit) for r, limit in zip(records, limits, strict=True) if limit is not None]
+        x, y = [as_number(r["step"]) or 0.0 for r, _ in pairs], [limit for _, limit in pairs]
+        series.append(Series(name="threshold", x=x, y=y, style="line", colour=1))
     signed = min(values) < 0 < max(values) and max(map(abs, values)) > 1e3 * min(map(abs, values))
     return chart(
-        [Series(name=words, x=steps, y=values, intervals=intervals)],
+        series,
         x_scale=linear_scale,
         y_scale=symlog_scale if signed else fitting_scale,
         x_label="step",
