@@ -339,7 +339,7 @@ def _factor(whole: float, own: float) -> float:
     """√(whole / own): how much a part with its own threshold counts; 1 where no rate is set."""
     if math.isinf(own):
         return 1.0 if math.isinf(whole) else 0.0
-    return (whole / own) ** 0.5
+    return math.sqrt(whole / own)
 
 
 def metric_of(problem: Problem, optimizers: Sequence[Optimizer], rate: float | None) -> Metric:
