@@ -59,6 +59,11 @@ class LayerNormHessian(nn.Module):
     def from_module(cls: type[N], module: nn.Module) -> N:
         """Wrap ``nn.LayerNorm``, ``nn.RMSNorm`` or a Llama-style RMSNorm, sharing its memory."""
         mapped = map_norm(module)
+        if mapped.offset:
+            raise TypeError(
+                f"{type(module).__name__} multiplies by {mapped.offset:g} + weight: add it to the "
+                "weight of an nn.RMSNorm and wrap that."
+            )
         norm_layer = cls.__new__(cls)
         LayerNormHessian.__init__(norm_layer, mapped.size, mapped.eps, norm=mapped.norm)
         norm_layer.weight = None if mapped.weight is None else nn.Parameter(mapped.weight)

@@ -67,9 +67,12 @@ class Seen:
 def seen_layers(model: nn.Module, run: Callable[[], Any], layers: list[nn.Module]) -> list[Seen]:
     """Every layer's call in one forward pass of the model."""
     calls: list[Seen] = []
+    specs = {module: read_module(module)[0] for module in layers}
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Seen(module, args, kwargs, read_call(module, args, kwargs)))
+        calls.append(
+            Seen(module, args, kwargs, read_call(module, args, kwargs, spec=specs[module]))
+        )
 
     handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in layers]
     try:
@@ -258,6 +261,17 @@ def _language(name: str, layer: str, **options: Any) -> Callable[[str], tuple[nn
 
 
 _NO_SIZES = dict.fromkeys(SIZES)
+# their usual tokens lie outside of ours
+_NO_PAD = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+_STABLE_LM = {
+    "num_key_value_heads": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_FALCON = {"ffn_hidden_size": 12, "num_kv_heads": 2, **_NO_PAD}
 FAMILIES: dict[str, Callable[[str], tuple[nn.Module, str]]] = {
     "GPT-2": _language("GPT2", "GPT2Block", n_inner=12),
     "GPT-Neo": _language(
@@ -309,6 +323,101 @@ FAMILIES: dict[str, Callable[[str], tuple[nn.Module, str]]] = {
     ),
     "Qwen2": _language("Qwen2", "Qwen2DecoderLayer", num_key_value_heads=1),
     "OLMo": _language("Olmo", "OlmoDecoderLayer", num_key_value_heads=1),
+    "OLMo 2": _language("Olmo2", "Olmo2DecoderLayer", num_key_value_heads=1),
+    "Qwen3": _language("Qwen3", "Qwen3DecoderLayer", num_key_value_heads=1, head_dim=6),
+    "SmolLM3": _language(
+        "SmolLM3", "SmolLM3DecoderLayer", num_key_value_heads=1, no_rope_layers=[1, 0], **_NO_PAD
+    ),
+    "Gemma": _language("Gemma", "GemmaDecoderLayer", num_key_value_heads=1, head_dim=6),
+    "Gemma 2": _language(
+        "Gemma2",
+        "Gemma2DecoderLayer",
+        num_key_value_heads=1,
+        head_dim=6,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=2.0,
+        sliding_window=3,
+    ),
+    "Gemma 3": _language(
+        "Gemma3Text",
+        "Gemma3DecoderLayer",
+        num_key_value_heads=1,
+        head_dim=6,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "Granite": _language(
+        "Granite",
+        "GraniteDecoderLayer",
+        num_key_value_heads=1,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+    ),
+    "Phi": _language("Phi", "PhiDecoderLayer", qk_layernorm=True),
+    "Phi-3": _language("Phi3", "Phi3DecoderLayer", num_key_value_heads=1, **_NO_PAD),
+    "StarCoder2": _language("Starcoder2", "Starcoder2DecoderLayer", num_key_value_heads=1),
+    "StableLM": _language("StableLm", "StableLmDecoderLayer", use_qkv_bias=True, **_STABLE_LM),
+    "StableLM, side by side": _language(
+        "StableLm",
+        "StableLmDecoderLayer",
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        **_STABLE_LM,
+    ),
+    "Cohere": _language("Cohere", "CohereDecoderLayer", use_qk_norm=True, **_NO_PAD),
+    "Cohere 2": _language(
+        "Cohere2",
+        "Cohere2DecoderLayer",
+        num_key_value_heads=1,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+        **_NO_PAD,
+    ),
+    "GPT-NeoX": _language("GPTNeoX", "GPTNeoXLayer", **_NO_PAD),
+    "GPT-NeoX, in turn": _language(
+        "GPTNeoX", "GPTNeoXLayer", use_parallel_residual=False, attention_bias=False, **_NO_PAD
+    ),
+    "GPT-J": _language(
+        "GPTJ",
+        "GPTJBlock",
+        **_NO_SIZES | {"n_embd": WIDTH, "n_head": 2, "n_layer": 2, "n_inner": 12, "rotary_dim": 2},
+        **_NO_PAD,
+    ),
+    "Falcon": _language("Falcon", "FalconDecoderLayer", **_FALCON),
+    "Falcon, ALiBi": _language("Falcon", "FalconDecoderLayer", alibi=True, bias=True, **_FALCON),
+    "Falcon, in turn": _language(
+        "Falcon",
+        "FalconDecoderLayer",
+        **_FALCON | {"parallel_attn": False, "multi_query": False, "alibi": True},
+    ),
+    "Falcon, two norms": _language(
+        "Falcon",
+        "FalconDecoderLayer",
+        **_FALCON | {"new_decoder_architecture": True, "num_kv_heads": 1},
+    ),
+    "Falcon, new with one norm": _language(
+        "Falcon",
+        "FalconDecoderLayer",
+        **_FALCON | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "BLOOM": _language("Bloom", "BloomBlock", **_NO_PAD),
+    "MPT": _language(
+        "Mpt",
+        "MptBlock",
+        **_NO_SIZES | {"d_model": WIDTH, "n_heads": 2, "n_layers": 2, "vocab_size": TOKENS},
+        max_seq_len=16,
+    ),
+    "CLIP, text": _language("CLIPText", "CLIPEncoderLayer", **_NO_PAD),
+    "SigLIP, text": _language("SiglipText", "SiglipEncoderLayer", **_NO_PAD),
+    "ModernBERT": _language(
+        "ModernBert",
+        "ModernBertEncoderLayer",
+        local_attention=4,
+        layer_types=["sliding_attention", "full_attention"],
+        norm_bias=True,
+        mlp_bias=True,
+        **_NO_PAD,
+    ),
 }
 
 
@@ -355,6 +464,10 @@ def _vision(name: str, layer: str, **options: Any) -> tuple[nn.Module, str]:
 VISION = {
     "ViT": lambda: _vision("ViT", "ViTLayer"),
     "DeiT": lambda: _vision("DeiT", "DeiTLayer"),
+    "DINOv2": lambda: _vision("Dinov2", "Dinov2Layer", mlp_ratio=2),
+    "DINOv2, gated": lambda: _vision("Dinov2", "Dinov2Layer", mlp_ratio=1, use_swiglu_ffn=True),
+    "CLIP": lambda: _vision("CLIPVision", "CLIPEncoderLayer"),
+    "SigLIP": lambda: _vision("SiglipVision", "SiglipEncoderLayer"),
 }
 
 
@@ -378,6 +491,17 @@ def test_encoder_layers_of_the_kin_of_bart_are_read(name: str) -> None:
     encoder = prepared(model).encoder  # type: ignore[union-attr]
     batch = _padded("right")
     for seen in seen_layers(model, lambda: encoder(**batch), list(encoder.layers)):
+        assert_same(seen)
+
+
+@pytest.mark.huggingface
+def test_encoder_layers_of_whisper_are_read() -> None:
+    config = transformers.WhisperConfig(
+        **families.BART_SIZES, num_mel_bins=4, max_source_positions=4, max_target_positions=8
+    )
+    encoder = prepared(transformers.WhisperModel(config)).encoder  # type: ignore[union-attr]
+    sound = torch.randn(2, 4, 8, dtype=torch.float64)
+    for seen in seen_layers(encoder, lambda: encoder(sound), list(encoder.layers)):
         assert_same(seen)
 
 

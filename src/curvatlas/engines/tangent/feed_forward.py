@@ -27,6 +27,8 @@ from curvatlas.engines.tangent.structure import Activation, BlockSpec, Weights
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu", "identity")
+# of families that the matrix-free products read; the closed forms and bounds do not list them
+FAMILY_ACTIVATIONS: tuple[Activation, ...] = ("gelu_quick", "relu_squared")
 
 _KAPPA = math.sqrt(2.0 / math.pi)  # the tanh form of GELU: u = κ (z + c z³)
 _CUBIC = 0.044715
@@ -141,8 +143,25 @@ def _silu(z: Tensor, order: int) -> tuple[Tensor, ...]:
     return value, s + z * s1, 2.0 * s1 + z * s2, third
 
 
+_QUICK = 1.702
+
+
+def _gelu_quick(z: Tensor, order: int) -> tuple[Tensor, ...]:
+    """f = z s(a z) = silu(a z)/a, a = 1.702 (CLIP)."""
+    return tuple(d * _QUICK ** (i - 1) for i, d in enumerate(_silu(_QUICK * z, order)))
+
+
+def _relu_squared(z: Tensor, order: int) -> tuple[Tensor, ...]:
+    """f = max(z, 0)²; f'' jumps at zero, where it is 0 as in PyTorch."""
+    positive = z.clamp_min(0)
+    bend = 2.0 * (z > 0).to(z.dtype) if order >= 2 else z
+    return positive.square(), 2.0 * positive, bend, torch.zeros_like(z) if order >= 3 else z
+
+
 _DERIVATIVES = {
     "relu": _relu,
+    "relu_squared": _relu_squared,
+    "gelu_quick": _gelu_quick,
     "identity": _identity,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,

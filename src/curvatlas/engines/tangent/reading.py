@@ -17,7 +17,9 @@ positions in every convention the libraries have.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -27,26 +29,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.engines.tangent.adapters import (
+    effective_parameters,
+    is_transposed,
+    plain_linear,
+)
 from curvatlas.engines.tangent.attention import Rotation
 from curvatlas.engines.tangent.attention_core import Keyless
 from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
-from curvatlas.engines.tangent.feed_forward import ACTIVATIONS, activation_derivatives
+from curvatlas.engines.tangent.feed_forward import (
+    ACTIVATIONS,
+    FAMILY_ACTIVATIONS,
+    activation_derivatives,
+)
 from curvatlas.engines.tangent.head import Pooling, Readout
+from curvatlas.engines.tangent.norm import NORMS, normalize
 from curvatlas.engines.tangent.structure import (
     WEIGHT_NAMES,
     Activation,
     BlockSpec,
     Norm,
+    UnmappedModuleError as UnmappedModuleError,
     Weights,
 )
 
 Picked = dict[str, Tensor]
 Pick = Callable[[Mapping[str, Tensor]], Picked]
+_Source = Callable[[Mapping[str, Tensor]], Tensor]
+_Split = Callable[[Tensor], Sequence[Tensor]]
 _PROJECTIONS = ("query", "key", "value")
-
-
-class UnmappedModuleError(TypeError):
-    """A module that the closed forms do not cover; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +102,7 @@ class MappedNorm:
     eps: float
     weight: Tensor | None
     bias: Tensor | None
+    offset: float = 0.0  # the gain is offset + weight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,6 +180,8 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
         if matches(module):
             refuse_dropout(module)
             _refuse_other_forwards(module)
+            _refuse_hooks(module)
+            effective_parameters(module)  # refuses adapters that are not read
             spec, pick = read(module)
             return spec, _checked(kind.__name__, spec, pick)
     if kind.__module__.startswith("transformers.") and kind.__name__ in _NOT_COVERED:
@@ -177,17 +191,17 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
         )
     raise UnmappedModuleError(
         f"{kind.__name__} is no layer the closed forms know: they read "
-        "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and the layers of "
-        "Hugging Face GPT-2, GPT-Neo, OPT, BERT and its kin, ViT, BART and Whisper encoders, "
-        "Llama, Mistral, Qwen2, OLMo; use ca.Hessian(problem) for other modules."
+        "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and of Hugging Face "
+        f"{', '.join(name for layer in _LAYERS[1:] for name in layer.classes.split())}; use "
+        "ca.Hessian(problem) for other modules."
     )
 
 
 def map_norm(module: nn.Module) -> MappedNorm:
-    """Read ``nn.LayerNorm``, ``nn.RMSNorm`` or a Llama-style RMSNorm."""
+    """Read ``nn.LayerNorm``, ``nn.RMSNorm`` or a norm of Hugging Face's models."""
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
-    name = type(module).__name__
+    name, offset = type(module).__name__, 0.0
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         shape = tuple(module.normalized_shape)
         if len(shape) != 1:
@@ -198,10 +212,8 @@ def map_norm(module: nn.Module) -> MappedNorm:
         size, eps = shape[0], module.eps
         if eps is None:  # nn.RMSNorm's default: the machine epsilon of its dtype
             eps = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
-    elif name in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm") and weight is not None:
-        norm, size, eps = "rms", weight.shape[0], float(module.variance_epsilon)  # type: ignore[arg-type]
-    elif name == "OlmoLayerNorm":  # no weights; its epsilon is written into its forward
-        norm, size, eps = "layer", int(module.normalized_shape[0]), 1e-5  # type: ignore[index]
+    elif "Norm" in name and type(module).__module__.startswith("transformers."):
+        norm, size, eps, offset = _norm_by_value(module)
     else:
         raise UnmappedModuleError(f"{name} is no norm the closed forms know (LayerNorm, RMSNorm).")
     return MappedNorm(
@@ -210,13 +222,44 @@ def map_norm(module: nn.Module) -> MappedNorm:
         eps=float(eps),
         weight=None if weight is None else weight.detach(),
         bias=None if bias is None else bias.detach(),
+        offset=offset,
     )
 
 
-def shared_norm(first: nn.Module, second: nn.Module) -> tuple[Norm, float]:
-    """Kind and ε of a block's two norms, which a ``BlockSpec`` holds once."""
-    one, two = map_norm(first), map_norm(second)
-    if (one.norm, one.eps) != (two.norm, two.eps):
+def _norm_by_value(module: Any) -> tuple[Norm, int, float, float]:
+    """Kind, size, ε and offset of the gains, recognised by the values on a few tokens.
+
+    By value, because a class named LayerNorm may be an RMSNorm (T5), and gains may be 1 + weight
+    (Gemma). Small tokens show ε; weights other than the module's own tell the gains apart.
+    """
+    own = dict(module.named_parameters())
+    shape = own["weight"].shape if "weight" in own else tuple(module.normalized_shape)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", 1e-5))
+    probe = copy.copy(module)
+    numbers = torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).view(shape)
+    probe._parameters = {
+        name: nn.Parameter((shift + numbers).cos())
+        for name, shift in zip(own, (0.0, 1.0), strict=False)
+    }
+    x = torch.stack([(numbers.square().sin() + 0.3) * scale for scale in (1.0, 1e-2, 1e-3)])
+    with torch.no_grad():
+        values = type(module).forward(probe, x)
+        for kind in NORMS[:2]:
+            n, _ = normalize(x, eps=eps, norm=kind)
+            for offset in (0.0, 1.0):
+                y = n if "weight" not in own else n * (offset + probe.weight)
+                y = y if "bias" not in own else y + probe.bias
+                # the library rounds to float32 on the way
+                if float((values - y).abs().max()) <= 1e-5 * float(y.abs().max()):
+                    return kind, shape[-1], eps, offset
+    raise UnmappedModuleError(
+        f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of its input."
+    )
+
+
+def shared_norm(one: MappedNorm, two: MappedNorm | None) -> tuple[Norm, float]:
+    """Kind and ε of two norms that a ``BlockSpec`` describes once."""
+    if two is not None and (one.norm, one.eps) != (two.norm, two.eps):
         raise UnmappedModuleError(
             f"the block mixes norms: {one.norm} with eps={one.eps:g} and {two.norm} with "
             f"eps={two.eps:g}; the closed form has one kind and one eps."
@@ -233,7 +276,9 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> Activation:
     grid = torch.linspace(-12, 12, 2401, dtype=torch.float64)
     with torch.no_grad():
         values = function(grid.clone())
-    for name in ACTIVATIONS:
+    # Bloom's own backward pass has other constants than its values would have
+    bloom = type(function).__name__ == "BloomGelu"
+    for name in ("gelu_bloom",) if bloom else (*ACTIVATIONS, *FAMILY_ACTIVATIONS):
         if values.shape == grid.shape and values.dtype == grid.dtype:
             error = (values - activation_derivatives(name, grid, order=0)[0]).abs().max()
             if float(error) <= 1e-13 * 12:
@@ -247,10 +292,8 @@ def activation_name(function: Callable[[Tensor], Tensor]) -> Activation:
 def refuse_dropout(module: nn.Module) -> None:
     """Raise when the module is in training mode with a dropout that would act."""
     for name, part in module.named_modules():
-        rate = getattr(part, "p", 0.0) if isinstance(part, nn.Dropout) else 0.0
-        for field in ("dropout", "attention_dropout"):
-            value = getattr(part, field, 0.0)
-            rate = max(rate, value) if isinstance(value, float) else rate
+        rates = [v for n, v in vars(part).items() if "drop" in n and isinstance(v, float)]
+        rate = max([*rates, part.p if isinstance(part, nn.Dropout) else 0.0])
         if part.training and rate > 0:
             where = f"{name} " if name else ""
             raise UnmappedModuleError(
@@ -259,10 +302,10 @@ def refuse_dropout(module: nn.Module) -> None:
             )
 
 
-def take(values: Mapping[str, Tensor], ours: str, theirs: str) -> Picked:
-    """``{ours}_weight`` and ``{ours}_bias`` from a linear layer or norm of (out, in) layout."""
-    names = {f"{ours}_weight": f"{theirs}.weight", f"{ours}_bias": f"{theirs}.bias"}
-    return {mine: values[name] for mine, name in names.items() if name in values}
+def take(values: Mapping[str, Tensor], paths: Mapping[str, str]) -> Picked:
+    """``{ours}_weight`` and ``{ours}_bias`` of linear layers and norms at their paths."""
+    names = {f"{o}_{kind}": f"{t}.{kind}" for o, t in paths.items() for kind in ("weight", "bias")}
+    return {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
 
 
 def _checked(kind: str, spec: BlockSpec, pick: Pick) -> Pick:
@@ -277,6 +320,9 @@ def _checked(kind: str, spec: BlockSpec, pick: Pick) -> Pick:
                 f"{kind} has no parameter {error}: it is parametrised, quantised, adapted or "
                 "shared with another layer; undo that first."
             ) from error
+        needed = (*_PROJECTIONS, *(("up", "down") if spec.d_ff is not None else ()))
+        if lacking := [name for name in needed if f"{name}_weight" not in picked]:
+            raise UnmappedModuleError(f"{kind} has no weight for {', '.join(lacking)}.")
         for name, value in picked.items():
             if tuple(value.shape) != expected.get(name):
                 raise UnmappedModuleError(
@@ -298,72 +344,276 @@ def flat_numbers(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return numbers
 
 
-# ---- layers that keep one linear layer for each weight ---------------------------------------
+# ---- families of layers, one row each ---------------------------------------------------------
+
+
+_Extras = tuple[list[Tensor], "Rotation | None"]  # masks of four axes, rotary positions
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Where a family of layers keeps its weights, and what else its blocks need."""
+    """Where a family of layers keeps its weights, and what else its blocks need.
 
-    classes: tuple[str, ...]  # layers are known by name: no library is imported for it
-    paths: str  # query (and key, value: {name}, or {letter}), output, up, down, both norms[, gate]
-    heads: str  # attribute with the number of heads
+    A path is a part of the layer, or several to try in turn ("mlp.up_proj|mlp.fc1"); "-" is no
+    part. Layers are known by the names of their classes: no library is imported for it.
+    """
+
+    classes: str
+    # query (with {name} or {letter} for key and value, else fused), output, up, down, both norms
+    paths: str
     activation: str
-    norm_first: bool = False
+    gate: str = ""  # with the path of ``up``: the gate's rows, then those of ``up``
+    qk_norm: str = ""
+    after: str = ""  # norms, or gains, behind the two sublayers
+    grouped: bool = False  # fused rows are, for each key, its queries, itself, its value
+    norm_first: bool = True
     options: Callable[[Any], dict[str, Any]] = lambda module: {}
     home: str = "transformers."
     own_mask: bool = False  # the module applies its causal rule itself, a mask comes on top
-    known_by: str = ""  # an attribute that tells this layout from another of the same class
+    call: Callable[[Any, BlockSpec, Tensor, dict[str, Any]], _Extras] | None = None
 
     def matches(self, module: nn.Module) -> bool:
-        named = _named(module, self.home, *self.classes)
-        return named and (not self.known_by or _find(module, self.known_by) is not None)
+        query = self.paths.split()[0].format(name="query", letter="q")
+        return _named(module, self.home, *self.classes.split()) and bool(_found(module, query))
 
     def read(self, module: Any) -> tuple[BlockSpec, Pick]:
-        query, *others = self.paths.split()
-        paths = {name: query.format(name=name, letter=name[0]) for name in _PROJECTIONS}
-        paths |= zip(("output", "up", "down", "norm1", "norm2", "gate"), others, strict=False)
-        projection, up, *norms = (
-            module.get_submodule(paths[name]) for name in ("query", "up", "norm1", "norm2")
-        )
-        norm, eps = shared_norm(*norms)
-        heads = attrgetter(self.heads)(module)
-        options = {"gated": "gate" in paths, "norm_first": self.norm_first, **self.options(module)}
+        paths = self._paths(module)
+        attention = module.get_submodule(paths["query"].rpartition(".")[0])
+        heads = int(_value(attention, "num_heads|n_heads|num_attention_heads|" + _HEADS))
+        rows, fused = _sizes(module, paths["query"])[0], paths["query"] == paths["key"]
+        size = (_sizes(module, paths["output"])[1] if fused else rows) // heads
+        keys = (rows - heads * size) // 2 if fused else _sizes(module, paths["key"])[0]
+        shared = keys // size
+        options = {"norm_first": self.norm_first, **_norm_options(module, paths, size)}
+        if self.home.startswith("transformers."):
+            options |= _attention_options(module, attention, size)
         spec = BlockSpec(
-            d_model=projection.in_features,
+            d_model=_sizes(module, paths["down"])[0],
             n_heads=heads,
-            d_k=projection.out_features // heads,
-            d_v=projection.out_features // heads,
-            d_ff=up.out_features,
-            norm=norm,
-            eps=eps,
-            activation=activation_name(attrgetter(self.activation)(module)),
-            **options,
+            n_kv_heads=None if shared == heads else shared,
+            d_k=size,
+            d_v=size,
+            d_ff=_sizes(module, paths["down"])[1],
+            activation=activation_name(_value(module, self.activation)),
+            gated="gate" in paths,
+            **options | self.options(module),
         )
-        return spec, lambda values: _take_all(values, paths)
+        return spec, _picker(module, spec, paths, grouped=self.grouped)
+
+    def _paths(self, module: nn.Module) -> dict[str, str]:
+        """Our name → where the module keeps it, for what it has."""
+        query, *others = self.paths.split()
+        words = {name: query.format(name=name, letter=name[0]) for name in _PROJECTIONS}
+        words |= zip(("output", "up", "down", "norm1", "norm2"), others, strict=True)
+        words |= zip(("output_norm", "down_norm"), self.after.split(), strict=False)
+        for name in ("query", "key"):
+            words[f"{name}_norm"] = self.qk_norm.format(name=name, letter=name[0])
+        words["gate"] = self.gate
+        found = {name: _found(module, word) for name, word in words.items()}
+        needed = (*_PROJECTIONS, "up", "down", "norm1", "norm2")
+        if lacking := [words[n] for n in needed if found[n] is None and words[n] != "-"]:
+            raise UnmappedModuleError(
+                f"{type(module).__name__} has no {', '.join(lacking)}: the library keeps its "
+                "weights elsewhere than the versions that are read."
+            )
+        return {
+            name: path
+            for name, path in found.items()
+            if path is not None and not isinstance(_value(module, path), nn.Identity)
+        }
+
+
+_HEADS = "config.num_attention_heads"
 
 
 def _named(module: nn.Module, home: str, *names: str) -> bool:
     return type(module).__name__ in names and type(module).__module__.startswith(home)
 
 
+def _found(module: nn.Module, paths: str) -> str | None:
+    """The first of "a.b|c" that the module has."""
+    for path in paths.split("|"):
+        part: object = module
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if part is not None:
+            return path
+    return None
+
+
+def _value(module: nn.Module, paths: str) -> Any:
+    """The part at the first of "a.b|c" that the module has."""
+    return attrgetter(_found(module, paths) or paths)(module)
+
+
 def _find(module: nn.Module, path: str) -> nn.Module | None:
-    part: object = module
-    for name in path.split("."):
-        part = getattr(part, name, None)
+    part = _value(module, path) if _found(module, path) else None
     return part if isinstance(part, nn.Module) else None
 
 
-def _take_all(values: Mapping[str, Tensor], paths: Mapping[str, str]) -> Picked:
-    picked: Picked = {}
-    for ours, theirs in paths.items():
-        picked |= take(values, ours, theirs)
-    return picked
+def _sizes(module: nn.Module, path: str) -> tuple[int, int]:
+    """(out, in) of the linear layer at ``path``."""
+    linear = plain_linear(module.get_submodule(path))
+    rows, columns = linear.weight.shape
+    return (columns, rows) if is_transposed(linear) else (rows, columns)
+
+
+def _picker(module: nn.Module, spec: BlockSpec, paths: Mapping[str, str], *, grouped: bool) -> Pick:
+    """The function that picks the weights at ``paths``; names of one path are rows of one weight.
+
+    Views, and copies only of heads whose rows lie apart and of gains kept head by head.
+    """
+    together: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        if not (name == "norm2" and spec.one_norm):
+            together.setdefault(path, []).append(name)
+    keys = spec.kv_heads * spec.key_size
+    splits: dict[tuple[str, ...], _Split] = {
+        _PROJECTIONS: lambda value: (
+            _of_groups(value, spec)
+            if grouped
+            else torch.split(value, [spec.n_heads * spec.key_size, keys, keys])
+        ),
+        ("gate", "up"): lambda value: value.chunk(2),
+    }
+    plan: list[tuple[_Source, tuple[str, ...], _Split]] = []
+    for path, names in together.items():
+        ours = tuple(sorted(names)) if "gate" in names else tuple(names)
+        split = splits.get(ours, lambda value: (value,))
+        plan += [
+            (parameters, tuple(f"{name}_{kind}" for name in ours), split)
+            for kind, parameters in _sources(module, path).items()
+        ]
+
+    def pick(values: Mapping[str, Tensor]) -> Picked:
+        picked: Picked = {}
+        for parameters, names, split in plan:
+            picked |= zip(names, split(parameters(values)), strict=True)
+        return picked
+
+    return pick
+
+
+def _sources(module: nn.Module, path: str) -> dict[str, _Source]:
+    """ "weight" and "bias" of the part at ``path``, found among parameters by name."""
+    part = _value(module, path)
+    if isinstance(part, nn.Parameter):
+        return {"weight": lambda values: values[path]}
+    norms = getattr(part, "norms", None)  # one for each head
+    plain = plain_linear(part if norms is None else norms[0])
+    named = effective_parameters(part)
+    kinds = [kind for kind in ("weight", "bias") if getattr(plain, kind, None) is not None]
+    kinds += [kind for kind in ("bias",) if kind in named and kind not in kinds]
+    turned = is_transposed(plain)
+
+    def source(kind: str) -> _Source:
+        def find(values: Mapping[str, Tensor]) -> Tensor:
+            if norms is not None:
+                return torch.cat([values[f"{path}.norms.{i}.{kind}"] for i in range(len(norms))])
+            value = values[f"{path}.{kind}"]
+            if value.ndim == 2 and not isinstance(plain, nn.Linear):
+                return value.T if turned else value.flatten()
+            return value
+
+        return find
+
+    return {kind: source(kind) for kind in kinds}
+
+
+def _of_groups(fused: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (group, its queries then its key and value, s) → query, key and value rows."""
+    repeats = spec.n_heads // spec.kv_heads
+    rows = fused.reshape(spec.kv_heads, repeats + 2, spec.key_size, *fused.shape[1:])
+    queries, keys, values = rows[:, :repeats], rows[:, repeats], rows[:, repeats + 1]
+    return queries.flatten(0, 2), keys.flatten(0, 1), values.flatten(0, 1)
+
+
+def _norm_options(module: nn.Module, paths: Mapping[str, str], size: int) -> dict[str, Any]:
+    """Kinds, ε and gains of a layer's norms as fields of ``BlockSpec``."""
+    parts = {n: _value(module, path) for n, path in paths.items() if "norm" in n}
+    norms = {name: _norm_of(part) for name, part in parts.items()}
+    first, second = norms.get("norm1"), norms.get("norm2")
+    eps = next((norm.eps for norm in (first, second, *norms.values()) if norm is not None), 0.0)
+    options: dict[str, Any] = {"norm": "none" if first is None else first.norm, "eps": eps}
+    if first is not None and paths.get("norm2") == paths["norm1"]:
+        options |= {"parallel": True, "one_norm": True}
+    elif second is not None:
+        options |= {"norm2": None if second.norm == options["norm"] else second.norm}
+        options |= {"eps2": None if second.eps == eps else second.eps}
+    for field, one, two in (
+        ("output", "output_norm", "down_norm"),
+        ("qk", "query_norm", "key_norm"),
+    ):
+        if one in norms:
+            norm, own = shared_norm(norms[one], norms.get(two))
+            options |= {f"{field}_norm": norm, f"{field}_eps": None if own == eps else own}
+    if "query_norm" in norms:
+        gains = getattr(parts["query_norm"], "weight", None)
+        apart = hasattr(parts["query_norm"], "norms") or (gains is not None and gains.ndim > 1)
+        alone = "head" if norms["query_norm"].size == size else "width"
+        options["qk_span"] = "each head" if apart else alone
+    offsets = {norm.offset for norm in norms.values() if norm.weight is not None}
+    if len(offsets) > 1:
+        raise UnmappedModuleError(f"{type(module).__name__} mixes norms with and without offset.")
+    return options | {"gain_offset": offsets.pop() if offsets else 0.0}
+
+
+def _norm_of(part: Any) -> MappedNorm:
+    if isinstance(part, nn.Parameter):  # gains alone
+        return MappedNorm(norm="none", size=len(part), eps=0.0, weight=part.detach(), bias=None)
+    if not hasattr(part, "norms"):
+        return map_norm(part)
+    norms = [map_norm(norm) for norm in part.norms]
+    for norm in norms[1:]:
+        shared_norm(norms[0], norm)
+    return norms[0]
+
+
+def _attention_options(module: nn.Module, attention: Any, size: int) -> dict[str, Any]:
+    """What Hugging Face's attention says of itself: scale, causality, window, rotary positions."""
+    config = getattr(attention, "config", None)
+    clip = getattr(attention, "clip_qkv", getattr(config, "clip_qkv", None))
+    if clip:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} clips queries, keys and values at {clip:g}: not in the "
+            "closed form."
+        )
+    causal = bool(getattr(attention, "is_causal", False))
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+    window = int(window) if window and getattr(config, "use_sliding_window", True) else None
+    scale = float(getattr(attention, "scaling", size**-0.5))
+    rotates = getattr(attention, "use_rope", True)
+    return {
+        "causal": causal,
+        "window": window if causal else None,
+        "call_mask": window is not None and not causal,
+        "scale": None if math.isclose(scale, size**-0.5, rel_tol=1e-12) else scale,
+        **(_rope_options(config) if rotates else {}),
+    }
+
+
+def _rope_options(config: Any) -> dict[str, Any]:
+    """Rotary positions by their base, or left to the tables of each call."""
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None:  # before transformers 5
+        if not hasattr(config, "rope_theta"):
+            return {}
+        scaling = getattr(config, "rope_scaling", None) or {}
+        partly = getattr(config, "partial_rotary_factor", 1.0)
+        parameters = {"rope_theta": config.rope_theta, "partial_rotary_factor": partly, **scaling}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", 1.0) or 1.0
+    by_layer = any(isinstance(value, Mapping) for value in parameters.values())
+    if kind != "default" or partial != 1.0 or by_layer:
+        return {"rope_tables": True}
+    return {"rope_base": float(parameters["rope_theta"])}
+
+
+_NO_ROTATION = {"rope_base": None, "rope_tables": False}
 
 
 def _zoo_options(attention: Any) -> dict[str, Any]:
     return {
-        "n_kv_heads": attention.n_kv_heads,
         "causal": bool(attention.causal),
         "softmax": bool(attention.softmax),
         "rope_base": attention.rope_base,
@@ -371,11 +621,17 @@ def _zoo_options(attention: Any) -> dict[str, Any]:
 
 
 def _zoo_block_options(module: Any) -> dict[str, Any]:
-    return {
-        **_zoo_options(module.attention),
-        "norm_first": bool(module.norm_first),
-        "gated": bool(module.ffn.gated),
-    }
+    return {**_zoo_options(module.attention), "norm_first": bool(module.norm_first)}
+
+
+def _gpt2_options(module: Any) -> dict[str, Any]:
+    """Logits with or without a scale, and one that falls with depth."""
+    _refuse_cross_attention(module)
+    attention, config = module.attn, module.attn.config
+    scale = attention.head_dim**-0.5 if config.scale_attn_weights else 1.0
+    if config.scale_attn_by_inverse_layer_idx:
+        scale /= float(attention.layer_idx + 1)
+    return {"causal": True, "scale": scale}
 
 
 def _gpt_neo_options(module: Any) -> dict[str, Any]:
@@ -383,7 +639,38 @@ def _gpt_neo_options(module: Any) -> dict[str, Any]:
     inner = module.attn.attention
     local = inner.attention_type == "local"
     window = int(inner.config.window_size) if local else None
-    return {"causal": True, "window": window, "scale": 1.0}
+    return {"causal": True, "window": window, "scale": 1.0, "call_mask": False}
+
+
+def _falcon_options(module: Any) -> dict[str, Any]:
+    """Side by side or one after the other, rotary positions or a bias by distance."""
+    config = module.config
+    options = {"parallel": bool(config.new_decoder_architecture or config.parallel_attn)}
+    if config.new_decoder_architecture and not config.parallel_attn:
+        raise UnmappedModuleError(
+            "FalconDecoderLayer with new_decoder_architecture=True and parallel_attn=False has no "
+            "defined order of sublayers."
+        )
+    return options | ({"call_mask": True, **_NO_ROTATION} if config.alibi else {})
+
+
+def _gemma_options(module: Any) -> dict[str, Any]:
+    """Gemma 2 caps its logits; Gemma 3 keeps the option and does not use it."""
+    capped = type(module).__name__ == "Gemma2DecoderLayer"
+    return {"softcap": module.self_attn.attn_logit_softcapping if capped else None}
+
+
+def _cohere_options(module: Any) -> dict[str, Any]:
+    """Neighbouring coordinates turn; in Cohere 2 those of layers with a window."""
+    still = getattr(module.self_attn, "sliding_window", 1) is None
+    return {"rope_interleaved": True, **(_NO_ROTATION if still else {})}
+
+
+def _bloom_options(module: Any) -> dict[str, Any]:
+    for name in ("apply_residual_connection_post_layernorm", "mlp.slow_but_exact"):
+        if attrgetter(name)(module):
+            raise UnmappedModuleError(f"BloomBlock with {name}=True is not in the closed form.")
+    return {"causal": True, "call_mask": True}
 
 
 def _bert_options(module: Any) -> dict[str, Any]:
@@ -407,34 +694,14 @@ def _bart_options(module: Any) -> dict[str, Any]:
     }
 
 
-def _llama_options(module: Any) -> dict[str, Any]:
-    """Rotary positions, grouped queries, causal, in a window if the layer or the model says so."""
-    attention, config = module.self_attn, module.self_attn.config
-    if getattr(config, "clip_qkv", None) is not None:
+def _refuse_calls(module: nn.Module, spec: BlockSpec) -> None:
+    """Raise where a layer alone is not what its model makes of it."""
+    lacking = [w for w in spec.special_forms if "call" in w]
+    if lacking:
         raise UnmappedModuleError(
-            f"{type(module).__name__} clips queries, keys and values at {config.clip_qkv:g}: not "
-            "in the closed form."
+            f"{type(module).__name__} {' and '.join(lacking)}: a stack alone has none, use "
+            "ca.Hessian(problem)."
         )
-    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-    return {
-        "n_kv_heads": config.num_key_value_heads,
-        "causal": True,
-        "window": int(window) if window and getattr(config, "use_sliding_window", True) else None,
-        **_rope_options(config),
-    }
-
-
-def _rope_options(config: Any) -> dict[str, Any]:
-    """Rotary positions by their base, or left to the tables of each call."""
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is None:  # before transformers 5
-        scaling = getattr(config, "rope_scaling", None) or {}
-        parameters = {"rope_theta": config.rope_theta, **scaling}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    partial = parameters.get("partial_rotary_factor", 1.0) or 1.0
-    if kind != "default" or partial != 1.0:
-        return {"rope_tables": True}
-    return {"rope_base": float(parameters["rope_theta"])}
 
 
 def _refuse_special_forms(module: nn.Module, spec: BlockSpec) -> None:
@@ -445,14 +712,6 @@ def _refuse_special_forms(module: nn.Module, spec: BlockSpec) -> None:
         )
 
 
-def _refuse_tables(module: nn.Module, spec: BlockSpec) -> None:
-    if spec.rope_tables:
-        raise UnmappedModuleError(
-            f"{type(module).__name__} has rotary positions whose tables come with each call: a "
-            "stack alone has none, use ca.Hessian(problem)."
-        )
-
-
 def _refuse_cross_attention(module: Any) -> None:
     if hasattr(module, "crossattention"):
         raise UnmappedModuleError(
@@ -460,100 +719,255 @@ def _refuse_cross_attention(module: Any) -> None:
         )
 
 
-_BERT = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra")
-_BART = ("OPTDecoder", "BartEncoder", "MarianEncoder", "MBartEncoder", "PegasusEncoder")
-_VIT = tuple(f"{name}Layer" for name in ("ViT", "DeiT", "ViTMAE", "ViTMSN"))
-_LLAMA = ("Llama", "Mistral", "Qwen2", "Olmo")
+def _bloom_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """A bias (n·H, 1, L) is added to the logits."""
+    alibi = arguments.pop("alibi", None)
+    if alibi is None:
+        return [], None
+    factor = module.self_attention.beta
+    return [alibi.detach().reshape(len(x), spec.n_heads, 1, -1) * factor], None
+
+
+def _falcon_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """The model's mask holds the bias by distance already; eager attention adds it once more."""
+    if _implementation(module) == "sdpa":
+        arguments.pop("alibi", None)
+    return _bloom_call(module, spec, x, arguments)
+
+
+def _mpt_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """A bias (H, ≥ L or 1, ≥ L) for the last positions, and a mask that is True where forbidden."""
+    bias, mask = arguments.pop("position_bias", None), arguments.pop("attention_mask", None)
+    masks = [] if mask is None else [~mask.bool()]
+    if any(not bool(allowed.any(-1).all()) for allowed in masks):
+        raise UnmappedModuleError(
+            "MptBlock is called with a query that may attend to no key (padding on the left): its "
+            "output is not in the hand-written forms."
+        )
+    if bias is not None:
+        masks.append(bias.detach()[None, :, -x.shape[1] :, -x.shape[1] :])
+    return masks, None
+
+
+def _gptj_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """Sines and cosines (n, L, r/2) of the call's positions, from the table the layer keeps."""
+    positions = arguments.pop("position_ids", None)
+    if positions is None:
+        raise UnmappedModuleError("GPTJBlock is called without position_ids.")
+    sines, cosines = module.attn.embed_positions[positions].chunk(2, -1)
+    if len(positions) == 1:
+        sines, cosines = sines[0], cosines[0]
+    return [], Rotation((cosines, sines), interleaved=True)
+
+
+def _kin(suffix: str, names: str) -> str:
+    return " ".join(name + suffix for name in names.split())
+
+
+_BERT = "Bert Roberta XLMRoberta Camembert Electra"
+_BART = "OPTDecoder BartEncoder MarianEncoder MBartEncoder PegasusEncoder WhisperEncoder"
+_VIT = "ViT DeiT ViTMAE ViTMSN"
+_LLAMA = "Llama Mistral Qwen2 Olmo"
+_SEPARATE = "self_attn.{letter}_proj self_attn.o_proj"
+_GATED = f"{_SEPARATE} mlp.up_proj mlp.down_proj"
 
 _LAYERS = (
     _Layer(
-        ("Block",),
-        "attention.{name} attention.output ffn.up ffn.down norm1 norm2 ffn.gate",
+        "Block",
+        "attention.{name} attention.output ffn.up ffn.down norm1 norm2",
+        "ffn._function",
+        gate="ffn.gate",
         home="curvatlas.zoo",
-        heads="attention.n_heads",
-        activation="ffn._function",
         options=_zoo_block_options,
     ),
     _Layer(
-        ("GPTNeoBlock",),
+        "GPT2Block",
+        "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj ln_1 ln_2",
+        "mlp.act",
+        options=_gpt2_options,
+    ),
+    _Layer(
+        "GPTNeoBlock",
         "attn.attention.{letter}_proj attn.attention.out_proj mlp.c_fc mlp.c_proj ln_1 ln_2",
-        heads="attn.attention.num_heads",
-        activation="mlp.act",
-        norm_first=True,
+        "mlp.act",
         own_mask=True,
         options=_gpt_neo_options,
     ),
     _Layer(
-        tuple(f"{name}Layer" for name in _BERT),
+        "GPTJBlock",
+        "attn.{letter}_proj attn.out_proj mlp.fc_in mlp.fc_out ln_1 ln_1",
+        "mlp.act",
+        options=lambda module: {"rope_tables": True, "rope_interleaved": True},
+        call=_gptj_call,
+    ),
+    _Layer(
+        "GPTNeoXLayer",
+        "attention.query_key_value attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h "
+        "input_layernorm post_attention_layernorm",
+        "mlp.act",
+        grouped=True,
+        options=lambda module: {"parallel": bool(module.use_parallel_residual)},
+    ),
+    _Layer(
+        "FalconDecoderLayer",
+        "self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h "
+        "ln_attn|input_layernorm ln_mlp|post_attention_layernorm|input_layernorm",
+        "mlp.act",
+        grouped=True,
+        options=_falcon_options,
+        call=_falcon_call,
+    ),
+    _Layer(
+        "BloomBlock",
+        "self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h "
+        "input_layernorm post_attention_layernorm",
+        "mlp.gelu_impl",
+        grouped=True,
+        options=_bloom_options,
+        call=_bloom_call,
+    ),
+    _Layer(
+        "MptBlock",
+        "attn.Wqkv attn.out_proj ffn.up_proj ffn.down_proj norm_1 norm_2",
+        "ffn.act",
+        options=lambda module: {
+            "causal": True,
+            "call_mask": True,
+            "scale": float(module.attn.softmax_scale),
+        },
+        call=_mpt_call,
+    ),
+    _Layer(
+        _kin("Layer", _BERT),
         "attention.self.{name} attention.output.dense intermediate.dense output.dense "
         "attention.output.LayerNorm output.LayerNorm",
-        heads="attention.self.num_attention_heads",
-        activation="intermediate.intermediate_act_fn",
+        "intermediate.intermediate_act_fn",
+        norm_first=False,
         options=_bert_options,
     ),
     _Layer(
-        ("TransformerBlock",),
+        "TransformerBlock",
         "attention.{letter}_lin attention.out_lin ffn.lin1 ffn.lin2 "
         "sa_layer_norm output_layer_norm",
+        "ffn.activation",
+        norm_first=False,
         home="transformers.models.distilbert",
-        heads="attention.n_heads",
-        activation="ffn.activation",
     ),
     _Layer(  # the same weights may serve several depths
-        ("AlbertLayer",),
+        "AlbertLayer",
         "attention.{name} attention.dense ffn ffn_output attention.LayerNorm full_layer_layer_norm",
-        heads="attention.num_attention_heads",
-        activation="activation",
+        "activation",
+        norm_first=False,
     ),
     _Layer(
-        tuple(f"{name}Layer" for name in (*_BART, "WhisperEncoder")),
+        "ModernBertEncoderLayer",
+        "attn.Wqkv attn.Wo mlp.Wi mlp.Wo attn_norm mlp_norm",
+        "mlp.act",
+        gate="mlp.Wi",
+    ),
+    _Layer(
+        _kin("Layer", _BART),
         "self_attn.{letter}_proj self_attn.out_proj fc1 fc2 self_attn_layer_norm final_layer_norm",
-        heads="self_attn.num_heads",
-        activation="activation_fn",
+        "activation_fn",
         options=_bart_options,
     ),
     _Layer(  # before transformers 5
-        _VIT,
+        _kin("Layer", _VIT),
         "attention.attention.{name} attention.output.dense intermediate.dense output.dense "
         "layernorm_before layernorm_after",
-        known_by="attention.attention",
-        heads="attention.attention.num_attention_heads",
-        activation="intermediate.intermediate_act_fn",
-        norm_first=True,
+        "intermediate.intermediate_act_fn",
     ),
     _Layer(
-        _VIT,
+        _kin("Layer", _VIT),
         "attention.{letter}_proj attention.o_proj mlp.fc1 mlp.fc2 layernorm_before layernorm_after",
-        heads="attention.num_attention_heads",
-        activation="mlp.activation_fn",
-        norm_first=True,
+        "mlp.activation_fn",
     ),
     _Layer(
-        tuple(f"{name}DecoderLayer" for name in _LLAMA),
-        "self_attn.{letter}_proj self_attn.o_proj mlp.up_proj mlp.down_proj "
-        "input_layernorm post_attention_layernorm mlp.gate_proj",
-        heads="self_attn.config.num_attention_heads",
-        activation="mlp.act_fn",
-        norm_first=True,
-        options=_llama_options,
+        _kin("Layer", "Dinov2 Dinov2WithRegisters"),
+        "attention.{letter}_proj attention.o_proj mlp.fc1|mlp.up_proj mlp.fc2|mlp.down_proj "
+        "norm1 norm2",
+        "mlp.activation_fn|mlp.act_fn",
+        gate="mlp.gate_proj",
+        after="layer_scale1.lambda1 layer_scale2.lambda1",
+    ),
+    _Layer(
+        _kin("EncoderLayer", "CLIP Siglip Siglip2"),
+        "self_attn.{letter}_proj self_attn.out_proj mlp.fc1 mlp.fc2 layer_norm1 layer_norm2",
+        "mlp.activation_fn",
+    ),
+    _Layer(
+        _kin("DecoderLayer", f"{_LLAMA} Qwen3 Gemma SmolLM3"),
+        f"{_GATED} input_layernorm post_attention_layernorm",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        qk_norm="self_attn.{letter}_norm",
+    ),
+    _Layer(
+        "GraniteDecoderLayer",
+        f"{_GATED} input_layernorm post_attention_layernorm",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        options=lambda module: {"residual_scale": float(module.residual_multiplier)},
+    ),
+    _Layer(
+        _kin("DecoderLayer", "Gemma2 Gemma3"),
+        f"{_GATED} input_layernorm pre_feedforward_layernorm",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        qk_norm="self_attn.{letter}_norm",
+        after="post_attention_layernorm post_feedforward_layernorm",
+        options=_gemma_options,
+    ),
+    _Layer(
+        _kin("DecoderLayer", "Olmo2 Olmo3"),
+        f"{_GATED} - -",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        qk_norm="self_attn.{letter}_norm",
+        after="post_attention_layernorm post_feedforward_layernorm",
+    ),
+    _Layer(
+        "Phi3DecoderLayer",
+        "self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj "
+        "input_layernorm post_attention_layernorm",
+        "mlp.activation_fn",
+        gate="mlp.gate_up_proj",
+    ),
+    _Layer(
+        "PhiDecoderLayer",
+        "self_attn.{letter}_proj self_attn.dense mlp.fc1 mlp.fc2 input_layernorm input_layernorm",
+        "mlp.activation_fn",
+        qk_norm="self_attn.{letter}_layernorm",
+    ),
+    _Layer(
+        "Starcoder2DecoderLayer",
+        f"{_SEPARATE} mlp.c_fc mlp.c_proj input_layernorm post_attention_layernorm",
+        "mlp.act",
+    ),
+    _Layer(
+        "StableLmDecoderLayer",
+        f"{_GATED} input_layernorm post_attention_layernorm|input_layernorm",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        qk_norm="self_attn.{letter}_layernorm",
+    ),
+    _Layer(
+        _kin("DecoderLayer", "Cohere Cohere2"),
+        f"{_GATED} input_layernorm input_layernorm",
+        "mlp.act_fn",
+        gate="mlp.gate_proj",
+        qk_norm="self_attn.{letter}_norm",
+        options=_cohere_options,
     ),
 )
 
-_PARALLEL = "runs attention and feed-forward side by side on the same input"
 _RELATIVE = "adds learned terms of the distance to the logits"
+_CROSS = "attends to an encoder's output"
 _NOT_COVERED = {
-    "PhiDecoderLayer": _PARALLEL,
-    "GPTJBlock": _PARALLEL,
-    "GPTNeoXLayer": "rotates a part of each head, mostly with parallel sublayers",
-    "FalconDecoderLayer": _PARALLEL,
-    "BloomBlock": "adds a bias by distance (ALiBi) to the logits",
     "T5Block": _RELATIVE,
     "DebertaV2Layer": _RELATIVE,
-    "GemmaDecoderLayer": "scales its norms by 1 + weight",
-    "Gemma2DecoderLayer": "has norms on both sides of every sublayer",
-    "Qwen3DecoderLayer": "normalises queries and keys",
     "MixtralDecoderLayer": "sends tokens to experts",
-    "Dinov2Layer": "scales its sublayers' outputs by learned gains",
+    **dict.fromkeys(_kin("DecoderLayer", "Bart MBart Marian Pegasus Whisper").split(), _CROSS),
 }
 
 
@@ -589,6 +1003,18 @@ def _refuse_other_forwards(module: nn.Module) -> None:
             )
 
 
+def _refuse_hooks(module: nn.Module) -> None:
+    """Raise on forward hooks that may change what flows; ours and those that only record do not."""
+    for name, part in module.named_modules():
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if home.partition(".")[0] not in ("curvatlas", "transformers"):
+                raise UnmappedModuleError(
+                    f"{name or 'the layer'} ({type(part).__name__}) in {type(module).__name__} has "
+                    f"a forward hook of {home}, which may change activations: remove it first."
+                )
+
+
 def _read_attention(module: Any) -> tuple[BlockSpec, Pick]:
     """``nn.MultiheadAttention`` as the bare attention layer Z = Att(X)."""
     _refuse_attention_extras(module)
@@ -604,7 +1030,7 @@ def _read_attention(module: Any) -> tuple[BlockSpec, Pick]:
 def _read_encoder_layer(module: Any) -> tuple[BlockSpec, Pick]:
     """``nn.TransformerEncoderLayer``, both norm orders, any activation the closed form knows."""
     _refuse_attention_extras(module.self_attn)
-    norm, eps = shared_norm(module.norm1, module.norm2)
+    norm, eps = shared_norm(map_norm(module.norm1), map_norm(module.norm2))
     spec = BlockSpec(
         d_model=module.self_attn.embed_dim,
         n_heads=module.self_attn.num_heads,
@@ -617,7 +1043,7 @@ def _read_encoder_layer(module: Any) -> tuple[BlockSpec, Pick]:
 
     def pick(values: Mapping[str, Tensor]) -> Picked:
         paths = {"up": "linear1", "down": "linear2", "norm1": "norm1", "norm2": "norm2"}
-        return _pick_attention(values, "self_attn.") | _take_all(values, paths)
+        return _pick_attention(values, "self_attn.") | take(values, paths)
 
     return spec, pick
 
@@ -631,10 +1057,11 @@ def _read_zoo_attention(module: Any) -> tuple[BlockSpec, Pick]:
         d_v=module.head_size,
         norm="none",
         residual=False,
+        n_kv_heads=module.n_kv_heads,
         **_zoo_options(module),
     )
     paths = {name: name for name in (*_PROJECTIONS, "output")}
-    return spec, lambda values: _take_all(values, paths)
+    return spec, lambda values: take(values, paths)
 
 
 def _pick_attention(values: Mapping[str, Tensor], prefix: str) -> Picked:
@@ -645,7 +1072,7 @@ def _pick_attention(values: Mapping[str, Tensor], prefix: str) -> Picked:
     if bias is not None:
         parts = zip(_PROJECTIONS, bias.chunk(3), strict=True)
         picked |= {f"{name}_bias": part for name, part in parts}
-    return picked | take(values, "output", f"{prefix}out_proj")
+    return picked | take(values, {"output": f"{prefix}out_proj"})
 
 
 def _refuse_attention_extras(module: Any) -> None:
@@ -662,48 +1089,11 @@ def _refuse_attention_extras(module: Any) -> None:
         )
 
 
-def _read_gpt2(module: Any) -> tuple[BlockSpec, Pick]:
-    """``GPT2Block``: pre-norm, causal, fused ``Conv1D`` projections stored (in, out)."""
-    _refuse_cross_attention(module)
-    attention, config = module.attn, module.attn.config
-    norm, eps = shared_norm(module.ln_1, module.ln_2)
-    head_size = attention.embed_dim // attention.num_heads
-    scale = head_size**-0.5 if config.scale_attn_weights else 1.0
-    if config.scale_attn_by_inverse_layer_idx:
-        scale /= float(attention.layer_idx + 1)
-    spec = BlockSpec(
-        d_model=attention.embed_dim,
-        n_heads=attention.num_heads,
-        d_ff=module.mlp.c_fc.weight.shape[1],
-        norm=norm,
-        eps=eps,
-        norm_first=True,
-        activation=activation_name(module.mlp.act),
-        causal=True,
-        scale=scale,
-    )
-
-    def pick(values: Mapping[str, Tensor]) -> Picked:
-        picked: Picked = {}
-        fused = values["attn.c_attn.weight"].T.chunk(3)
-        biases = values["attn.c_attn.bias"].chunk(3)
-        for name, weight, bias in zip(_PROJECTIONS, fused, biases, strict=True):
-            picked |= {f"{name}_weight": weight, f"{name}_bias": bias}
-        for ours, theirs in (("output", "attn"), ("down", "mlp")):
-            picked[f"{ours}_weight"] = values[f"{theirs}.c_proj.weight"].T
-            picked[f"{ours}_bias"] = values[f"{theirs}.c_proj.bias"]
-        picked |= {"up_weight": values["mlp.c_fc.weight"].T, "up_bias": values["mlp.c_fc.bias"]}
-        return picked | take(values, "norm1", "ln_1") | take(values, "norm2", "ln_2")
-
-    return spec, pick
-
-
 _Reader = tuple[Callable[[nn.Module], bool], Callable[[Any], tuple[BlockSpec, Pick]]]
 _READERS: tuple[_Reader, ...] = (
     (lambda module: _same_forward(module, nn.MultiheadAttention), _read_attention),
     (lambda module: _same_forward(module, nn.TransformerEncoderLayer), _read_encoder_layer),
     (lambda module: _named(module, "curvatlas.zoo", "Attention"), _read_zoo_attention),
-    (lambda module: _named(module, "transformers.", "GPT2Block"), _read_gpt2),
     *((layer.matches, layer.read) for layer in _LAYERS),
 )
 
@@ -816,6 +1206,10 @@ def _first(module: nn.Module, name: str) -> Any:
     return getattr(next(parts, None), name, None)
 
 
+def _implementation(module: nn.Module) -> str:
+    return getattr(_first(module, "config"), "_attn_implementation", None) or "eager"
+
+
 def _library_call(
     module: nn.Module, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]
 ) -> BlockCall:
@@ -824,24 +1218,27 @@ def _library_call(
     Scaled dot-product attention is then causal where the layer says so, and never in a window;
     eager attention is not even causal.
     """
+    layer = next((row for row in _LAYERS if row.matches(module)), None)
+    implementation = _implementation(module)
+    extras: _Extras = [], None
+    if layer is not None and layer.call is not None:
+        extras = layer.call(module, spec, x, arguments)
+    masks, rotation = extras
     mask = arguments.pop("attention_mask", None)
     tables = arguments.pop("position_embeddings", None)
     causal = arguments.pop("is_causal", None)
     _refuse_arguments(module, arguments)
-    implementation = getattr(_first(module, "config"), "_attn_implementation", None) or "eager"
     if implementation not in _IMPLEMENTATIONS:
         raise UnmappedModuleError(
             f"{type(module).__name__} attends by {implementation}, whose masks are not read: load "
             "the model with attn_implementation='sdpa' or 'eager'."
         )
-    masks = [] if mask is None else [_four_axes(module, mask, spec, x)]
-    rotation = None
+    masks = [_four_axes(module, part, spec, x) for part in (*masks, mask) if part is not None]
     if tables is not None and (spec.rope_base is not None or spec.rope_tables):
-        rotation = _tables(module, tables)
-    own = any(layer.own_mask and layer.matches(module) for layer in _LAYERS)
-    if own:
+        rotation = _tables(module, tables, spec)
+    if layer is not None and layer.own_mask:
         causal = spec.causal
-    elif mask is not None or implementation == "eager":
+    elif masks or implementation == "eager":
         causal = False
     else:
         flag = causal if causal is not None else _first(module, "is_causal")
@@ -873,7 +1270,7 @@ def _four_axes(module: nn.Module, mask: Any, spec: BlockSpec, x: Tensor) -> Tens
     return kept
 
 
-def _tables(module: nn.Module, tables: Any) -> Rotation:
+def _tables(module: nn.Module, tables: Any, spec: BlockSpec) -> Rotation:
     """Cosines and sines (n or 1, L, r) as the model passes them to every layer."""
     if not (isinstance(tables, tuple | list) and len(tables) == 2):
         raise UnmappedModuleError(
@@ -881,7 +1278,7 @@ def _tables(module: nn.Module, tables: Any) -> Rotation:
             f"{type(tables).__name__}: needed are the two tables (cos, sin)."
         )
     try:
-        return Rotation.from_tables(tables[0], tables[1])
+        return Rotation.from_tables(*tables, interleaved=spec.rope_interleaved)
     except ValueError as error:
         raise UnmappedModuleError(f"{type(module).__name__}: {error}") from error
 
@@ -955,13 +1352,15 @@ _LAYOUTS: dict[str, tuple[_Layout, ...]] = {
         ("GPT2LMHeadModel", "GPTNeoForCausalLM"),
         (_Layout(blocks="transformer.h", norm="transformer.ln_f", head="lm_head"),),
     ),
-    **dict.fromkeys((f"{name}Model" for name in _LLAMA), (_Layout(blocks="layers", norm="norm"),)),
     **dict.fromkeys(
-        (f"{name}ForCausalLM" for name in _LLAMA),
+        (f"{name}Model" for name in _LLAMA.split()), (_Layout(blocks="layers", norm="norm"),)
+    ),
+    **dict.fromkeys(
+        (f"{name}ForCausalLM" for name in _LLAMA.split()),
         (_Layout(blocks="model.layers", norm="model.norm", head="lm_head"),),
     ),
-    **dict.fromkeys((f"{name}Encoder" for name in _BERT), (_Layout(blocks="layer"),)),
-    **dict.fromkeys((f"{name}Model" for name in _BERT), (_Layout(blocks="encoder.layer"),)),
+    **dict.fromkeys((f"{name}Encoder" for name in _BERT.split()), (_Layout(blocks="layer"),)),
+    **dict.fromkeys((f"{name}Model" for name in _BERT.split()), (_Layout(blocks="encoder.layer"),)),
     "DistilBertModel": (_Layout(blocks="transformer.layer"),),
     "ViTModel": (
         _Layout(blocks="layers", norm="layernorm"),
@@ -996,7 +1395,7 @@ def map_stack(module: nn.Module, *, head: bool = True) -> MappedStack:
     pieces: list[Tensor] = []
     for index, layer in enumerate(module.get_submodule(layout.blocks).children()):
         spec, pick = read_module(layer)
-        _refuse_tables(layer, spec)
+        _refuse_calls(layer, spec)
         prefix = f"{layout.blocks}.{index}."
         blocks.append((spec, pick(_within(values, prefix))))
         pieces += pick(_within(numbers, prefix)).values()

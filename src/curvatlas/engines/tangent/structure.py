@@ -17,6 +17,11 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
+
+class UnmappedModuleError(TypeError):
+    """A module that the closed forms do not cover; the message says why."""
+
+
 # name → shape in words; a weight that a block does not have is simply absent from its mapping
 WEIGHT_NAMES: tuple[str, ...] = (
     "query_weight",  # (H·d_k, d)
@@ -47,7 +52,9 @@ WEIGHT_NAMES: tuple[str, ...] = (
     "down_norm_bias",  # (d,)
 )
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_bloom", "silu", "identity"]
+Activation = Literal[
+    "relu", "relu_squared", "gelu", "gelu_tanh", "gelu_bloom", "gelu_quick", "silu", "identity"
+]
 Norm = Literal["layer", "rms", "none"]
 Span = Literal["head", "each head", "width"]  # what a norm of queries or keys goes over
 
@@ -104,6 +111,7 @@ class BlockSpec:
     rope_tables: bool = False  # rotary positions of a kind only the call's own tables can tell
     rope_interleaved: bool = False
     rotary_size: int | None = None  # None: the whole head
+    call_mask: bool = False  # masks hold what only the call's own can tell: biases, windows
     residual: bool = True
 
     @property
@@ -127,7 +135,8 @@ class BlockSpec:
         """What this block does that the matrix-free products have and the dense forms do not."""
         plain = BlockSpec(d_model=self.d_model)
         words = [w for name, w in _SPECIAL.items() if getattr(self, name) != getattr(plain, name)]
-        return (*words, *(["has Bloom's rounded GELU"] if self.activation == "gelu_bloom" else []))
+        rare = self.activation in ("gelu_bloom", "gelu_quick", "relu_squared")
+        return (*words, *([f"has the activation {self.activation}"] if rare else []))
 
 
 # option → what a block with it does
@@ -144,6 +153,7 @@ _SPECIAL = {
     "rope_tables": "has rotary positions whose tables come with each call",
     "rope_interleaved": "turns neighbouring coordinates",
     "rotary_size": "turns a part of each head",
+    "call_mask": "has biases or windows in the masks that come with each call",
 }
 
 
