@@ -97,6 +97,7 @@ from .figures import (
     visualize_curvature_flow as visualize_curvature_flow,
     visualize_hessian_spectrum as visualize_hessian_spectrum,
 )
+from .fits import PowerLaw as PowerLaw
 from .linear_operator import (
     BlockDiagonalOperator as BlockDiagonalOperator,
     DiagonalOperator as DiagonalOperator,
@@ -182,6 +183,10 @@ from .spectra.trust_region import (
 from .studies.claims import (
     ClaimReport as ClaimReport,
     examine_claims as examine_claims,
+)
+from .studies.growth import (
+    Growth as Growth,
+    growth as growth,
 )
 from .surveying import survey as survey
 from .training.monitor import Monitor as Monitor

@@ -41,6 +41,8 @@ from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.trace import trace
 
 R = TypeVar("R", bound=Result)
+# a result of a run by its name: read back where it is stored, else computed and kept
+Step = Callable[[str, Callable[[], Any]], Any]
 Skippable = Literal["trace", "map", "propagation", "density", "advice"]
 SKIPPABLE: tuple[Skippable, ...] = get_args(Skippable)
 
@@ -149,6 +151,27 @@ def fingerprints_of(problem: Problem) -> dict[str, str]:
     """What tells two runs apart: the weights, and the data of all processes."""
     batches = ((batch.inputs, batch.targets) for batch in problem.all_batches())
     return {"model_fingerprint": of_model(problem.model), "data_fingerprint": of_data(batches)}
+
+
+def recorded(
+    problem: Problem,
+    output: str | os.PathLike[str] | Run | None,
+    options: dict[str, Any],
+    work: Callable[[Step], R],
+) -> R:
+    """``work(step)``: ``step(name, function)`` gives a stored result, or computes and keeps it.
+
+    output: None keeps nothing; an open ``Run`` is left open; a folder gets the page too, and the
+    same call resumes it.
+    """
+    if output is None:
+        return work(lambda _, function: function())
+    if isinstance(output, Run):
+        return work(output.step)
+    run = SharedRun.create(output, options=options, **fingerprints_of(problem))
+    results: list[R] = []
+    finish(run, lambda: results.append(work(run.step)))
+    return results[0]
 
 
 def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:

@@ -23,6 +23,7 @@ from curvatlas.cli.checks import bench, check, doctor, report, verify
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.options import with_groups
+from curvatlas.cli.papers import growth
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
 from curvatlas.errors import PeerError, is_wrong_input
 
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "analyze": analyze,
     "atlas": atlas,
     "landscape": landscape,
+    "growth": growth,
     "scaling": scaling,
     "train": train,
     "verify": verify,

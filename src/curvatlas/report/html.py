@@ -17,6 +17,7 @@ from curvatlas.files import write_bytes
 from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
+from curvatlas.report.sections.experiments import growth
 from curvatlas.report.sections.findings import findings, recommendations, verdicts
 from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.setting import cautions, others, reproduction, subject
@@ -32,6 +33,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     atlas,
     propagation,
     landscape,
+    growth,
     training,
     dynamics,
     scaling,

@@ -18,9 +18,10 @@ _OWN_PLOTS = {
     "CurvatureFlow": "propagation",
     "LandscapeConvergence": "convergence",
     "ScalingGrid": "scaling",
+    "Growth": "growth",
 }
 # what a command draws by itself: one picture a run, since a figure takes about a second
-MAIN = ("overview", "convergence", "scaling")
+MAIN = ("overview", "convergence", "scaling", "growth")
 
 
 def write_figures(
@@ -33,7 +34,7 @@ def write_figures(
     """The figures of a run as PNG and SVG in ``folder``; returns the files.
 
     parts: of the Hessian, for the spectra. kinds: overview, spectrum, map, propagation,
-    convergence, scaling (default: all that the run has).
+    convergence, scaling, growth (default: all that the run has).
     """
     try:
         import matplotlib as mpl

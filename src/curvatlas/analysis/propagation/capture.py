@@ -116,7 +116,7 @@ def _run(
         for layer, path in blocks.items():
             before = ("embedding", "embedding", None, None) if layer == first else None
             after = (f"blocks.{layer}", "residual", layer, None)
-            stack.enter_context(_hooked(_called(model, path), add, before, after))
+            stack.enter_context(_hooked(called_module(model, path), add, before, after))
         for item in watched:
             before = (f"input of {item.name}", "residual", item.layer, None)
             after = (item.name, item.kind, item.layer, item.path)
@@ -159,7 +159,7 @@ def attention_weights(problem: Problem, batch: Batch, layer: int) -> Tensor | No
     path = block_paths(problem.anatomy).get(layer)
     if path is None:
         return None
-    block = _called(problem.model, path)
+    block = called_module(problem.model, path)
     softmaxes = _Softmaxes()
 
     def watch(*_: Any) -> None:
@@ -197,7 +197,7 @@ def block_paths(anatomy: Anatomy) -> dict[int, str]:
     return {layer: ".".join(parts) for layer, parts in sorted(paths.items())}
 
 
-def _called(model: nn.Module, path: str) -> nn.Module:
+def called_module(model: nn.Module, path: str) -> nn.Module:
     """The module at ``path``, or the nearest one around it that has a forward pass of its own."""
     while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
         path = path.rpartition(".")[0]
