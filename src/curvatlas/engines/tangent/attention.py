@@ -270,6 +270,13 @@ class AttentionStage:
             bias=self._rows_of(bias),
             allowed=self._rows_of(allowed),
         )
+        # queries, keys and values go to the heads and back in one copy
+        self.alike = (
+            self.together is not None
+            and not self.norms
+            and self.rotation is None
+            and q.shape == k.shape == v.shape
+        )
         mixed = self.core.value().unsqueeze(0)
         width = spec.n_heads * spec.value_size
         self._mixed = self._merge(mixed, "output", x.new_empty(1, x.shape[0], width))[0]
@@ -359,22 +366,38 @@ class AttentionStage:
             shape = (directions, *self._mixed.shape)
             buffer = backward.space.take("wide", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
-        rates = self.core.pull(
+        joint, rates = self._head_rates((query, key, value), directions, backward.space)
+        written = self.core.pull(
             None if rate is None else self._split(rate, "output", backward.space),
             None if tangent is None else tangent.core,
             backward,
-            needs=(query, key, value),
+            rates,
         )
+        if not written:
+            joint, rates = None, [None, None, None]
         out = backward.space.take(f"attention.x{backward.turn}", directions, *x.shape, like=x)
         done = False
         norms = {} if tangent is None else tangent.norms
-        for layer, tokens in self._merged(rates, dots, norms, backward):
+        for layer, tokens in self._merged(joint, rates, dots, norms, backward):
             layer.rates(tokens, x, x_dot, backward)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
         if backward.record:
             self._share_adjoint()
         return out if done else None
+
+    def _head_rates(
+        self, needs: Sequence[bool], directions: int, space: Buffers
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Room for Rδ_q, Rδ_k, Rδ_v, those that are needed; one tensor where they are alike."""
+        heads = (self.core.q, self.core.k, self.core.v)
+        if self.alike and all(needs):
+            joint = space.take("core.heads", 3, directions, *heads[0].shape, like=heads[0])
+            return joint, list(joint)
+        return None, [
+            space.take("core." + name, directions, *head.shape, like=head) if needed else None
+            for name, head, needed in zip(PROJECTIONS, heads, needs, strict=True)
+        ]
 
     def _push_projections(
         self,
@@ -399,6 +422,12 @@ class AttentionStage:
             tokens = layer.push(x, x_dot, dots, buffer)
             if tokens is None:
                 return [finish(name, None) for name in PROJECTIONS], norms
+            if self.alike:
+                joint = space.take(
+                    self._key + "heads", 3, directions, *self.core.q.shape, like=tokens
+                )
+                self._by_head(joint).copy_(self._by_token(tokens))
+                return list(joint), norms
             parts = torch.split(tokens, list(layer.sizes), -1)
             named = zip(PROJECTIONS, parts, strict=True)
             return [finish(name, part) for name, part in named], norms
@@ -411,6 +440,7 @@ class AttentionStage:
 
     def _merged(
         self,
+        joint: Tensor | None,
         rates: Sequence[Tensor | None],
         dots: Mapping[str, Tensor],
         norms: Mapping[str, list[NormTangent]],
@@ -422,6 +452,10 @@ class AttentionStage:
         if layer is not None and len(present) == 3 and _alike(layer, dots, backward.wanted):
             shape = (present[0].shape[0], self._mixed.shape[0], layer.weight.shape[0])
             tokens: Tensor = backward.space.take("wide", *shape, like=self._mixed)
+            if joint is not None:
+                self._by_token(tokens).copy_(self._by_head(joint))
+                yield layer, tokens
+                return
             parts = torch.split(tokens, list(layer.sizes), -1)
             for name, rate, part in zip(PROJECTIONS, present, parts, strict=True):
                 if name not in self.norms:
@@ -464,6 +498,15 @@ class AttentionStage:
             parts = torch.split(self.together.delta, list(self.together.sizes), -1)
             for layer, part in zip(self.inputs.values(), parts, strict=True):
                 layer.delta = part
+
+    def _by_head(self, joint: Tensor) -> Tensor:
+        """Three slots' worth (3, K, n·H, L, s) → a view (3, K, n, H, L, s)."""
+        return joint.view(*joint.shape[:2], self.samples, -1, *joint.shape[3:])
+
+    def _by_token(self, tokens: Tensor) -> Tensor:
+        """Queries, keys and values side by side (K, n·L, 3·H·s) → a view (3, K, n, H, L, s)."""
+        shape = (tokens.shape[0], self.samples, self.length, 3, self.spec.n_heads, -1)
+        return tokens.view(shape).permute(3, 0, 1, 4, 2, 5)
 
     def _split(self, tokens: Tensor, name: str, space: Buffers) -> Tensor:
         """Tokens (K, n·L, heads·s) → slots (K, n·G, (H/G)·L, s); queries and keys are rotated."""

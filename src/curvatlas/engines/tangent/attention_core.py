@@ -1,35 +1,32 @@
 r"""The attention core O = A V, A = softmax(s Q Kᵀ), with both tangents (derivations §11).
 
-With Ṫ = s(Q̇Kᵀ + QK̇ᵀ) less its mean c = rowsum(A ⊙ Ṫ), Ȧ = A ⊙ Ṫ, D = δ_O Vᵀ and
-w = δ_T = A ⊙ (D − rowsum(A ⊙ D)):
+With Ṫ = s(Q̇Kᵀ + QK̇ᵀ), D = δ_O Vᵀ less its mean rowsum(A ⊙ D), and w = δ_T = A ⊙ D:
 
-    Ȯ     = Ȧ V + A V̇
-    E     = w ⊙ Ṫ + A ⊙ (Rδ_O Vᵀ + δ_O V̇ᵀ),   Rδ_T = E − rowsum(E) A
+    Ȧ     = A ⊙ (Ṫ − rowsum(A ⊙ Ṫ)),   Ȯ = Ȧ V + A V̇
+    E     = D ⊙ Ȧ + A ⊙ (Rδ_O Vᵀ + δ_O V̇ᵀ),   Rδ_T = E − rowsum(E) A
     Rδ_V  = Aᵀ Rδ_O + Ȧᵀ δ_O
     Rδ_Q  = s(Rδ_T K + w K̇),   Rδ_K = s(Rδ_Tᵀ Q + wᵀ Q̇)
 
-The row sums of the textbook form Ȧ ⊙ (D − r) + A ⊙ (RD − Rr) collapse because the rows of w sum
-to zero. Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = D and Rδ_T = Rδ_O Vᵀ + δ_O V̇ᵀ
-there. For the outer part w = 0, and both Ȧ and Rδ_T are what torch calls the softmax's backward
-pass: one fused call each.
+The row sums of the textbook form Ȧ ⊙ D + A ⊙ (RD − Rr) collapse because the rows of w sum to zero.
+Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = δ_O Vᵀ and Rδ_T = Rδ_O Vᵀ + δ_O V̇ᵀ there.
+Ȧ, and for the outer part Rδ_T, are what torch calls the softmax's backward pass: one fused call.
 
 Capped logits T' = κ tanh(T/κ) have the slope g = 1 − (T'/κ)² and the bend ġ = −2 T'/κ² Ṫ'. All of
 the above holds for T'; towards q and k stand w g instead of w and g Rδ_T + ġ w instead of Rδ_T.
 
-A, the centred Ṫ and, for short inputs, w are the L × L matrices kept; all others exist for a few
+A, Ȧ and, for short inputs, D and w are the L × L matrices kept; all others exist for a few
 directions and slots at a time, small enough to stay in the cache.
 
 Shapes: S slots (samples × key/value heads), M query rows a slot (query heads sharing the slot × L),
 L keys. q (S, M, dk), k (S, L, dk), v (S, L, dv); A and w are (S, M, L). K directions come first:
-q̇ (K, S, M, dk). A right factor of a matrix product is always read along its rows, so k and v are
-kept both ways and k̇ and v̇ are transposed once: 110 instead of 58 GFlop/s for Q̇Kᵀ in float32
-(L = 64, head size 32). ``None`` is zero.
+q̇ (K, S, M, dk). ``None`` is zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -119,16 +116,16 @@ def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor
 
 @dataclass
 class CoreTangent:
-    """Tangents of one push: q̇, k̇, v̇, the centred Ṫ (K, S, M, L), of capped ones c (K, S, M, 1)."""
+    """Tangents of one push: q̇, k̇, v̇, Ȧ (K, S, M, L), of capped logits Ṫ' (K, S, M, L)."""
 
     q_dot: Tensor | None
     k_dot: Tensor | None
     v_dot: Tensor | None
-    logits_dot: Tensor | None
-    centre: Tensor | None = None
+    weights_dot: Tensor | None = None
+    logits_dot: Tensor | None = None
 
 
-_STILL = CoreTangent(None, None, None, None)
+_STILL = CoreTangent(None, None, None)
 
 
 class AttentionCore:
@@ -150,8 +147,7 @@ class AttentionCore:
         self._key = stage_number()
         # s q, s k: the scale of the logits is multiplied in once, here
         self.q, self.k, self.v = q * scale, k * scale, v
-        self.k_columns, self.v_columns = self.k.mT.contiguous(), v.mT.contiguous()
-        logits = torch.bmm(q, self.k_columns)  # (S, M, L)
+        logits = torch.bmm(q, self.k.mT)  # (S, M, L)
         self.allowed = None if softmax or allowed is None else allowed.to(q.dtype)
         self.slope: Tensor | None = None  # g (S, M, L), with capped logits only
         self.bend: Tensor | None = None  # −2 T'/κ² (S, M, L)
@@ -169,7 +165,7 @@ class AttentionCore:
             self.A = logits if self.allowed is None else logits.mul_(self.allowed)
         self.delta: Tensor | None = None  # δ_O (S, M, dv)
         self.row_sums: Tensor | None = None  # rowsum(A ⊙ D) (S, M, 1)
-        self._w: Tensor | None = None  # w (S, M, L) where it is small enough to keep
+        self._kept: tuple[Tensor, Tensor] | None = None  # D and s w where they are small
 
     def value(self) -> Tensor:
         """O (S, M, dv)."""
@@ -188,15 +184,14 @@ class AttentionCore:
         direction = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
         if direction is None:
             return None, _STILL
-        (s, m, length), directions = self.A.shape, direction.shape[0]
-        out = space.take("core.query", directions, s, m, self.v.shape[2], like=self.q)
-        state = CoreTangent(q_dot, k_dot, v_dot, None)
+        shape = (direction.shape[0], *self.A.shape)
+        out = space.take("core.query", *shape[:3], self.v.shape[2], like=self.q)
+        state = CoreTangent(q_dot, k_dot, v_dot)
         if keep and (q_dot is not None or k_dot is not None):
-            shape = (directions, s, m, length)
-            state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
+            state.weights_dot = space.take(self._key + "weights", *shape, like=self.q)
             if self.slope is not None:
-                state.centre = space.take(self._key + "centre", *shape[:3], 1, like=self.q)
-        for tile in self._tiles(directions):
+                state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
+        for tile in self._tiles(shape[0]):
             self._push_tile(tile, state, out, space)
         return out, state
 
@@ -205,262 +200,199 @@ class AttentionCore:
         rate: Tensor | None,
         tangent: CoreTangent | None,
         backward: BackwardPass,
-        *,
-        needs: tuple[bool, bool, bool] = (True, True, True),
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (K, S, M, dv), those ``needs`` asks for."""
+        outs: Sequence[Tensor | None],
+    ) -> bool:
+        """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (K, S, M, dv), those that ``outs`` has room for.
+
+        Whether they were written; else they are zero.
+        """
         state = tangent if tangent is not None and self.delta is not None else _STILL
         terms = (rate, state.q_dot, state.k_dot, state.v_dot)
         first = next((t for t in terms if t is not None), None)
         if first is None:
-            return None, None, None
-        space, directions = backward.space, first.shape[0]
-        shapes = {"query": self.q.shape, "key": self.k.shape, "value": self.v.shape}
-        outs = [
-            space.take("core." + name, directions, *shape, like=self.q) if needed else None
-            for (name, shape), needed in zip(shapes.items(), needs, strict=True)
-        ]
-        for tile in self._tiles(directions):
-            self._pull_tile(tile, rate, state, outs, space)
+            return False
+        for tile in self._tiles(first.shape[0]):
+            self._pull_tile(tile, rate, state, outs, backward.space)
         if backward.record:
             assert rate is not None
             self._record(rate[0])
-        return outs[0], outs[1], outs[2]
+        return True
 
     def _record(self, delta: Tensor) -> None:
-        """Keep δ_O, and w where it is small."""
+        """Keep δ_O, and D and w where they are small."""
         self.delta = delta
         if self.softmax:
             # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
             self.row_sums = (delta * self.value()).sum(-1, keepdim=True)
         if self.A.shape[-1] <= 2 * (self.q.shape[-1] + self.v.shape[-1]):
-            self._w = self._adjoint(_ALL, Buffers(keep=False))
+            self._kept = self._adjoint(_ALL, Buffers(keep=False))
 
     def _tiles(self, directions: int) -> list[_Tile]:
         """Directions and slots whose L × L matrices fit in the cache together.
 
-        Small matrices go with all directions at once; a large one by itself, and in several parts.
+        Small matrices go with several directions at once; large ones in several parts.
         """
         s, m, length = self.A.shape
         size = m * length * self.A.element_size()
-        if directions == 1 and size * s <= _TILE_BYTES:
-            return [_ALL]
         together = _TILE_BYTES // (size * s)
-        if together >= min(directions, _FEW):
+        if together >= directions:
+            return [_ALL]
+        if together:
             return [_Tile(slice(i, i + together), _EVERY) for i in range(0, directions, together)]
         step = max(1, _TILE_BYTES // size)
         return [
-            _Tile(slice(i, i + 1), slice(start, start + step) if step < s else _EVERY)
+            _Tile(slice(i, i + 1), slice(start, start + step))
             for i in range(directions)
             for start in range(0, s, step)
         ]
 
     def _push_tile(self, tile: _Tile, state: CoreTangent, out: Tensor, space: Buffers) -> None:
-        target, at = tile.batch(out), tile.shared
-        q_dot, k_dot = tile.moving(state.q_dot), tile.moving(state.k_dot)
-        mixed = q_dot is not None or k_dot is not None
-        count = len(target)
-        if mixed:
-            shape = (count, *self.A.shape[1:])
-            kept = tile.moving(state.logits_dot)
+        target, slots, moving = tile.moving(out), tile.slots, tile.moving
+        target.zero_()
+        if state.q_dot is not None or state.k_dot is not None:
+            kept = moving(state.weights_dot)
+            shape = (*target.shape[:3], self.A.shape[2])
             logits = kept if kept is not None else space.take("core.rate", *shape, like=self.q)
-            if q_dot is not None:
-                torch.bmm(q_dot, at(self.k_columns, count), out=logits)
-            if k_dot is not None:
-                columns = _transposed(k_dot, "core.columns", space)
-                _accumulate(logits, at(self.q, count), columns, done=q_dot is not None)
+            logits.zero_()
+            if state.q_dot is not None:
+                _add_product(logits, moving(state.q_dot), slots(self.k).mT)
+            if state.k_dot is not None:
+                _add_product(logits, slots(self.q), moving(state.k_dot).mT)
             if self.allowed is not None:
-                self._forbid(logits, tile)
+                logits *= self.allowed if self.allowed.shape[0] == 1 else slots(self.allowed)
             if self.slope is not None:
-                slope = tile.slots(self.slope)
-                _grouped(logits, slope).mul_(slope)
-            moved = self._centre(logits, kept is not None, tile, space, tile.moving(state.centre))
-            torch.bmm(moved, at(self.v, count), out=target)
-        v_dot = tile.moving(state.v_dot)
-        if v_dot is not None:
-            _accumulate(target, at(self.A, count), v_dot, done=mixed)
-
-    def _centre(
-        self, logits: Tensor, kept: bool, tile: _Tile, space: Buffers, keep: Tensor | None = None
-    ) -> Tensor:
-        """Ȧ; ``logits`` are centred if they are kept, else they may be overwritten.
-
-        ``keep`` takes what is subtracted.
-        """
-        if not self.softmax:
-            return logits
-        if not kept:
-            return self._softmax_backward(logits, tile)
-        weights = tile.slots(self.A)
-        moved = space.take("core.moved", *logits.shape, like=self.q)
-        grouped, wide = _grouped(logits, weights), _grouped(moved, weights)
-        torch.mul(grouped, weights, out=wide)
-        centre = wide.sum(-1, keepdim=True)
-        wide.addcmul_(weights, centre, value=-1)
-        grouped.sub_(centre)
-        if keep is not None:
-            keep.copy_(centre.view(keep.shape))
-        return moved
-
-    def _softmax_backward(self, logits: Tensor, tile: _Tile) -> Tensor:
-        """A ⊙ (X − rowsum(A ⊙ X)), written over X."""
-        weights = tile.slots(self.A)
-        if logits.shape == weights.shape and logits.is_cpu and weights.shape[-1] >= _FUSED_KEYS:
-            return torch._softmax_backward_data(
-                logits, weights, -1, logits.dtype, grad_input=logits
-            )
-        grouped = _grouped(logits, weights)
-        grouped *= weights
-        grouped.addcmul_(weights, grouped.sum(-1, keepdim=True), value=-1)
-        return logits
+                logits *= slots(self.slope)
+                if state.logits_dot is not None:
+                    moving(state.logits_dot).copy_(logits)
+            if self.softmax:
+                _softmax_backward(logits, slots(self.A))
+            _add_product(target, logits, slots(self.v))
+        if state.v_dot is not None:
+            _add_product(target, slots(self.A), moving(state.v_dot))
 
     def _pull_tile(
         self,
         tile: _Tile,
         rate: Tensor | None,
         state: CoreTangent,
-        outs: list[Tensor | None],
+        outs: Sequence[Tensor | None],
         space: Buffers,
     ) -> None:
-        at, rate_part = tile.shared, tile.moving(rate)
-        out_q, out_k, out_v = (tile.moving(out) for out in outs)
+        rate = tile.moving(rate)
+        moved, out_v = tile.moving(state.weights_dot), tile.moving(outs[2])
         if out_v is not None:
-            self._value_rate(tile, rate_part, state, out_v, space)
-        if out_q is None and out_k is None:
+            out_v.zero_()
+            if rate is not None:
+                _add_product(out_v, tile.slots(self.A).mT, rate)
+            if moved is not None:
+                assert self.delta is not None
+                _add_product(out_v, moved.mT, tile.slots(self.delta))
+        if outs[0] is None and outs[1] is None:
             return
-        w = None
-        if state.q_dot is not None or state.k_dot is not None or state.logits_dot is not None:
-            w = tile.slots(self._w) if self._w is not None else self._adjoint(tile, space)
-        e = self._logits_rate(tile, rate_part, state, w, space)
+        centred, w = None, None
+        if state.q_dot is not None or state.k_dot is not None or moved is not None:
+            if self._kept is not None:
+                centred, w = tile.slots(self._kept[0]), tile.slots(self._kept[1])
+            else:
+                centred, w = self._adjoint(tile, space)
+        e = self._logits_rate(tile, rate, state, centred, space)
         if self.slope is not None:
             w = self._through_cap(tile, state, w, e)
-        for out, end, moved in ((out_q, self.k, state.k_dot), (out_k, self.q, state.q_dot)):
+        ends = ((outs[0], self.k, state.k_dot), (outs[1], self.q, state.q_dot))
+        for turned, (out, end, other) in enumerate(ends):
             if out is None:
                 continue
-            count, turned = len(out), out is out_k
+            target = tile.moving(out).zero_()
             if e is not None:
-                torch.bmm(e.mT if turned else e, at(end, count), out=out)
-            other = tile.moving(moved)
+                _add_product(target, e.mT if turned else e, tile.slots(end))
             if other is not None:
                 assert w is not None
-                left = at(w, count, chosen=True)
-                _accumulate(
-                    out, left.mT if turned else left, other, done=e is not None, alpha=self.scale
-                )
-            if e is None and other is None:
-                out.zero_()
+                _add_product(target, w.mT if turned else w, tile.moving(other))
 
     def _through_cap(
         self, tile: _Tile, state: CoreTangent, w: Tensor | None, e: Tensor | None
     ) -> Tensor | None:
-        """w g; Rδ_T' ``e`` becomes Rδ_T = g e + ġ w in place."""
+        """s w g; Rδ_T' ``e`` becomes Rδ_T = g e + ġ w in place."""
         assert self.slope is not None
         assert self.bend is not None
-        slope = tile.slots(self.slope)
+        slope, logits_dot = tile.slots(self.slope), tile.moving(state.logits_dot)
         if e is not None:
-            grouped = _grouped(e, slope).mul_(slope)
-            logits_dot, centre = tile.moving(state.logits_dot), tile.moving(state.centre)
+            e *= slope
             if logits_dot is not None:
                 assert w is not None
-                assert centre is not None
-                moved = _grouped(logits_dot + centre, slope)
-                grouped.addcmul_(moved, w * tile.slots(self.bend))
+                e.addcmul_(logits_dot, w * tile.slots(self.bend), value=1.0 / self.scale)
         return None if w is None else w * slope
-
-    def _value_rate(
-        self,
-        tile: _Tile,
-        rate: Tensor | None,
-        state: CoreTangent,
-        out: Tensor,
-        space: Buffers,
-    ) -> None:
-        logits_dot = tile.moving(state.logits_dot)
-        if logits_dot is not None:
-            assert self.delta is not None
-            moved = logits_dot
-            if self.softmax:
-                weights = tile.slots(self.A)
-                moved = space.take("core.moved", *logits_dot.shape, like=self.q)
-                torch.mul(_grouped(logits_dot, weights), weights, out=_grouped(moved, weights))
-            torch.bmm(moved.mT, tile.shared(self.delta, len(out)), out=out)
-        if rate is not None:
-            weights = tile.shared(self.A, len(out))
-            _accumulate(out, weights.mT, rate, done=logits_dot is not None)
-        elif logits_dot is None:
-            out.zero_()
 
     def _logits_rate(
         self,
         tile: _Tile,
         rate: Tensor | None,
         state: CoreTangent,
-        w: Tensor | None,
+        centred: Tensor | None,
         space: Buffers,
     ) -> Tensor | None:
-        """E of some directions and slots, with its row sums removed."""
-        v_dot, logits_dot = tile.moving(state.v_dot), tile.moving(state.logits_dot)
+        """Rδ_T of some directions and slots."""
+        v_dot, moved = tile.moving(state.v_dot), tile.moving(state.weights_dot)
         if not self.softmax:
-            logits_dot = None
-        term = next((t for t in (rate, v_dot, logits_dot) if t is not None), None)
+            moved = None
+        term = next((t for t in (rate, v_dot, moved) if t is not None), None)
         if term is None:
             return None
-        count = len(term)
-        e = space.take("core.rate", count, *self.A.shape[1:], like=self.q)
+        weights = tile.slots(self.A)
+        e = space.take("core.rate", *term.shape[:2], *weights.shape[1:], like=self.q)
+        e.zero_()
         if rate is not None:
-            torch.bmm(rate, tile.shared(self.v_columns, count), out=e)
+            _add_product(e, rate, tile.slots(self.v).mT)
         if v_dot is not None:
             assert self.delta is not None
-            columns = _transposed(v_dot, "core.columns", space)
-            _accumulate(e, tile.shared(self.delta, count), columns, done=rate is not None)
-        done = rate is not None or v_dot is not None
+            _add_product(e, tile.slots(self.delta), v_dot.mT)
         if not self.softmax:
             if self.allowed is not None:
-                self._forbid(e, tile)
+                e *= self.allowed if self.allowed.shape[0] == 1 else tile.slots(self.allowed)
             return e
-        if logits_dot is None:
-            return self._softmax_backward(e, tile)
-        assert w is not None
-        weights = tile.slots(self.A)
-        grouped, moved = _grouped(e, weights), _grouped(logits_dot, weights)
-        if done:
-            grouped *= weights
-            grouped.addcmul_(w, moved)
-        else:
-            torch.mul(w, moved, out=grouped)
-        grouped.addcmul_(weights, grouped.sum(-1, keepdim=True), value=-1)
-        return e
+        if moved is None:
+            return _softmax_backward(e, weights)
+        assert centred is not None
+        e *= weights
+        e.addcmul_(centred, moved)
+        return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
 
-    def _adjoint(self, tile: _Tile, space: Buffers) -> Tensor:
-        """w of some slots (S', M, L)."""
+    def _adjoint(self, tile: _Tile, space: Buffers) -> tuple[Tensor, Tensor]:
+        """D and s w of some slots (S', M, L)."""
         assert self.delta is not None
         weights = tile.slots(self.A)
-        out = space.take("core.adjoint", *weights.shape, like=self.q)
-        torch.bmm(tile.slots(self.delta), tile.slots(self.v_columns), out=out)
+        centred = space.take("core.centred", *weights.shape, like=self.q)
+        torch.bmm(tile.slots(self.delta), tile.slots(self.v).mT, out=centred)
+        w = space.take("core.adjoint", *weights.shape, like=self.q)
         if self.row_sums is not None:
-            return out.sub_(tile.slots(self.row_sums)).mul_(weights)
+            centred.sub_(tile.slots(self.row_sums))
+            torch.mul(centred, weights, out=w).mul_(self.scale)
+            return centred, w
+        torch.mul(centred, self.scale, out=w)
         if self.allowed is not None:
-            self._forbid(out, tile)
-        return out
+            w *= self.allowed if self.allowed.shape[0] == 1 else tile.slots(self.allowed)
+        return centred, w
 
-    def _forbid(self, pairs: Tensor, tile: _Tile) -> None:
-        """Multiply pairs (K'·S', M, L) by the 0/1 pattern, (S' or 1, M or 1, L)."""
-        assert self.allowed is not None
-        allowed = self.allowed if self.allowed.shape[0] == 1 else tile.slots(self.allowed)
-        grouped = pairs if allowed.shape[0] == 1 else _grouped(pairs, allowed)
-        grouped *= allowed
+
+def _softmax_backward(logits: Tensor, weights: Tensor) -> Tensor:
+    """A ⊙ (X − rowsum(A ⊙ X)), written over X (K', S', M, L)."""
+    if logits.is_cpu and weights.shape[-1] >= _FUSED_KEYS:
+        for rows in logits:
+            torch._softmax_backward_data(rows, weights, -1, rows.dtype, grad_input=rows)
+        return logits
+    logits *= weights
+    return logits.addcmul_(weights, logits.sum(-1, keepdim=True), value=-1)
 
 
 _EVERY = slice(None)
 # Larger tiles fall out of the cache, smaller ones spend their time in the interpreter.
 _TILE_BYTES = 2**20
-_FEW = 4  # directions that go together, or else one by one: together the shared factors are copied
 _FUSED_KEYS = 32  # fewer: torch's fused kernel is slower than the passes it saves
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some directions and some slots; several directions only with all slots."""
+    """Some directions and some slots."""
 
     directions: slice
     chosen: slice
@@ -469,42 +401,29 @@ class _Tile:
         """The chosen slots (S', …) of a tensor that all directions share."""
         return shared if self.chosen is _EVERY else shared[self.chosen]
 
-    def shared(self, tensor: Tensor, count: int, *, chosen: bool = False) -> Tensor:
-        """The same repeated to a batch of ``count`` = K'·S'; ``chosen``: its slots are already."""
-        part = tensor if chosen else self.slots(tensor)
-        s, a, b = part.shape
-        return part if s == count else part.expand(count // s, s, a, b).reshape(count, a, b)
-
-    def batch(self, moving: Tensor) -> Tensor:
-        """(K, S, a, b) → the tile's batch (K'·S', a, b), a view."""
-        if self.directions is _EVERY:
-            return moving.view(-1, *moving.shape[2:])
-        if self.chosen is _EVERY:
-            return moving[self.directions].view(-1, *moving.shape[2:])
-        return moving[self.directions.start, self.chosen]
-
+    @overload
+    def moving(self, moving: Tensor) -> Tensor: ...
+    @overload
+    def moving(self, moving: None) -> None: ...
+    @overload
+    def moving(self, moving: Tensor | None) -> Tensor | None: ...
     def moving(self, moving: Tensor | None) -> Tensor | None:
-        return None if moving is None else self.batch(moving)
+        """The tile's part (K', S', a, b) of (K, S, a, b), a view."""
+        if moving is None or self is _ALL:
+            return moving
+        return moving[self.directions, self.chosen]
 
 
 _ALL = _Tile(_EVERY, _EVERY)
 
 
-def _grouped(batch: Tensor, slots: Tensor) -> Tensor:
-    """A batch (K'·S', M, L) as it meets what its directions share (S', M, L)."""
-    count, m, length = batch.shape
-    s = slots.shape[0]
-    return batch if s == count else batch.view(count // s, s, m, length)
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out (K', S', a, b) += left right, one factor common to all directions.
 
-
-def _accumulate(
-    out: Tensor, left: Tensor, right: Tensor, *, done: bool, alpha: float = 1.0
-) -> None:
-    """out = α left right, added to what ``out`` holds where that is ``done``."""
-    torch.baddbmm(out, left, right, beta=1 if done else 0, alpha=alpha, out=out)
-
-
-def _transposed(rows: Tensor, key: str, space: Buffers) -> Tensor:
-    """(B, L, a) → (B, a, L) in memory: as a right factor it is read along its rows."""
-    count, length, a = rows.shape
-    return space.take(key, count, a, length, like=rows).copy_(rows.mT)
+    One call a direction: in one batch of K'·S' the common factor would have to be copied. ``out``
+    is cleared before, see ``linear.add_product``.
+    """
+    for index, rows in enumerate(out):
+        rows.baddbmm_(
+            left if left.ndim == 3 else left[index], right if right.ndim == 3 else right[index]
+        )

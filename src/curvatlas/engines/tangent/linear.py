@@ -38,22 +38,29 @@ def stage_number() -> str:
 
 
 def adjoining(parts: Sequence[Tensor], axis: int) -> Tensor | None:
-    """Tensors that follow each other in memory as one, along ``axis``; None when they do not."""
-    first, inner = parts[0], parts[0].stride()[axis:]
-    end, length = first.storage_offset(), 0
-    storage = first.untyped_storage().data_ptr()
+    """Matrices or vectors that follow each other in memory as one; None when they do not.
+
+    ``axis`` is their first axis, or the second behind an axis of directions.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    inner = first.shape[axis + 1 :]
+    strides = (inner[0], 1) if inner else (1,)
+    lead = first.stride()[:axis]
+    storage, end, length = first.untyped_storage().data_ptr(), first.storage_offset(), 0
     for part in parts:
-        same = part.stride()[axis:] == inner and part.shape[axis + 1 :] == first.shape[axis + 1 :]
-        packed = part[0].is_contiguous() if axis else part.is_contiguous()
-        rows = axis == 0 or part.shape[0] == 1 or part.stride(0) == first.stride(0)
-        if not (same and packed and rows and part.storage_offset() == end):
+        if axis == 0 or part.shape[0] == 1:
+            packed = part.is_contiguous()
+        else:
+            packed = part.stride() == (*lead, *strides)
+        if not packed or part.storage_offset() != end or part.shape[axis + 1 :] != inner:
             return None
         if part.untyped_storage().data_ptr() != storage:
             return None
-        end += part.numel() // (part.shape[0] if axis else 1)
+        end += part.shape[axis] * strides[0]
         length += part.shape[axis]
-    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    return first.as_strided(shape, first.stride())
+    return first.as_strided((*first.shape[:axis], length, *inner), (*lead, *strides))
 
 
 class Buffers:
@@ -113,9 +120,13 @@ class BackwardPass:
         """Whether the weights of one layer are wanted."""
         return bool(names) and names[0] in self.wanted
 
-    def sums(self, name: str, terms: Tensor) -> None:
-        """The rate of a bias or gain: the sum of ``terms`` (K, N, d) over the tokens."""
-        self.give([name], [terms.shape[-1]], terms.sum(1))
+    def sums(self, names: Sequence[str], sizes: Sequence[int], terms: Tensor) -> None:
+        """The rates of biases or gains side by side: the sum of ``terms`` (K, N, d) over tokens."""
+        room = None if self.accumulate else self.room(names)
+        if room is None:
+            self.give(names, sizes, terms.sum(1))
+        else:
+            torch.sum(terms, 1, out=room)
 
     def give(self, names: Sequence[str], sizes: Sequence[int], rate: Tensor) -> None:
         """Take the rates (K, Σ sizes, …) of weights that lie side by side."""
@@ -156,6 +167,7 @@ class Linear:
         self.bias_names = tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
         self.sizes = tuple(weights[name].shape[0] for name in self.weight_names)
         self.weight = _join([weights[name] for name in self.weight_names], 0)
+        self._transposed = self.weight.T
         self.bias: Tensor | None = None
         if self.bias_names:
             self.bias = _join([weights[name] for name in self.bias_names], 0)
@@ -172,17 +184,14 @@ class Linear:
     ) -> Tensor | None:
         """ẏ (K, N, out), written to ``out``; None when it is zero."""
         weight_dot, bias_dot = _tangent(self.weight_names, dots), _tangent(self.bias_names, dots)
-        done = False
+        if x_dot is None and weight_dot is None and bias_dot is None:
+            return None
+        out.zero_() if bias_dot is None else out.copy_(bias_dot.unsqueeze(1))
         if x_dot is not None:
-            _times_shared(x_dot, self.weight.T, out, bias_dot)
-            done = True
+            add_product(out, x_dot, self._transposed)
         if weight_dot is not None:
-            _shared_times(x, weight_dot.mT, out, None if done else bias_dot, accumulate=done)
-            done = True
-        if not done and bias_dot is not None:
-            out.copy_(bias_dot.unsqueeze(1).expand_as(out))
-            done = True
-        return out if done else None
+            add_product(out, x, weight_dot.mT)
+        return out
 
     def pull(
         self,
@@ -196,15 +205,17 @@ class Linear:
 
         ``dots`` empty: the adjoint alone.
         """
-        if rate is not None:
-            _times_shared(rate, self.weight, out, None, accumulate=accumulate)
-            accumulate = True
         weight_dot = None if self.delta is None else _tangent(self.weight_names, dots)
+        if rate is None and weight_dot is None:
+            return accumulate
+        if not accumulate:
+            out.zero_()
+        if rate is not None:
+            add_product(out, rate, self.weight)
         if weight_dot is not None:
             assert self.delta is not None
-            _shared_times(self.delta, weight_dot, out, None, accumulate=accumulate)
-            accumulate = True
-        return accumulate
+            add_product(out, self.delta, weight_dot)
+        return True
 
     def rates(
         self, rate: Tensor | None, x: Tensor, x_dot: Tensor | None, backward: BackwardPass
@@ -217,7 +228,7 @@ class Linear:
         if (rate is not None or moved is not None) and backward.wants(self.weight_names):
             self._weight_rate(rate, x, moved, backward)
         if rate is not None and backward.wants(self.bias_names):
-            backward.give(self.bias_names, self.sizes, rate.sum(1))
+            backward.sums(self.bias_names, self.sizes, rate)
 
     def _weight_rate(
         self, rate: Tensor | None, x: Tensor, moved: Tensor | None, backward: BackwardPass
@@ -235,13 +246,13 @@ class Linear:
             target = backward.space.take("linear.wide", shape[0], shape[2], shape[1], like=x).mT
         else:
             target = torch.empty(shape, dtype=x.dtype, device=x.device)
-        accumulate = room is not None and backward.accumulate
+        if room is None or not backward.accumulate:
+            target.zero_()
         if rate is not None:
-            _transposed_times(rate, x, target, accumulate=accumulate)
-            accumulate = True
+            add_product(target, rate.mT, x)
         if moved is not None:
             assert self.delta is not None
-            _shared_times(self.delta.T, moved, target, None, accumulate=accumulate)
+            add_product(target, self.delta.T, moved)
         if room is None:
             copied = wide and not backward.into and backward.space.keep
             backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
@@ -265,57 +276,20 @@ def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
     return torch.cat(list(parts), axis) if joined is None else joined
 
 
-def _times_shared(
-    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool = False
-) -> None:
-    """out (+)= (K, N, a) @ (a, b) + bias (K, b), the directions as more rows of one GEMM."""
-    k, n, a = left.shape
-    rows, result = left.view(k * n, a), out.view(k * n, -1)
-    if accumulate:
-        result.addmm_(rows, right)
-    elif bias is not None and k == 1:
-        torch.addmm(bias[0], rows, right, out=result)
-    else:
-        torch.mm(rows, right, out=result)
-        if bias is not None:
-            out += bias.unsqueeze(1)
+def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out (K, a, b) += left right; a factor without the leading axis is common to all directions.
 
-
-def _shared_times(
-    left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, accumulate: bool
-) -> None:
-    """out (+)= (a, N) @ (K, N, b) + bias (K, b), the left factor common to all directions."""
-    k = right.shape[0]
-    if k == 1:
-        if accumulate:
-            out[0].addmm_(left, right[0])
-        elif bias is not None:
-            torch.addmm(bias[0], left, right[0], out=out[0])
-        else:
-            torch.mm(left, right[0], out=out[0])
+    Callers clear ``out`` first instead of asking for a product that overwrites: MKL is slower at
+    that (57 against 44 µs for 256 × 48 × 144 in float32, 650 against 605 µs for 512 × 128 × 384).
+    """
+    if out.shape[0] == 1:
+        left, right = left[0] if left.ndim == 3 else left, right[0] if right.ndim == 3 else right
+        out[0].addmm_(left, right)
         return
-    shared = left.expand(k, -1, -1)
-    if accumulate:
-        out.baddbmm_(shared, right)
-    else:
-        torch.bmm(shared, right, out=out)
-        if bias is not None:
-            out += bias.unsqueeze(1)
-
-
-def _transposed_times(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out (+)= leftᵀ right:  (K, N, a), (N, b) → (K, a, b)."""
-    if left.shape[0] == 1:
-        if accumulate:
-            out[0].addmm_(left[0].T, right)
-        else:
-            torch.mm(left[0].T, right, out=out[0])
-        return
-    shared = right.expand(left.shape[0], -1, -1)
-    if accumulate:
-        out.baddbmm_(left.mT, shared)
-    else:
-        torch.bmm(left.mT, shared, out=out)
+    count = out.shape[0]
+    left = left if left.ndim == 3 else left.expand(count, -1, -1)
+    right = right if right.ndim == 3 else right.expand(count, -1, -1)
+    out.baddbmm_(left, right)
 
 
 def count_directions(moved: Tensor | None, dots: Mapping[str, Tensor]) -> int:

@@ -184,11 +184,11 @@ class Normalization:
             return None
         shape = (first.shape[0], *self.n.shape)
         if self.bias_name in backward.wanted and rate is not None:
-            backward.sums(self.bias_name, rate)
+            backward.sums((self.bias_name,), (shape[-1],), rate)
         scratch = backward.space.take("norm.scratch", *shape, like=self.n)
         crossed = self._crossed(rate, state, scratch)
         if self.weight_name in backward.wanted and crossed is not None:
-            backward.sums(self.weight_name, crossed)
+            backward.sums((self.weight_name,), (shape[-1],), crossed)
         along = None if crossed is None else self._row_sums(crossed)
         pulled = backward.space.take(f"{self.name}.pulled{backward.turn}", *shape, like=self.n)
         pulled = self._through_jacobian(rate, state, along, pulled, scratch)
