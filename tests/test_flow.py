@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 
 GROUND = (
-    "errors", "progress", "precision", "budget", "files", "results", "fits", "parallel",
+    "errors", "progress", "display", "precision", "budget", "files", "results", "fits", "parallel",
     "linear_operator",
 )  # fmt: skip
 # Rooms of one stage may not know each other, but for the ground, which is one.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tqdm import tqdm
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a notebook without widgets gets a bar of text
+    from tqdm.auto import tqdm
 
 T = TypeVar("T")
 
@@ -21,13 +24,19 @@ def set_progress(enabled: bool) -> None:
     _enabled = enabled
 
 
+def _in_notebook() -> bool:
+    """Whether the code runs in a Jupyter kernel."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
 def _options(description: str) -> dict[str, Any]:
-    # A bar in a log file is noise: draw only on a terminal.
+    # A bar in a log file is noise: draw only on a terminal or in a notebook.
     return {
         "desc": description,
         "delay": _DELAY_SECONDS,
         "leave": False,
-        "disable": not (_enabled and sys.stderr.isatty()),
+        "disable": not (_enabled and (sys.stderr.isatty() or _in_notebook())),
     }
 
 

@@ -26,13 +26,16 @@ from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from curvatlas import files
+from curvatlas import display, files
 from curvatlas.files import parse_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 R = TypeVar("R", bound="Result")
 Interval = tuple[float, float]  # low and high, at 95 % unless said otherwise
@@ -80,6 +83,8 @@ class Result:
         _registry[cls.__name__] = cls
         if "__str__" in vars(cls):
             setattr(cls, "__str__", _always_printed(vars(cls)["__str__"]))  # noqa: B010
+        if "__repr__" not in vars(cls):  # a dataclass would write every number of every tensor
+            setattr(cls, "__repr__", Result.__repr__)  # noqa: B010
 
     def to_dict(self) -> dict[str, Any]:
         """The whole result as JSON-ready values; tensors become nested lists."""
@@ -97,6 +102,59 @@ class Result:
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys()
+
+    def __repr__(self) -> str:
+        """The first lines of what ``print`` shows."""
+        if type(self).__str__ is not object.__str__:
+            return display.shortened(str(self))
+        fields = (f"{name}={display.in_a_word(v)}" for name, v in _fields(self).items())
+        return display.shortened(f"{self.kind}({', '.join(fields)})")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the short text, a small table and the picture."""
+        picture: Figure | str | None = None
+        if type(self)._picture is not Result._picture:
+            try:
+                picture = self.plot()
+            except ImportError:
+                picture = display.NO_MATPLOTLIB
+            except _BY_CONTENT as error:
+                picture = f"there is no picture of it: {error}"
+        return display.as_html(self.kind, repr(self), _fields(self), picture)
+
+    def plot(self, *choice: Any, ax: Any = None, **options: Any) -> Figure:
+        """The picture of this result: returned, shown by a notebook, never shown unasked.
+
+        ax: axes of yours to draw on; several panels take their place. The other options are those
+        of the picture (``Atlas``: view, quantity; closed forms: part).
+        """
+        with display.drawing_on(ax):
+            figure = self._picture(*choice, **options)
+        return figure if ax is None else ax.figure
+
+    def _picture(self, *choice: Any, **options: Any) -> Figure:
+        raise TypeError(f"{self.kind} has no picture: print it, or take .to_dataframe().")
+
+    def to_dataframe(self) -> Any:
+        """A ``pandas.DataFrame``: a row an entry (eigenvalue, snapshot, block, …), or one row."""
+        return display.as_dataframe(self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Rows of the data frame: parts that are results, columns of numbers, or one row."""
+        fields = _fields(self)
+        parts = [
+            value
+            for value in fields.values()
+            if isinstance(value, (tuple, list)) and value and isinstance(value[0], Result)
+        ]
+        if parts:
+            return [display.scalars_of(_fields(part)) for part in max(parts, key=len)]
+        columns = display.columns_of(fields)
+        if columns:
+            return [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+        return [display.scalars_of(fields)]
 
     def save(self, path: str | os.PathLike[str], *, keep_previous: bool = False) -> Path:
         """Write the result to one ``.safetensors`` file, atomically; returns the path written.

@@ -216,7 +216,7 @@ class ScalingGrid(Result):
         lines += [f"{name} {plane}" for name, plane in self.planes.items()]
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Every quantity against D, one line a model size, with the fitted planes."""
         return grid_figure(self)
 

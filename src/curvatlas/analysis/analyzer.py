@@ -152,7 +152,7 @@ class LayerWiseCurvature(Result):
         ]
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Largest eigenvalue of every sublayer as bars."""
         return layers_figure(self)
 

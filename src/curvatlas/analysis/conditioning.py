@@ -102,7 +102,7 @@ class EffectiveConditioning(Result):
             text += f", η·λmax/2 = {self.stability:.3g}"
         return text
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Sharpness of every layer with its certified interval, and the edge 2/η."""
         return conditioning_figure(self)
 

@@ -409,7 +409,7 @@ class ConvergenceTrajectory(Result):
         lines += [f"→ {item}" for item in self.recommendations] or ["nothing to recommend"]
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Loss and gradient norm, sharpness against 2/η, conditioning."""
         return trajectory_figure(self)
 

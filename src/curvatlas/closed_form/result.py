@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from curvatlas.display import new_figure
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.linear_operator import (
     PARTS,
@@ -244,13 +245,11 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         blocks = len(self.names)
         return f"Hessian of {size} parameters in {blocks} blocks, loss {self.loss:.6g}: {listed}"
 
-    def plot(self, part: Part = "total") -> Figure:
+    def _picture(self, part: Part = "total") -> Figure:
         """Heat map of log10 |entries| with the blocks marked; returns the figure."""
-        from matplotlib.figure import Figure
-
         matrix = self.part(part).abs().cpu()
         floor = float(matrix.max()) * 1e-12 or 1.0
-        figure = Figure(figsize=(7, 6), layout="constrained")
+        figure = new_figure(7, 6)
         axes = figure.subplots()
         image = axes.imshow(matrix.clamp_min(floor).log10().numpy(), cmap="viridis")
         edges = torch.tensor([0, *self.block_sizes.values()]).cumsum(0).tolist()

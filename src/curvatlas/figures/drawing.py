@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from curvatlas.display import new_figure as new_figure
 from curvatlas.results import Result
 
 if TYPE_CHECKING:
@@ -40,17 +41,6 @@ def tidy_log_axes(figure: Figure) -> Figure:
                 axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     return figure
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, never tied to a window."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "figures need matplotlib: install curvatlas with the 'figures' extra."
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def saved(figure: Figure, path: PathLike | None) -> Figure:

@@ -12,6 +12,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from curvatlas.display import new_figure
 from curvatlas.results import Result
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
@@ -81,11 +82,9 @@ class SpectralDensity(Result):
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Density on a symmetric logarithmic axis: bulk and outliers in one picture."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 3.8), layout="constrained")
+        figure = new_figure(7, 3.8)
         axes = figure.add_subplot()
         typical = max(float((self.weights * self.nodes.abs()).sum()), 1e-300)
         # per unit of the drawn axis, so that areas in the picture are shares of eigenvalues

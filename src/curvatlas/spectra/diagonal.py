@@ -18,6 +18,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from curvatlas.display import new_figure
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.operators.curvature import CurvatureOperator, FunctionalHessian
 from curvatlas.operators.per_sample import SampleFactors
@@ -77,11 +78,9 @@ class DiagonalEstimate(Result):
         )
         return text if self.converged else text + ", NOT converged"
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Sorted entries with their intervals."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        figure = new_figure(6, 3.5)
         axes = figure.add_subplot()
         order = self.values.argsort().cpu()
         at = range(len(order))

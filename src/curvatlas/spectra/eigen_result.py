@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from curvatlas.display import new_figure
 from curvatlas.results import Result
 from curvatlas.spectra.krylov import Array
 
@@ -148,11 +149,9 @@ class Eigenpairs(Result):
             sides.append(f"below {low:.6g}")
         return sides
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Eigenvalues in order with their certified intervals."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        figure = new_figure(6, 3.5)
         axes = figure.add_subplot()
         low, high = self.interval
         error = [(self.values - low).tolist(), (high - self.values).tolist()]

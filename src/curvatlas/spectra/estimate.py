@@ -22,6 +22,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from curvatlas.display import new_figure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
@@ -79,11 +80,9 @@ class Estimate(Result):
         text += f"), {self.products} products"
         return text if self.converged else text + ", NOT converged"
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """The value with its intervals on one axis."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 1.8), layout="constrained")
+        figure = new_figure(6, 1.8)
         axes = figure.add_subplot()
         rows = [("probes", self.interval)]
         if self.data_interval is not None:

@@ -264,9 +264,9 @@ class CurvatureSummary(Result):
             ]
         )
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """The spectral density."""
-        return self.density.plot()
+        return self.density._picture()
 
 
 def curvature_summary(

@@ -98,7 +98,7 @@ class Comparison(Result):
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([f"{self.title} ({self.seeds} seeds, 95 %)", *lines])
 
-    def plot(self, *, view: str = "role", part: str = "total") -> Figure:
+    def _picture(self, *, view: str = "role", part: str = "total") -> Figure:
         """The models' maps on one colour scale."""
         figure = compare_atlases(self.atlases, view=view, part=part)
         figure.suptitle(self.title)

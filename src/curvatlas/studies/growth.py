@@ -224,7 +224,7 @@ class Growth(Result):
         biases = len(self.names) - len(shown)
         return "\n".join([head, *rows, f"{biases} biases not shown, {self.products} products"])
 
-    def plot(self, *, part: str = "outer") -> Figure:
+    def _picture(self, *, part: str = "outer") -> Figure:
         """The norms of every role's blocks along the scale, one panel a role."""
         return growth_curves(self, part=part)
 

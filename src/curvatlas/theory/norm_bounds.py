@@ -351,7 +351,7 @@ class CurvatureBounds(Result):
             ]
         )
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """The four numbers on a log axis beside the matrix of group bounds."""
         from curvatlas.figures.theory import bounds_figure
 

@@ -109,7 +109,7 @@ class CurvatureHistory(Result):
         lines.append(f"{len(self.snapshots)} snapshots, overhead {self.overhead:.1%}")
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Loss, the optimizer's own edge, eigenvalues of H, trace and negative mass over steps."""
         return history_figure(self)
 

@@ -105,7 +105,7 @@ class AttentionCurvature(Result):
             lines.append(f"{name:24s} {norms}   {along.min():.4g} to {along.max():.4g}")
         return "\n".join([*lines, f"{len(self.batches)} batches, {self.products} products"])
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """The map of all data, and the diagonal blocks over the batches with their intervals."""
         return attention_figure(self)
 

@@ -199,7 +199,7 @@ class Entries(Result):
         matrix: Tensor = getattr(self, part)
         return matrix[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
 
-    def plot(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Figure:
+    def _picture(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Figure:
         """log10 |entry| with block separators; ``limits`` (decades) make several comparable."""
         if part not in PARTS:
             raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")

@@ -200,7 +200,21 @@ class AtlasMap(Result):
         place: Any = i if self.values.ndim == 1 else (i, j)
         return float(self.low[place]), float(self.high[place])
 
-    def plot(self, **options: Any) -> Figure:
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a pair of groups (or a group, for traces), with its interval."""
+        ends = ("value", self.values), ("low", self.low), ("high", self.high)
+        if self.values.ndim == 1:
+            return [
+                {"name": name, **{key: float(t[i]) for key, t in ends}}
+                for i, name in enumerate(self.names)
+            ]
+        return [
+            {"row": row, "column": column, **{key: float(t[i, j]) for key, t in ends}}
+            for i, row in enumerate(self.names)
+            for j, column in enumerate(self.names)
+        ]
+
+    def _picture(self, **options: Any) -> Figure:
         """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
         return plot_map(self, **options)
 
@@ -326,7 +340,15 @@ class Atlas(Result):
         entries.sort(key=lambda entry: -entry.share)
         return tuple(entries[:count])
 
-    def plot(self, **options: Any) -> Figure:
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row an entry of every map: view, quantity, part, row, column and value."""
+        return [
+            {"view": m.view, "quantity": m.quantity, "part": m.part, **row}
+            for m in self.maps.values()
+            for row in m._rows()
+        ]
+
+    def _picture(self, **options: Any) -> Figure:
         """The three parts side by side on one colour scale; see ``figures.atlas.plot_atlas``."""
         return plot_atlas(self, **options)
 

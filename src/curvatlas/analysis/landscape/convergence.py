@@ -204,7 +204,7 @@ class LandscapeConvergence(Result):
         ]
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
         return convergence_figure(self)
 

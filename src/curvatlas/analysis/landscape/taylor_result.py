@@ -115,7 +115,7 @@ class TaylorExpansion(Result):
             )
         return text
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Size of each term, with the remainder and its bound."""
         return expansion_figure(self)
 
@@ -253,7 +253,7 @@ class PredictedTrajectory(Result):
             text += f"; the real run reached {float(self.actual[-1]):.5g}"
         return text
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Predicted and real loss against steps."""
         return predicted_figure(self)
 
@@ -290,7 +290,7 @@ class CriticalLearningRate(Result):
             f"{self.sharpness:.5g}; {state} by training: {tried}"
         )
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Growth of a deviation against the rate, and the loss of the runs below and above."""
         return critical_rate_figure(self)
 
@@ -328,6 +328,6 @@ class ObservedCurvature(Result):
             f"{self.steps} steps"
         )
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Curvature along the trajectory."""
         return observed_figure(self)

@@ -164,7 +164,7 @@ class CurvatureFlow(Result):
                 values[row, layers.index(entry.layer)] = float(_quantity(entry, quantity))
         return names, values
 
-    def plot(self, **options: Any) -> Figure:
+    def _picture(self, **options: Any) -> Figure:
         """Four panels; see ``figures.flow.plot_flow``."""
         return plot_flow([self], **options)
 
