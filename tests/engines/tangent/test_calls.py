@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,17 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import families
-from curvatlas.engines.tangent.block import LinearisedBlock
-from curvatlas.engines.tangent.reading import (
-    BlockCall,
-    UnmappedModuleError,
-    flat_numbers,
-    read_call,
-    read_module,
-)
-from curvatlas.problem.evaluation import evaluation
+from curvatlas.engines.tangent.reading import UnmappedModuleError, read_call, read_module
 from curvatlas.zoo.models import GPT, GPTConfig
-from oracles import flat
+from layer_oracles import Seen, differences, layers_of_kind, prepared, seen_layers
 
 TOLERANCE = 1e-11
 LENGTH, WIDTH, TOKENS = 6, 8, 11
@@ -43,133 +34,10 @@ def _twice_differentiable_attention() -> Iterator[None]:
         yield
 
 
-@dataclass
-class Seen:
-    """One layer as its model called it."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    call: BlockCall
-
-    def run(self, x: Tensor) -> Tensor:
-        """The layer itself at another input, everything else as the model passed it."""
-        kwargs = {
-            n: v for n, v in self.kwargs.items() if n not in ("past_key_values", "layer_past")
-        }
-        if self.args:
-            out = self.module(x, *self.args[1:], **kwargs)
-        else:
-            out = self.module(**{**kwargs, next(iter(kwargs)): x})
-        return out[0] if isinstance(out, tuple) else out
-
-
-def seen_layers(model: nn.Module, run: Callable[[], Any], layers: list[nn.Module]) -> list[Seen]:
-    """Every layer's call in one forward pass of the model."""
-    calls: list[Seen] = []
-    specs = {module: read_module(module)[0] for module in layers}
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(
-            Seen(module, args, kwargs, read_call(module, args, kwargs, spec=specs[module]))
-        )
-
-    handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in layers]
-    try:
-        with evaluation(model, stay_double=True), torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
 def assert_same(seen: Seen) -> None:
     """Output, and total, outer and functional products of 1 and 3 columns, against the layer."""
-    spec, pick = read_module(seen.module)
-    leaves = dict(seen.module.named_parameters())
-    numbers = pick(flat_numbers(leaves))
-    size = sum(leaf.numel() for leaf in leaves.values())
-    positions = torch.cat([part.reshape(-1) for part in numbers.values()])
-    assert sorted(positions.tolist()) == list(range(size)), "every parameter, once"
-    weights = pick({name: leaf.detach() for name, leaf in leaves.items()})
-    block = seen.call.linearise(spec, weights)
-    raw = (seen.args or tuple(seen.kwargs.values()))[0]
-    x = raw.detach().clone().requires_grad_(True)
-    wanted = [*leaves.values(), x]
-    with evaluation(seen.module, stay_double=True):
-        z = seen.run(x)
-        c = torch.linspace(0.5, 1.5, z.numel(), dtype=z.dtype).view(z.shape)
-        loss = (c * z.sin()).sum()
-        first = flat(
-            torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True), wanted
-        )
-    image, shape = block.output, (-1, *seen.call.x.shape)
-    got_z = seen.call.as_module(image)
-    assert float((got_z - z.detach()).abs().max()) <= 1e-12 * float(z.detach().abs().max())
-
-    def inside(outputs: Tensor) -> Tensor:
-        """(K, *the module's axes) → (K, n, L, d)."""
-        return (outputs.transpose(1, 2) if seen.call.time_major else outputs).reshape(shape)
-
-    delta = inside((c * z.cos()).detach()[None])[0]
-    curvature = inside((-c * z.sin()).detach()[None])
-    block.gradient(delta)
-    _parts(seen, block, wanted, first, z, numbers, positions, curvature, inside)
-
-
-def _parts(
-    seen: Seen,
-    block: LinearisedBlock,
-    wanted: list[Tensor],
-    first: Tensor,
-    z: Tensor,
-    numbers: dict[str, Tensor],
-    positions: Tensor,
-    curvature: Tensor,
-    inside: Callable[[Tensor], Tensor],
-) -> None:
-    size, x = len(positions), wanted[-1]
-    outer_seed = torch.zeros_like(z, requires_grad=True)
-    options = {"retain_graph": True, "allow_unused": True}
-    pulled = flat(torch.autograd.grad(z, wanted, outer_seed, create_graph=True, **options), wanted)
-    for count in (1, 3):
-        v = torch.randn(count, size + x.numel(), dtype=torch.float64)
-        total, outer = [], []
-        for row in v:
-            total.append(flat(torch.autograd.grad(first @ row, wanted, **options), wanted))
-            (jv,) = torch.autograd.grad(pulled @ row, outer_seed, retain_graph=True)
-            rate = inside(jv[None]) * curvature
-            back = seen.call.as_module(rate[0])
-            outer.append(flat(torch.autograd.grad(z, wanted, back, **options), wanted))
-        want = {"total": torch.stack(total), "outer": torch.stack(outer)}
-        want["functional"] = want["total"] - want["outer"]
-        tangents = {name: v[:, part] for name, part in numbers.items()}
-        x_dot = inside(v[:, size:].reshape(count, *x.shape))
-        scale = torch.linalg.norm(want["total"])
-        assert scale > 0
-        for part, expected in want.items():
-            rates, rate_x = block.hvp(tangents, x_dot, curvature=lambda m: m * curvature, part=part)
-            got = torch.zeros_like(expected)
-            got[:, positions] = torch.cat([r.reshape(count, -1) for r in rates.values()], 1)
-            assert rate_x is not None
-            moved = torch.stack([seen.call.as_module(one) for one in rate_x])
-            got[:, size:] = moved.reshape(count, -1)
-            error = float(torch.linalg.norm(got - expected) / scale)
-            assert error <= TOLERANCE, (part, count, error)
-
-
-def prepared(model: nn.Module) -> nn.Module:
-    """Float64, eval, no weight at its special initial value (biases 0, gains 1)."""
-    model = model.double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return model
-
-
-def _of_kind(model: nn.Module, *names: str) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in names]
+    for part, error in differences(seen).items():
+        assert error <= (1e-12 if part == "output" else TOLERANCE), (part, error)
 
 
 # ---- torch and the zoo ------------------------------------------------------------------------
@@ -438,7 +306,7 @@ def test_layers_of_many_families_are_read_from_their_models_calls(name: str) -> 
         model, kind = FAMILIES[name](implementation)
         prepared(model)
         batch = _padded(side)
-        layers = seen_layers(model, lambda: model(**batch), _of_kind(model, kind))  # noqa: B023
+        layers = seen_layers(model, lambda: model(**batch), layers_of_kind(model, kind))  # noqa: B023
         assert len(layers) == 2
         for seen in layers if implementation == "eager" else layers[1:]:
             assert_same(seen)
@@ -450,7 +318,7 @@ def test_padding_on_the_left_is_read(implementation: str) -> None:
     model, kind = FAMILIES["Llama"](implementation)
     prepared(model)
     batch = _padded("left")
-    for seen in seen_layers(model, lambda: model(**batch), _of_kind(model, kind)):
+    for seen in seen_layers(model, lambda: model(**batch), layers_of_kind(model, kind)):
         assert_same(seen)
 
 
@@ -477,7 +345,7 @@ def test_layers_of_vision_models_are_read(name: str) -> None:
     model, kind = VISION[name]()
     prepared(model)
     images = torch.randn(2, 1, 8, 8, dtype=torch.float64)
-    layers = seen_layers(model, lambda: model(pixel_values=images), _of_kind(model, kind))
+    layers = seen_layers(model, lambda: model(pixel_values=images), layers_of_kind(model, kind))
     assert len(layers) == 2
     for seen in layers:
         assert_same(seen)
@@ -508,7 +376,7 @@ def test_encoder_layers_of_whisper_are_read() -> None:
 @pytest.mark.huggingface
 def test_arguments_that_would_change_the_result_are_refused_by_name() -> None:
     model, kind = FAMILIES["BERT"]("sdpa")
-    layer = _of_kind(prepared(model), kind)[0]
+    layer = layers_of_kind(prepared(model), kind)[0]
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     for name, value in (
         ("encoder_hidden_states", x),
@@ -535,14 +403,16 @@ def test_a_cache_that_holds_tokens_is_refused() -> None:
     tokens = _padded("")["input_ids"]
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(UnmappedModuleError, match="past_key_values that hold 6 tokens"):
-        seen_layers(model, lambda: model(tokens, past_key_values=cache), _of_kind(model, kind))
+        seen_layers(
+            model, lambda: model(tokens, past_key_values=cache), layers_of_kind(model, kind)
+        )
 
 
 @pytest.mark.huggingface
 def test_a_layer_called_alone_without_a_mask_attends_as_its_kernel_does() -> None:
     for implementation, causal in (("sdpa", True), ("eager", False)):
         model, kind = FAMILIES["Mistral, window"](implementation)
-        layer = _of_kind(prepared(model), kind)[0]
+        layer = layers_of_kind(prepared(model), kind)[0]
         x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
         angle = torch.rand(1, LENGTH, 2, dtype=torch.float64).repeat(1, 1, 2)
         tables = (angle.cos(), angle.sin())
@@ -555,7 +425,7 @@ def test_a_layer_called_alone_without_a_mask_attends_as_its_kernel_does() -> Non
 @pytest.mark.huggingface
 def test_a_known_layer_with_another_forward_inside_is_refused() -> None:
     model, kind = FAMILIES["Llama"]("sdpa")
-    layers = _of_kind(model.eval(), kind)
+    layers = layers_of_kind(model.eval(), kind)
 
     class Attention(type(layers[0].self_attn)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -568,3 +438,18 @@ def test_a_known_layer_with_another_forward_inside_is_refused() -> None:
     for layer, part in ((layers[0], "self_attn"), (layers[1], "mlp")):
         with pytest.raises(UnmappedModuleError, match=f"{part} .* its library did not write"):
             read_module(layer)
+
+
+@pytest.mark.huggingface
+def test_layers_with_hooks_that_are_not_ours_are_refused() -> None:
+    model, kind = FAMILIES["Llama"]("eager")
+    layers = layers_of_kind(model.eval(), kind)
+    model(torch.zeros(1, 3, dtype=torch.long), output_hidden_states=True, output_attentions=True)
+    read_module(layers[0])  # the library's own hooks record outputs, and stay
+    for part in ("self_attn", "mlp.down_proj"):
+        handle = layers[0].get_submodule(part).register_forward_hook(lambda m, a, out: None)
+        with pytest.raises(UnmappedModuleError, match=f"{part} .* forward hook"):
+            read_module(layers[0])
+        handle.remove()
+    layers[0].register_full_backward_hook(lambda *_: None)  # no part of the loss
+    read_module(layers[0])
