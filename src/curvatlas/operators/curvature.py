@@ -13,8 +13,7 @@ from torch import Tensor
 
 from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes
-from curvatlas.engines.autograd.compiled import Compile
-from curvatlas.engines.autograd.kept import PLANNED, KeptLinearisations, Linearise
+from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
 from curvatlas.engines.autograd.linearisation import (
     Columns,
     FunctionalLinearisation,
@@ -22,8 +21,11 @@ from curvatlas.engines.autograd.linearisation import (
     Linearisation,
     OuterLinearisation,
 )
+from curvatlas.engines.kept import PLANNED, KeptLinearisations, Linearise
+from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
-from curvatlas.linear_operator import PARTS, LinearOperator, Tags
+from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
+from curvatlas.operators.engine import Engine, by_autograd, check_engine, tangent_engine
 from curvatlas.operators.probes import (
     probe_by_differences,
     probe_loss_by_differences,
@@ -35,12 +37,16 @@ from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvat
 from curvatlas.problem.evaluation import listed
 from curvatlas.problem.large_heads import logit_room
 
+AutogradLinearise = Callable[[Problem, Batch, Sequence[str]], Linearisation]
 Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, an index, or slice(None)
 
 
 class CurvatureOperator(LinearOperator):
     """A (P, P) matrix of second derivatives, known through products with columns.
 
+    engine: "tangent" computes products by hand-written passes over the whole model, "autograd" by
+        double backward on kept graphs; "auto" takes the first where the model is understood and
+        its product right on one sample. ``problem.engine`` says which one it was, and why.
     budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
     checks: probe symmetry, gradient paths, randomness and finiteness on first use.
     compile: run products as compiled code (docs/scale.md); "auto": where ``expected_products`` pay
@@ -50,17 +56,20 @@ class CurvatureOperator(LinearOperator):
     linearisation: type[Linearisation]
     # Whether H_o is the operator, a part of it beside H_f, or neither.
     outer: Literal["whole", "part", "none"] = "none"
+    part: Part | None = None  # of the Hessian, None: nothing the tangent engine knows
 
     def __init__(
         self,
         problem: Problem,
         *,
+        engine: Engine = "auto",
         budget: int | str | None = None,
         checks: bool = True,
         compile: Compile = False,
         expected_products: int | None = None,
         tags: Tags | None = None,
     ) -> None:
+        check_engine(engine)
         if compile not in (True, False, "auto"):
             raise ValueError(f"compile is True, False or 'auto', got {compile!r}.")
         size = problem.size
@@ -73,7 +82,7 @@ class CurvatureOperator(LinearOperator):
         self.problem = problem
         self.budget = default_budget(self.device) if budget is None else parse_bytes(budget)
         self._logit_room = logit_room(None if budget is None else self.budget)
-        self.checks = checks
+        self.engine, self.checks = engine, checks
         self._compile, self._expected_products = compile, expected_products
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
@@ -82,34 +91,40 @@ class CurvatureOperator(LinearOperator):
     def content(self) -> Any:
         return [type(self).__name__, self.problem.content()]
 
-    def _linearise(self) -> Linearise:
+    def _linearise(self) -> AutogradLinearise:
+        """How autograd linearises a batch."""
         return functools.partial(self.linearisation, logit_room=self._logit_room)
+
+    def _compiled(self) -> Linearise:
+        """The same, with products compiled where that was asked for."""
+        plain = self._linearise()
+        if self._compile is False:
+            return plain
+        options: Any = {"compile": self._compile, "expected": self._expected_products}
+        return lambda problem, batch, names: CompiledLinearisation(
+            plain(problem, batch, names), names, **options
+        )
 
     # --- products -------------------------------------------------------------------------------
 
     def _columns(self, columns: Tensor) -> Tensor:
-        layout = self.problem.layout
-        pieces = dict(zip(layout.names, layout.split(columns), strict=True))
         graphs = [] if self._full is None else self._full.ready(columns.shape[1])
         if not graphs:
-            return self.restricted(pieces, layout.names).T
-        count, total = columns.shape[1], torch.zeros((), dtype=self.dtype, device=self.device)
-        if count > 1:
-            # As ``restricted`` does, so that the bits do not depend on when the graphs were made.
-            pieces = {name: piece.contiguous() for name, piece in pieces.items()}
+            return self.restricted(self._pieces(columns), self.problem.layout.names).T
+        total = torch.zeros((), dtype=self.dtype, device=self.device)
         for place, (share, graph) in enumerate(graphs):
-            rows = [
-                total.new_zeros(count, size) if row is None else row.reshape(count, size)
-                for row, size in zip(graph.product(pieces, layout.names), layout.sizes, strict=True)
-            ]
-            joined = torch.cat(rows, 1)  # (K, P)
+            product = graph.flat_product(columns)  # (K, P)
             if place:
-                total.add_(joined, alpha=share)
+                total.add_(product, alpha=share)
             else:
-                total = joined.mul_(share) if share != 1 else joined
+                total = product.mul_(share) if share != 1 else product
         if not torch.isfinite(total.sum()) and not _all_finite(total):
-            raise self._not_finite(pieces)
+            raise self._not_finite(self._pieces(columns))
         return total.T
+
+    def _pieces(self, columns: Tensor) -> dict[str, Tensor]:
+        layout = self.problem.layout
+        return dict(zip(layout.names, layout.split(columns), strict=True))
 
     def restricted(
         self, columns: Columns, rows: Sequence[str], *, shards: parallel.Shards | None = None
@@ -145,6 +160,22 @@ class CurvatureOperator(LinearOperator):
                 return self._marked(columns)
             kept = self._kept_for({*columns, *rows})
             kept.plan_for(count * parts)
+            try:
+                add_up(total, kept)
+            except UnmappedModuleError as error:  # another batch than the probe's is different
+                if self.engine == "tangent":
+                    raise
+                by_autograd(problem, str(error))
+                self.release()
+                self.engine = "autograd"
+                kept = self._kept_for({*columns, *rows})
+                kept.plan_for(count * parts)
+                add_up(total, kept)
+            if not _all_finite(total):
+                raise self._not_finite(columns)
+            return self._marked(columns, kept.version)
+
+        def add_up(total: Tensor, kept: KeptLinearisations) -> None:
             with problem.evaluating():
                 for place, (valid, linear) in enumerate(kept):
                     share = valid / problem.normaliser
@@ -158,9 +189,6 @@ class CurvatureOperator(LinearOperator):
                             _add_pieces(into, results, sizes, share, first=place == 0)
                     del linear  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
-            if not _all_finite(total):
-                raise self._not_finite(columns)
-            return self._marked(columns, kept.version)
 
         total = parallel.summed(
             fill,
@@ -237,16 +265,51 @@ class CurvatureOperator(LinearOperator):
             if self.checks and linear.size.custom:
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
+            by_hand = self._tangent(sample, names, linear)
+            bytes_of_sample = linear.held_bytes
+            if by_hand is not None:
+                bytes_of_sample = by_hand(self.problem, sample, names).held_bytes
         return KeptLinearisations(
             self.problem,
             names,
-            self._linearise(),
-            compile=self._compile,
-            expected_products=self._expected_products,
+            by_hand or self._compiled(),
             budget=self.budget,
-            probe_bytes=linear.held_bytes,
+            probe_bytes=bytes_of_sample,
             probe_samples=self.problem.units(sample),
         )
+
+    def _tangent(
+        self, sample: Batch, names: Sequence[str], exact: Linearisation
+    ) -> Linearise | None:
+        """The hand-written engine, where it may be used and is right."""
+        reason = self._autograd_only()
+        if reason is None:
+            assert self.part is not None
+            return tangent_engine(
+                self.problem,
+                sample,
+                names,
+                exact,
+                engine=self.engine,
+                part=self.part,
+                logit_room=self._logit_room,
+            )
+        if self.engine == "tangent":
+            raise ValueError(f"engine='tangent' cannot be used: {reason}.")
+        by_autograd(self.problem, reason)
+        return None
+
+    def _autograd_only(self) -> str | None:
+        """Why autograd has to compute, None: it does not."""
+        if self.engine == "autograd":
+            return "engine='autograd' was asked for"
+        if self.part is None:
+            return f"{type(self).__name__} has no hand-written passes"
+        if self._compile is not False:
+            return "compile= runs autograd's products"
+        if self.problem.checkpoint_activations:
+            return "checkpoint_activations computes blocks again by autograd"
+        return None
 
     def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:
         """The problem's checks, on as much of the first batch as the budget allows."""
@@ -307,7 +370,7 @@ class CurvatureOperator(LinearOperator):
         ]
 
     def _on(self, problem: Problem) -> CurvatureOperator:
-        return type(self)(problem, budget=self.budget, checks=False)
+        return type(self)(problem, engine=self.engine, budget=self.budget, checks=False)
 
     def release(self) -> None:
         """Free the kept graphs; the next product builds them anew."""
@@ -356,28 +419,30 @@ def _add_pieces(
 
 
 class Hessian(CurvatureOperator):
-    """H = ∂²L/∂θ², by double backward on kept gradient graphs (2.1 gradients a product)."""
+    """H = ∂²L/∂θ², by hand-written passes or by double backward on kept gradient graphs."""
 
     linearisation = HessianLinearisation
-    outer = "part"
+    outer, part = "part", "total"
 
 
 class FunctionalHessian(CurvatureOperator):
     """H_f = Σ_z (∂ℓ/∂Z_z) ∂²Z_z/∂θ²: the network's own curvature, weighted by the loss slope."""
 
     linearisation = FunctionalLinearisation
+    part = "functional"
 
 
 class GaussNewton(CurvatureOperator):
     """H_o = Jᵀ (∂²ℓ/∂Z²) J, exact for any loss; positive semidefinite where the loss is convex."""
 
     linearisation = OuterLinearisation
-    outer = "whole"
+    outer, part = "whole", "outer"
 
     def __init__(
         self,
         problem: Problem,
         *,
+        engine: Engine = "auto",
         budget: int | str | None = None,
         checks: bool = True,
         compile: Compile = False,
@@ -392,6 +457,7 @@ class GaussNewton(CurvatureOperator):
         tags = Tags(symmetric=True, psd=problem.loss.convex)
         super().__init__(
             problem,
+            engine=engine,
             budget=budget,
             checks=checks,
             compile=compile,
@@ -449,7 +515,7 @@ class CurvatureParts(CurvatureOperator):
     """The Hessian as an operator whose ``parts`` gives H, H_o and H_f of the same columns."""
 
     linearisation = AllPartsLinearisation
-    outer = "part"
+    outer, part = "part", "total"
 
     def parts(self, columns: Columns, rows: Sequence[str]) -> dict[str, Tensor]:
         """Part → (K, Σ sizes of rows), of columns given as parameter name → (K, *shape)."""

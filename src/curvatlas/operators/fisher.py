@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvatlas.engines.autograd.kept import Linearise
 from curvatlas.engines.autograd.linearisation import OuterLinearisation
 from curvatlas.errors import ProblemError
 from curvatlas.linear_operator import Tags
-from curvatlas.operators.curvature import CurvatureOperator
+from curvatlas.operators.curvature import AutogradLinearise, CurvatureOperator
 from curvatlas.problem import Batch, CrossEntropy, Problem
 from curvatlas.problem.cross_entropy import factored_product
 from curvatlas.problem.large_heads import HiddenLogits
@@ -57,12 +56,12 @@ class Fisher(CurvatureOperator):
         tags = Tags(symmetric=True, psd=True)
         super().__init__(problem, budget=budget, checks=checks, tags=tags)
         self.kind, self.samples, self.seed = kind, samples, seed
-        self.outer = "whole" if kind == "exact" else "none"
+        self.outer, self.part = ("whole", "outer") if kind == "exact" else ("none", None)
 
     def content(self) -> Any:
         return [self.kind, self.samples, self.seed, *super().content()]
 
-    def _linearise(self) -> Linearise:
+    def _linearise(self) -> AutogradLinearise:
         if self.kind == "exact":
             return functools.partial(OuterLinearisation, logit_room=self._logit_room)
         return functools.partial(_ResidualLinearisation, fisher=self)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvatlas.engines.autograd.pull import pull
+from curvatlas.engines.graphs import pull
 from curvatlas.problem import Batch, Problem
 
 Kind = Literal["linear", "embedding", "gain"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.budget import default_budget
-from curvatlas.engines.autograd.pull import pull
+from curvatlas.engines.graphs import pull
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64

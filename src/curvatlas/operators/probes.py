@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvatlas.engines.autograd.linearisation import HessianLinearisation, Linearisation, graph_size
+from curvatlas.engines.autograd.linearisation import HessianLinearisation, Linearisation
+from curvatlas.engines.graphs import graph_size
 from curvatlas.errors import DifferentiationError
 from curvatlas.precision import has_float64
 from curvatlas.problem import Batch, Problem
@@ -38,7 +39,8 @@ def _draw(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> Iterato
         yield drawn.to(leaf.device).unsqueeze(0)
 
 
-def _columns(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> dict[str, Tensor]:
+def random_columns(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Normal columns (1, *shape) by parameter."""
     return dict(zip(names, _draw(leaves, names, seed), strict=True))
 
 
@@ -74,9 +76,9 @@ def probe_symmetry(linear: Linearisation, names: Sequence[str]) -> None:
     that is held costs as much as the model.
     """
     leaves = linear.leaves
-    product = linear.product(_columns(leaves, names, 0), names)
+    product = linear.product(random_columns(leaves, names, 0), names)
     right = _dot(_draw(leaves, names, 1), product)
-    product = linear.product(_columns(leaves, names, 1), names)
+    product = linear.product(random_columns(leaves, names, 1), names)
     left = _dot(_draw(leaves, names, 0), product)
     typical = _dot(product, product) ** 0.5  # of uᵀ(Hv) for a normal u
     scale = max(abs(left), abs(right), typical)
@@ -140,7 +142,7 @@ def _compare_with_differences(
 ) -> None:
     leaves, batch = linear.leaves, linear.batch
     names = tuple(leaves)
-    direction = _movable(problem, _columns(leaves, names, 2))
+    direction = _movable(problem, random_columns(leaves, names, 2))
     product = linear.product(direction, names)
     size = (
         _dot(leaves.values(), leaves.values()) / _dot(direction.values(), direction.values())
@@ -201,7 +203,7 @@ def probe_third_derivative(
             problem, batch = _in_float64(problem, batch, room)
     with problem.evaluating():
         leaves = problem.leaves(names)
-        direction = _movable(problem, _columns(leaves, names, 2))
+        direction = _movable(problem, random_columns(leaves, names, 2))
         linear = linearise(problem, batch, {n: piece[0] for n, piece in direction.items()})
         product = linear.product(direction, names)
         del linear

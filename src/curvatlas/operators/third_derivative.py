@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.engines.autograd.kept import KeptLinearisations, Linearise
 from curvatlas.engines.autograd.linearisation import HessianLinearisation
+from curvatlas.engines.kept import KeptLinearisations
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
-from curvatlas.operators.curvature import CurvatureOperator, probe_batch
+from curvatlas.operators.curvature import AutogradLinearise, CurvatureOperator, probe_batch
 from curvatlas.operators.probes import probe_third_derivative
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.smooth_norms import SmoothNorms
@@ -89,7 +89,7 @@ class HessianDerivative(CurvatureOperator):
     def content(self) -> Any:
         return [*super().content(), self.direction]
 
-    def _linearise(self) -> Linearise:
+    def _linearise(self) -> AutogradLinearise:
         layout = self.problem.layout
         pieces = layout.split(self.direction.unsqueeze(-1))
         direction = {

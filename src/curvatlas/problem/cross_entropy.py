@@ -219,6 +219,13 @@ class CrossEntropy(Loss):
         weights = self._row_weights(targets, rows.dtype)
         return (weights * (behind.squeeze(-1) + others.log1p())).sum() / weights.sum()
 
+    def softmax_factors(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+        """π (..., C) and s/n (...) of Λ = (s/n)(diag π − ππᵀ); None where π saturates."""
+        if _is_saturated(outputs.detach()):
+            return None
+        mass, count = self._masses(outputs, targets)
+        return outputs.detach().softmax(-1), mass / count
+
     def curvature(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
         mass, count = self._masses(outputs, targets)
         scale = (mass / count).unsqueeze(-1)  # (..., 1)

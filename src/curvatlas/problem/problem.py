@@ -167,6 +167,17 @@ def _my_share(dealt: int, samples: int) -> tuple[int, int]:
     return last - mine, last
 
 
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which engine computes a problem's products, "tangent" or "autograd", and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 class Problem:
     r"""The objective L(θ) = Σ_b c_b ℓ_b(θ) / Σ_b c_b over batches b with c_b valid targets.
 
@@ -203,6 +214,8 @@ class Problem:
     """
 
     _state: tuple[object, bytes] | None  # version and digest of weights, buffers and loss
+    # Which engine made the last operator's products; operators choose on their first one.
+    engine = EngineChoice("undecided", "no product has been made yet")
 
     def __init__(
         self,

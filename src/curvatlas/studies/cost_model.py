@@ -30,7 +30,7 @@ UNITS: dict[Quantity, int] = {"gradient": 3, "H": 6, "H_o": 4, "H_f": 6}
 SAVED = {False: (16.0, 4.0, 3.0, 3.0), True: (24.0, 12.0, 3.0, 7.0)}
 SAVED_LOGITS = {"gradient": 5.0, "H": 5.0, "H_o": 3.0, "H_f": 3.0}  # in vocabularies
 # What a product allocates beside the graph, in graphs, where tensors are large enough to be given
-# back at once (benchmarks/cost_model.py); engines/autograd/kept.py plans with
+# back at once (benchmarks/cost_model.py); engines/kept.py plans with
 # twice as much, the worst.
 BESIDE = {"gradient": 0.5, "H": 0.7, "H_o": 0.25, "H_f": 0.7}
 

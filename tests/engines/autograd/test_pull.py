@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.autograd.pull import pull
+from curvatlas.engines.graphs import pull
 
 
 def parts() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

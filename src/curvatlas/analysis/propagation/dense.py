@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.analysis.propagation.capture import Capture, Node
-from curvatlas.engines.autograd.pull import pull
+from curvatlas.engines.graphs import pull
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 

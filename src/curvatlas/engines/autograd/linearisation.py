@@ -6,130 +6,19 @@ wrong through affine LayerNorm or padded embeddings in some compositions; this o
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, once_differentiable
 
-from curvatlas.engines.autograd.pull import pull
-from curvatlas.errors import DifferentiationError, ProblemError
-from curvatlas.problem import Batch, Problem, checkpointing, large_heads
+from curvatlas.engines.graphs import GraphSize, graph_size, pull
+from curvatlas.errors import ProblemError
+from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 from curvatlas.problem.evaluation import check_finite_loss, listed
 from curvatlas.problem.large_heads import HiddenLogits
 from curvatlas.problem.losses import Rebuild
-
-# --- what an autograd graph holds: its memory, nodes without a second derivative ------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphSize:
-    """Bytes of the distinct storages a graph keeps alive, and how many tensors it saves."""
-
-    bytes: int
-    tensors: int
-    custom: frozenset[str] = frozenset()  # hand-written torch.autograd.Function nodes
-    runs_python: bool = False  # whether a pass through the graph calls a Function, ours too
-
-    @property
-    def mean_bytes(self) -> float:
-        """Average size of a saved tensor: small ones are dominated by the cost of a call."""
-        return self.bytes / max(self.tensors, 1)
-
-
-# Our own nodes: tested against double backward, so that they need no probe by differences.
-_TRUSTED = checkpointing.TRUSTED_NODES | large_heads.TRUSTED_NODES
-_saved_names: dict[str, tuple[str, ...]] = {}
-
-
-def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = ()) -> GraphSize:
-    """Size of everything reachable from ``roots`` backwards, without ``excluding``'s storages."""
-    known = {t.untyped_storage().data_ptr() for t in excluding}
-    storages: dict[int, int] = {}
-    seen: set[Any] = set()
-    stack: list[Any] = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
-    tensors = 0
-    custom: set[str] = set()
-    once: set[str] = set()  # of these, the ones marked once_differentiable
-    refused = runs_python = False
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind = node.name()
-        refused = refused or kind == "torch::autograd::Error"
-        if kind == "torch::autograd::WarnNotImplemented":
-            raise DifferentiationError(_without_formula(node))
-        if isinstance(node, BackwardCFunction):
-            runs_python = True
-            if kind not in _TRUSTED:
-                custom.add(kind)
-                if _differentiable_once(node):
-                    once.add(kind.removesuffix("Backward"))
-        for tensor in _saved_tensors(node):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                tensors += 1
-                storages[storage.data_ptr()] = storage.nbytes()
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
-    if refused:
-        # Such a node has no edges: autograd would skip it and return zeros without a word.
-        named = f"{', '.join(sorted(once))}: " if once else ""
-        raise DifferentiationError(
-            f"{named}an autograd.Function marked once_differentiable has no second derivative: "
-            "replace it by plain PyTorch operations, or write its backward in them and remove the "
-            "mark."
-        )
-    return GraphSize(
-        bytes=sum(storages.values()),
-        tensors=tensors,
-        custom=frozenset(custom),
-        runs_python=runs_python,
-    )
-
-
-def _differentiable_once(node: Any) -> bool:
-    """Whether the node's Function has a backward behind ``once_differentiable``."""
-    backward = getattr(getattr(node, "_forward_cls", None), "backward", None)
-    place = getattr(backward, "__globals__", {}).get("__name__")
-    return hasattr(backward, "__wrapped__") and place == once_differentiable.__module__
-
-
-def _without_formula(node: Any) -> str:
-    """What to say of an operator that drops gradients; torch names it in a warning only."""
-    with warnings.catch_warnings(record=True) as said, contextlib.suppress(RuntimeError, TypeError):
-        warnings.simplefilter("always")
-        node(torch.zeros((), device="cpu"))
-    names = [str(warning.message).split(": an autograd kernel")[0] for warning in said]
-    return (
-        f"the custom operator {names[0] if names else 'of torch.library'} has no derivative, and "
-        "gradients through it are dropped: register one with torch.library.register_autograd, or "
-        "call it on detached tensors where its result is a constant."
-    )
-
-
-def _saved_tensors(node: Any) -> list[Tensor]:
-    kind = node.name()
-    names = _saved_names.get(kind)
-    if names is None:
-        # dir() on a node costs 50 µs; once per kind of node is enough.
-        names = tuple(n for n in dir(node) if n.startswith("_saved_") or n == "saved_tensors")
-        _saved_names[kind] = names
-    tensors: list[Tensor] = []
-    for name in names:
-        value = getattr(node, name, None)
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (tuple, list)):
-            tensors.extend(v for v in value if isinstance(v, Tensor))
-    return tensors
-
 
 # Below this average size of a saved tensor a backward pass is bound by the cost of its calls, and
 # running several columns through one vmapped pass wins, up to about a megabyte in flight per
@@ -189,6 +78,19 @@ class Linearisation:
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         """The operator of this batch's mean loss times columns, restricted to ``rows``."""
         raise TypeError(f"{type(self).__name__} has no product.")
+
+    def flat_product(self, columns: Tensor) -> Tensor:
+        """The operator times flat columns (P, K), as rows (K, P)."""
+        layout, count = self._problem.layout, columns.shape[1]
+        pieces = dict(zip(layout.names, layout.split(columns), strict=True))
+        if count > 1:
+            # As for the first product, so that the bits do not depend on when the graph was made.
+            pieces = {name: piece.contiguous() for name, piece in pieces.items()}
+        rows = [
+            columns.new_zeros(count, size) if row is None else row.reshape(count, size)
+            for row, size in zip(self.product(pieces, layout.names), layout.sizes, strict=True)
+        ]
+        return torch.cat(rows, 1)
 
     def _loss(self) -> Tensor:
         loss = self._problem.loss.value(self.outputs, self.batch.targets)

@@ -128,11 +128,10 @@ class LinearisedReadout:
             pooled_dot = None if tangent is None else tangent.pooled_dot
             self.linear.rates(rate, self._pooled, pooled_dot, backward)
             direction = next((t for t in (rate, *dots.values()) if t is not None), None)
-            if direction is None:
-                return None
-            shape = (direction.shape[0], *self._pooled.shape)
-            out = backward.space.take("readout.x", *shape, like=self._pooled)
-            rate = out if self.linear.pull(rate, dots, out) else None
+            if direction is not None:
+                shape = (direction.shape[0], *self._pooled.shape)
+                out = backward.space.take("readout.x", *shape, like=self._pooled)
+                rate = out if self.linear.pull(rate, dots, out) else None
         if rate is not None:
             rate = self._spread(rate)
         if self.norm is None:

@@ -146,6 +146,12 @@ class BlockCall:
             **options,
         )
 
+    def tokens(self, z: Tensor) -> Tensor:
+        """What the module itself takes or gives, as (n, L, d)."""
+        if not self.batched:
+            return z.unsqueeze(0)
+        return z.transpose(0, 1) if self.time_major else z
+
     def as_module(self, z: Tensor) -> Tensor:
         """An output (n, L, d) in the axes the module itself gives."""
         if not self.batched:
@@ -195,6 +201,14 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
         f"{', '.join(name for layer in _LAYERS[1:] for name in layer.classes.split())}; use "
         "ca.Hessian(problem) for other modules."
     )
+
+
+def is_known_layer(module: nn.Module) -> bool:
+    """Whether the module is of a kind that ``read_module`` reads or, by its form, refuses."""
+    try:
+        return any(matches(module) for matches, _ in _READERS)
+    except UnmappedModuleError:
+        return True  # a subclass that computes something else: reading it says so
 
 
 def map_norm(module: nn.Module) -> MappedNorm:

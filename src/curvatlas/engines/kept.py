@@ -6,18 +6,50 @@ A batch too large for the budget is cut into samples; the weights by valid targe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from curvatlas.budget import readable
-from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
-from curvatlas.engines.autograd.linearisation import Linearisation
 from curvatlas.problem import Batch, Problem
 
-# (problem, batch, names of the parameters followed) → the graphs of that batch
-Linearise = Callable[[Problem, Batch, Sequence[str]], Linearisation]
+Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
+
+
+class Linearised(Protocol):
+    """One batch, linearised by either engine: what products need is kept."""
+
+    columns_at_once: int
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Parameters followed that do not reach the loss."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that stays in use."""
+        ...
+
+    @property
+    def needs_scope(self) -> bool:
+        """Whether a product has to run inside ``Problem.evaluating``."""
+        ...
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        """The operator of this batch's mean loss times columns, restricted to ``rows``."""
+        ...
+
+    def flat_product(self, columns: Tensor) -> Tensor:
+        """The operator times flat columns (P, K), as rows (K, P)."""
+        ...
+
+
+# (problem, batch, names of the parameters followed) → that batch, linearised
+Linearise = Callable[[Problem, Batch, Sequence[str]], Linearised]
 
 # What a product allocates beside the linearisation it works on, in sizes of that: measured 1.2 to
 # 1.4 for H and H_f, 0.4 to 0.7 for H_o, on GPTs with a vocabulary of 50 to 8000. What comes of it
@@ -38,18 +70,15 @@ class KeptLinearisations:
         names: Sequence[str],
         linearise: Linearise,
         *,
-        compile: Compile = False,
-        expected_products: int | None = None,
         budget: int,
         probe_bytes: int,
         probe_samples: int,
     ) -> None:
         self._linearise = linearise
-        self._compile, self._expected_products = compile, expected_products
         self._problem = problem
         self._device_type = problem.device.type
         self.names = tuple(names)
-        self._kept: dict[int, Linearisation] = {}
+        self._kept: dict[int, Linearised] = {}
         self._note_weights()
         bytes_of = problem.dtype.itemsize
         size = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
@@ -63,7 +92,7 @@ class KeptLinearisations:
         self._warned = False
         self._columns = 0
         # (share of the loss, graph) of every batch, once all graphs are kept.
-        self._graphs: list[tuple[float, Linearisation]] = []
+        self._graphs: list[tuple[float, Linearised]] = []
         self.plan_for(1)
 
     def plan_for(self, columns: int) -> None:
@@ -157,14 +186,14 @@ class KeptLinearisations:
                 if piece.count > 0:
                     yield piece
 
-    def __iter__(self) -> Iterator[tuple[float, Linearisation]]:
+    def __iter__(self) -> Iterator[tuple[float, Linearised]]:
         built, place = False, -1
-        graphs: list[tuple[float, Linearisation]] = []
+        graphs: list[tuple[float, Linearised]] = []
         for place, batch in enumerate(self._pieces()):
             linear = self._kept.get(place)
             if linear is None:
                 built = True
-                linear = self._made(batch)
+                linear = self._linearise(self._problem, batch, self.names)
                 if self._first_pass:
                     self.unused &= linear.unused
                 size = linear.held_bytes + self._vector_bytes
@@ -182,14 +211,6 @@ class KeptLinearisations:
             # Forward passes may leave something in the model, such as a count of its calls.
             self._problem.settle()
             self._note_weights()
-
-    def _made(self, batch: Batch) -> Linearisation:
-        plain = self._linearise(self._problem, batch, self.names)
-        if self._compile is False:
-            return plain
-        return CompiledLinearisation(
-            plain, self.names, compile=self._compile, expected=self._expected_products
-        )
 
     def _may_keep(self, size: int) -> bool:
         if self._keep_all:
@@ -213,7 +234,7 @@ class KeptLinearisations:
             return True
         return any(tensor._version != count for tensor, count in self._writes)
 
-    def ready(self, columns: int) -> list[tuple[float, Linearisation]]:
+    def ready(self, columns: int) -> list[tuple[float, Linearised]]:
         """(share of the loss, graph) of every batch where products need nothing else; else none.
 
         All graphs are kept and fit for so many columns, none of them runs Python, which would need

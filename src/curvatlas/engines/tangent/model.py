@@ -1,0 +1,715 @@
+r"""Products with the Hessian of a whole model at one batch: stem, blocks and tail by hand.
+
+    reading = read_model(model)                    # which layers are known blocks; no weights yet
+    here = TangentLinearisation(problem, batch, names, reading=reading, part="total")
+    here.product(columns, rows)                    # H, H_o or H_f times columns, by parameter
+
+The model runs once as it is, and what its layers are called with is noted: masks, rotary tables,
+the tokens that enter the first block. Every layer is then evaluated again by hand and kept
+linearised; what lies before the first and behind the last block is recognised by its values, or
+left to autograd (``stem``, ``tail``). Our outputs are held to the model's own on every batch.
+
+Tangents run forward, adjoints and their tangents run back (derivations §11). A product starts at
+the first part that moves and ends at the last one that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvatlas.engines.tangent.attention import with_joint_projections
+from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock
+from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
+from curvatlas.engines.tangent.linear import Buffers, restart_numbers
+from curvatlas.engines.tangent.reading import (
+    BlockCall,
+    Pick,
+    UnmappedModuleError,
+    is_known_layer,
+    read_call,
+    read_module,
+)
+from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
+from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.engines.tangent.tail import AutogradTail, Tail
+from curvatlas.linear_operator import Part
+from curvatlas.problem import Batch, Problem
+from curvatlas.problem.evaluation import listed
+
+Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
+
+
+# ---- which layers of a model are known ----------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a weight of ours stands in a parameter of the model: a view of it, or some entries."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    entries: Tensor | None = None  # (size,) positions in the parameter, where it is no view
+
+    def view(self, columns: Tensor) -> Tensor:
+        """(K, *parameter) → (K, *shape): a view, or a copy of the entries."""
+        count = columns.shape[0]
+        if self.entries is not None:
+            return columns.reshape(count, -1)[:, self.entries].view(count, *self.shape)
+        return columns.as_strided(
+            (count, *self.shape),
+            (columns.stride(0), *self.strides),
+            columns.storage_offset() + self.offset,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLayer:
+    """A layer of the model that is read as a block."""
+
+    path: str
+    module: nn.Module
+    spec: BlockSpec
+    pick: Pick
+    places: Mapping[str, Place]  # our weight → where it stands
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(place.parameter for place in self.places.values())
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReading:
+    """The known layers of a model, and its parameters by every name they have."""
+
+    model: nn.Module
+    layers: tuple[KnownLayer, ...]
+    aliases: Mapping[str, str]  # any name of a parameter → its first one
+    paths: Mapping[nn.Module, str]
+    hooked: frozenset[nn.Module]  # modules outside the layers that carry hooks of the user's
+
+    @property
+    def block_parameters(self) -> frozenset[str]:
+        return frozenset().union(*(layer.parameters for layer in self.layers))
+
+    def name(self, module: nn.Module, parameter: str) -> str:
+        """The first name of a module's own parameter."""
+        path = self.paths[module]
+        return self.aliases[f"{path}.{parameter}" if path else parameter]
+
+
+def read_model(model: nn.Module) -> ModelReading:
+    """Find the layers that can be written out by hand; raise UnmappedModuleError without any.
+
+    Call it where the model is evaluated (``Problem.evaluating``): dropout has to be off.
+    """
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases[name] = first.setdefault(id(parameter), name)
+    layers: list[KnownLayer] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{layer.path}.") or not layer.path for layer in layers):
+            continue
+        if not is_known_layer(module):
+            continue
+        spec, pick = read_module(module)
+        if spec.residual:  # bare attention is a part of layers that nobody described
+            places = _places(path, module, pick, aliases)
+            layers.append(KnownLayer(path, module, spec, pick, places))
+    if not layers:
+        raise UnmappedModuleError(
+            f"{type(model).__name__} has no layer that is written out by hand."
+        )
+    inside = {part for layer in layers for part in layer.module.modules()}
+    modules = {module: path for path, module in model.named_modules()}
+    hooked = {module for module in modules if module not in inside and _has_hooks(module)}
+    return ModelReading(model, tuple(layers), aliases, modules, frozenset(hooked))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else's code runs around the module's forward."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "__module__", "").startswith("curvatlas.") for hook in hooks)
+
+
+def _places(
+    path: str, module: nn.Module, pick: Pick, aliases: Mapping[str, str]
+) -> dict[str, Place]:
+    """Where ``pick`` takes each weight from: it is applied to position numbers."""
+    numbers, owner = {}, {}
+    for name, parameter in module.named_parameters():
+        numbers[name] = torch.arange(parameter.numel()).view(parameter.shape)
+        owner[numbers[name].untyped_storage().data_ptr()] = f"{path}.{name}" if path else name
+    places: dict[str, Place] = {}
+    for ours, picked in pick(numbers).items():
+        entries: Tensor | None = None
+        name = owner.get(picked.untyped_storage().data_ptr(), "")
+        if not name:  # a copy: its numbers still tell, but not of which parameter
+            entries = picked.reshape(-1)
+            name = _owner_of_copy(path, numbers, pick, ours)
+        places[ours] = Place(
+            aliases[name],
+            tuple(picked.shape),
+            picked.stride(),
+            int(picked.storage_offset()),
+            entries,
+        )
+    covered = sum(math.prod(place.shape) for place in places.values())
+    if covered != sum(parameter.numel() for parameter in module.parameters()):
+        taken = {place.parameter for place in places.values()}
+        names = [f"{path}.{name}" for name in numbers]
+        left = [name for name in names if aliases[name] not in taken] or names
+        raise UnmappedModuleError(f"{path} has parameters that no block has: {listed(left)}.")
+    return places
+
+
+def _owner_of_copy(path: str, numbers: Mapping[str, Tensor], pick: Pick, ours: str) -> str:
+    """The parameter whose numbers change a weight that ``pick`` copies."""
+    marked = {name: torch.full_like(value, i) for i, (name, value) in enumerate(numbers.items())}
+    owners = torch.unique(pick(marked)[ours])
+    if len(owners) != 1:
+        raise UnmappedModuleError(f"{path}: {ours} is made of several parameters.")
+    name = list(numbers)[int(owners)]
+    return f"{path}.{name}" if path else name
+
+
+# ---- one run of the model as it is --------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One call of a known layer: what came in and what went out, in the model's own axes."""
+
+    layer: KnownLayer
+    call: BlockCall
+    given: Tensor
+    result: Any = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The tokens that went out."""
+        result = self.result[0] if isinstance(self.result, tuple | list) else self.result
+        if not isinstance(result, Tensor):
+            raise UnmappedModuleError(
+                f"{self.layer.path} gives a {type(result).__name__}, not tokens."
+            )
+        return result
+
+
+@dataclass(eq=False)
+class Watch:
+    """What the layers of a model are called with during one forward pass."""
+
+    reading: ModelReading
+    calls: list[LayerCall] = field(default_factory=list)
+    others: list[tuple[int, ModuleCall]] = field(default_factory=list)  # with the layers before it
+    inside: int = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        known = {layer.module: layer for layer in self.reading.layers}
+        covered = {part for layer in known for part in layer.modules()}
+        for module in self.reading.model.modules():
+            if module in known:
+                hook = functools.partial(self._before, known[module])
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._after))
+            elif module not in covered and not list(module.children()):
+                handles.append(module.register_forward_hook(self._other))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, layer: KnownLayer, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = read_call(module, args, kwargs, spec=layer.spec)
+        given = args[0] if args else next(iter(kwargs.values()))
+        self.calls.append(LayerCall(layer, call, given))
+
+    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.calls[-1].result = result
+
+    def _other(self, module: nn.Module, args: Any, result: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+            self.others.append((len(self.calls), ModuleCall(module, args[0], result)))
+
+    def check_chain(self) -> None:
+        """Every layer takes what the layer before it gives."""
+        if not self.calls:
+            raise UnmappedModuleError("the model does not call the layers that are known.")
+        called = {call.layer.path for call in self.calls}
+        idle = [layer.path for layer in self.reading.layers if layer.path not in called]
+        if idle:
+            raise UnmappedModuleError(f"{listed(idle)} is not called on this batch.")
+        for before, after in zip(self.calls, self.calls[1:], strict=False):
+            gives, takes = before.hidden, after.given
+            same = gives is takes or (
+                isinstance(takes, Tensor)
+                and gives.shape == takes.shape
+                and torch.equal(gives, takes)
+            )
+            if not same:
+                raise UnmappedModuleError(
+                    f"{after.layer.path} does not take what {before.layer.path} gives."
+                )
+            if before.call.time_major != after.call.time_major:
+                raise UnmappedModuleError(f"{after.layer.path} has other axes than its neighbour.")
+
+
+class _Reached(Exception):
+    """The first block was reached, with these tokens."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__("reached the first block")
+        self.tokens = tokens
+
+
+def first_tokens(problem: Problem, reading: ModelReading, batch: Batch, leaves: Columns) -> Tensor:
+    """What the first known layer is given, in the model's own axes; the rest does not run."""
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Reached(args[0] if args else next(iter(kwargs.values())))
+
+    handles = [
+        layer.module.register_forward_pre_hook(stop, with_kwargs=True) for layer in reading.layers
+    ]
+    try:
+        problem.model_outputs(batch, leaves)
+    except _Reached as reached:
+        return reached.tokens
+    finally:
+        for handle in handles:
+            handle.remove()
+    raise UnmappedModuleError("the model does not call the layers that are known.")
+
+
+# ---- one batch, or some samples of it -----------------------------------------------------------
+
+
+class Chain:
+    """Stem, blocks and tail at some samples of a batch, every stage linearised."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        reading: ModelReading,
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        share: float,
+        space: Buffers,
+        logit_room: int | None,
+    ) -> None:
+        self._problem, self._reading, self._batch = problem, reading, batch
+        self._names = tuple(name for name in names if name not in reading.block_parameters)
+        self._logit_room, self.space, self.share = logit_room, space, share
+        restart_numbers()  # chains that share a workspace share their stages' buffers in it
+        watch = Watch(reading)
+        with watch.watching(), torch.no_grad():
+            outputs = problem.predictions(batch, {}, logit_room=logit_room)
+        watch.check_chain()
+        first, last = watch.calls[0], watch.calls[-1]
+        self._axes = last.call
+        self._results = {call.layer.path: call.result for call in watch.calls}
+        self.stem = self._stem(first, [c for place, c in watch.others if place == 0])
+        self.blocks: list[LinearisedBlock] = []
+        self.layers = [call.layer for call in watch.calls]
+        z = self._linearise(watch.calls)
+        self.shape = z.shape  # (n, L, d)
+        behind = [c for place, c in watch.others if place == len(watch.calls)]
+        self.tail = self._tail(z, last, behind, outputs, share)
+        del self._results
+        self._record()
+
+    # --- building -------------------------------------------------------------------------------
+
+    def _linearise(self, calls: Sequence[LayerCall]) -> Tensor:
+        """Every block at the output of the one before it; the last one's output."""
+        values = {n: p.detach() for n, p in self._problem.named_weights().items()}
+        z, again = self.stem.output, None
+        joint: dict[str, Mapping[str, Tensor]] = {}
+        for index, call in enumerate(calls):
+            layer = call.layer
+            if layer.path not in joint:
+                own = {
+                    ours: place.view(values[place.parameter].unsqueeze(0))[0]
+                    for ours, place in layer.places.items()
+                }
+                joint[layer.path] = with_joint_projections(own)
+            ours = replace(call.call, x=z)
+            block = ours.linearise(
+                layer.spec, joint[layer.path], space=self.space, turn=index % 2, x_again=again
+            )
+            if self.blocks and block.sublayers[0].normalizes_input:
+                self.blocks[-1].sublayers[-1].forget_output()
+            self.blocks.append(block)
+            z, again = block.give_output(), block.sublayers[-1].output_again
+        self.blocks[-1].sublayers[-1].forget_output()  # the tail asks for it at once
+        if not same_values(z, calls[-1].call.tokens(calls[-1].hidden)):
+            raise UnmappedModuleError(
+                f"written out by hand, {calls[-1].layer.path} gives other tokens than the model."
+            )
+        return z
+
+    def _stem(self, first: LayerCall, calls: Sequence[ModuleCall]) -> Stem | AutogradStem:
+        x = first.call.x.detach()
+        if not self._reading.hooked:
+            weights = self._problem.named_weights()
+            stem = recognised_stem(self._reading, weights, calls, x, moves=self._moves)
+            if stem is not None:
+                return stem
+        leaves = self._problem.leaves(self._names)
+        tokens = first.call.tokens(first_tokens(self._problem, self._reading, self._batch, leaves))
+        if not tokens.requires_grad:
+            return Stem(x, [])
+        return AutogradStem(tokens, leaves)
+
+    def _moves(self, module: nn.Module) -> bool:
+        """Whether what a module of the stem is given depends on parameters."""
+        depends: list[bool] = []
+        handle = module.register_forward_pre_hook(
+            lambda _, args: depends.append(args[0].requires_grad)
+        )
+        try:
+            leaves = self._problem.leaves(self._names)
+            first_tokens(self._problem, self._reading, self._batch, leaves)
+        finally:
+            handle.remove()
+        return any(depends)
+
+    def _tail(
+        self,
+        z: Tensor,
+        last: LayerCall,
+        calls: Sequence[ModuleCall],
+        outputs: Any,
+        share: float,
+    ) -> Tail:
+        problem, batch = self._problem, self._batch
+        if not (self._reading.hooked or last.call.time_major):
+            tail = recognised_tail(
+                self._reading,
+                problem.named_weights(),
+                calls,
+                z,
+                outputs,
+                loss=problem.loss,
+                targets=batch.targets,
+                share=share,
+            )
+            if tail is not None:
+                return tail
+        leaf = last.call.as_module(z).detach().requires_grad_(True)
+        leaves = problem.leaves(self._names)
+        with self._passing(leaf), torch.enable_grad():
+            ours = problem.predictions(batch, leaves, logit_room=self._logit_room)
+            if not same_values(ours, outputs):
+                raise UnmappedModuleError(
+                    "the outputs depend on more than what the last layer gives."
+                )
+            return AutogradTail(
+                ours,
+                leaf,
+                leaves,
+                tokens=self._tokens,
+                axes=self._module_axes,
+                loss=problem.loss,
+                targets=batch.targets,
+                share=share,
+            )
+
+    def _tokens(self, moved: Tensor) -> Tensor:
+        """(K, *the model's axes) → (K, N, d)."""
+        turned = moved.transpose(1, 2) if self._axes.time_major else moved
+        return turned.reshape(len(moved), -1, moved.shape[-1])
+
+    def _module_axes(self, tokens: Tensor) -> Tensor:
+        """(K, N, d) → (K, *the model's axes)."""
+        n, length, d = self.shape
+        shaped = tokens.view(len(tokens), n, length, d)
+        if not self._axes.batched:
+            return shaped[:, 0]
+        return shaped.transpose(1, 2) if self._axes.time_major else shaped
+
+    @contextlib.contextmanager
+    def _passing(self, z: Tensor) -> Iterator[None]:
+        """Inside, every known layer gives z: the model computes its tail."""
+        modules = {layer.path: layer.module for layer in self.layers}
+        for path, module in modules.items():
+            result = self._results[path]
+            given = (z, *result[1:]) if isinstance(result, tuple) else z
+            module.__dict__["forward"] = lambda *args, given=given, **kwargs: given
+        try:
+            yield
+        finally:
+            for module in modules.values():
+                del module.__dict__["forward"]
+
+    def _record(self) -> None:
+        rate = self.tail.delta
+        for block in reversed(self.blocks):
+            _, delta_x = block.gradient(rate[0].view(block.shape), wanted=())
+            rate = delta_x.view(1, -1, delta_x.shape[-1])
+        self.stem.record(rate)
+
+    # --- products -------------------------------------------------------------------------------
+
+    def names(self) -> frozenset[str]:
+        """The parameters that reach the loss."""
+        blocks = [layer.parameters for layer in self.layers]
+        return frozenset().union(self.stem.names, self.tail.names, *blocks)
+
+    @property
+    def tangent_bytes(self) -> int:
+        """About what a product needs for each of its columns."""
+        return tangent_numbers(self.layers, *self.shape) * self.tail.delta.element_size()
+
+    @property
+    def shared(self) -> bool:
+        """Whether a parameter stands in several blocks."""
+        return len(set(self.layers)) < len(self.layers)
+
+    def product(self, columns: Columns, slots: Slots, part: Part) -> None:
+        """Write or add H, H_o or H_f times ``columns`` to the slots."""
+        space, curved = self.space, part != "outer"
+        moved, stem_state = self.stem.push(columns, space)
+        again: Any = None
+        states: list[BlockTangent | None] = []
+        count = len(next(iter(columns.values())))
+        for layer, block in zip(self.layers, self.blocks, strict=True):
+            dots = layer_views(layer, columns)
+            state: BlockTangent | None = None
+            if moved is not None or dots:
+                state = block.push_checked(dots, moved, count, again)
+                moved, again = state.output, state.output_again
+            states.append(state)
+        flat = None if moved is None else moved.flatten(1, 2)
+        rate = self.tail.product(flat, columns, part, slots, space)
+        wanted = [not layer.parameters.isdisjoint(slots.into) for layer in self.layers]
+        reaches_stem = not self.stem.names.isdisjoint(slots.into)
+        for index in reversed(range(len(self.blocks))):
+            below = reaches_stem or any(wanted[:index])
+            if not (below or wanted[index]):
+                return
+            rate = self._pull_block(
+                index, rate, states[index] if curved else None, slots, needs_input=below
+            )
+        if reaches_stem:
+            self.stem.pull(rate, stem_state if curved else None, slots, space)  # type: ignore[arg-type]
+
+    def _pull_block(
+        self,
+        index: int,
+        rate: Tensor | None,
+        state: BlockTangent | None,
+        slots: Slots,
+        *,
+        needs_input: bool,
+    ) -> Tensor | None:
+        layer, block = self.layers[index], self.blocks[index]
+        into, copied = {}, {}
+        for ours, place in layer.places.items():
+            slot = slots.into.get(place.parameter)
+            if slot is not None and place.entries is None:
+                into[ours] = place.view(slot)
+            elif slot is not None:
+                copied[ours] = place
+        shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
+        rates, back = block.pull(
+            shaped,
+            state,
+            wanted=[*into, *copied],
+            needs_input=needs_input,
+            into=into,
+            accumulate=slots.accumulate,
+        )
+        slots.written.update(layer.places[ours].parameter for ours in into)
+        for ours, place in copied.items():
+            slot = slots.to_add(place.parameter)
+            flat = slot.view(slot.shape[0], -1)
+            flat.index_add_(1, place.entries, rates[ours].reshape(-1, len(place.entries)))  # type: ignore[arg-type]
+        return None if back is None else back.flatten(1, 2)
+
+
+def layer_views(layer: KnownLayer, columns: Columns) -> dict[str, Tensor]:
+    """The tangents of a layer's weights among those of the model's parameters."""
+    return {
+        ours: place.view(columns[place.parameter])
+        for ours, place in layer.places.items()
+        if place.parameter in columns
+    }
+
+
+class TangentLinearisation:
+    """One batch of a model, linearised by hand; the operator ``part`` of its mean loss.
+
+    ``space`` is memory that the products of one operator share.
+    """
+
+    needs_scope = False
+
+    def __init__(
+        self,
+        problem: Problem,
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        reading: ModelReading,
+        part: Part,
+        space: Buffers,
+        logit_room: int | None = None,
+    ) -> None:
+        self.batch, self.part = batch, part
+        self._layout = problem.layout
+        self._shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
+        self.chains = []
+        for piece, share in _pieces(problem, reading, batch):
+            chain = Chain(
+                problem, reading, piece, names, share=share, space=space, logit_room=logit_room
+            )
+            self.chains.append(chain)
+        reached = frozenset().union(*(chain.names() for chain in self.chains))
+        self.unused = frozenset(names) - reached
+        self.held_bytes = sum(
+            {
+                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in tensors_in(self.chains, without=problem.own_tensors())
+            }.values()
+        )
+        per_column = max(chain.tangent_bytes for chain in self.chains)
+        self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
+
+    @property
+    def value(self) -> float:
+        """The batch's mean loss."""
+        return sum(chain.share * chain.tail.value for chain in self.chains)
+
+    def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
+        """The operator times columns (K, *shape), restricted to ``rows``."""
+        return self._product(columns, rows, self.part)
+
+    def parts(
+        self, columns: Columns, rows: Sequence[str]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """(H_o columns, H_f columns) restricted to ``rows``."""
+        return self._product(columns, rows, "outer"), self._product(columns, rows, "functional")
+
+    def _product(self, columns: Columns, rows: Sequence[str], part: Part) -> list[Tensor | None]:
+        first, names = next(iter(columns.values())), self._layout.names
+        count = len(first)
+        if len(columns) == len(names) == len(rows):
+            # As flat rows, so that the bits are those of ``flat_product``.
+            flat = torch.cat([columns[name].reshape(count, -1) for name in names], 1)
+            into = self._views(torch.empty_like(flat))
+            self._fill(self._views(flat), into, part)
+        else:
+            into = {name: first.new_empty(count, *self._shapes[name]) for name in rows}
+            self._fill(columns, into, part)
+        return [into[name] for name in rows]
+
+    def _fill(self, columns: Columns, into: Mapping[str, Tensor], part: Part) -> None:
+        slots = Slots(into)
+        for number, chain in enumerate(self.chains):
+            if number == 0 and chain.shared:
+                slots.finish()
+            slots = Slots(into, accumulate=number > 0 or chain.shared)
+            chain.product(columns, slots, part)
+            if not slots.accumulate:
+                slots.finish()
+
+    def flat_product(self, columns: Tensor) -> Tensor:
+        """The operator times flat columns (P, K), as rows (K, P)."""
+        rows = columns.T.contiguous()
+        total = torch.empty_like(rows)
+        self._fill(self._views(rows), self._views(total), self.part)
+        return total
+
+    def _views(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows (K, P) by parameter: views (K, *shape)."""
+        layout, count = self._layout, len(rows)
+        pieces = torch.split(rows, list(layout.sizes), dim=1)
+        return {
+            name: piece.view(count, *shape)
+            for name, piece, shape in zip(layout.names, pieces, layout.shapes, strict=True)
+        }
+
+
+_IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
+
+
+def tangent_numbers(layers: Sequence[KnownLayer], samples: int, length: int, d: int) -> int:
+    """How many numbers the tangents of one column are, from the first block to the last."""
+    numbers = 0
+    for spec in (layer.spec for layer in layers):
+        heads = spec.n_heads * spec.value_size + 3 * spec.n_heads * spec.key_size
+        numbers += heads + 2 * d + (spec.d_ff or 0) * (2 if spec.gated else 1)
+        numbers += spec.n_heads * length
+    return numbers * samples * length
+
+
+def _pieces(problem: Problem, reading: ModelReading, batch: Batch) -> list[tuple[Batch, float]]:
+    """The batch in runs of samples that go through together, each with its share of the loss.
+
+    Activations of all are kept side by side, the tangents of a product for one at a time: one run
+    below 16 MB of tangents, where smaller products would cost more than the memory is worth; two
+    from there on (half the tangents for about 5 % of time); more where two would pass 64 MB.
+    """
+    if batch.length < 2 or not problem.separable or batch.samples < 2:
+        return [(batch, 1.0)]
+    with torch.no_grad():
+        tokens = first_tokens(problem, reading, batch, {})
+    samples, d = batch.samples, tokens.shape[-1]
+    length = tokens.numel() // (samples * d)
+    size = tangent_numbers(reading.layers, samples, length, d) * tokens.element_size()
+    if size < 2**24:
+        return [(batch, 1.0)]
+    count = int(min(samples, max(2, -(-size // 2**26))))
+    step = -(-samples // count)
+    pieces = [
+        batch.part(start, min(start + step, samples), problem.loss.count)
+        for start in range(0, samples, step)
+    ]
+    if any(piece.count <= 0 for piece in pieces):
+        return [(batch, 1.0)]
+    return [(piece, piece.count / batch.count) for piece in pieces]
+
+
+def tensors_in(*objects: Any, without: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Every tensor that objects hold, in attributes, containers and closures, graphs excluded."""
+    outside = {tensor.untyped_storage().data_ptr() for tensor in without}
+    seen: set[int] = set()
+    stack: list[Any] = list(objects)
+    tensors: list[Tensor] = []
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen or isinstance(thing, nn.Module | Problem | Batch | Buffers | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            if thing.untyped_storage().data_ptr() not in outside:
+                tensors.append(thing)
+        elif isinstance(thing, Mapping):
+            stack.extend(thing.values())
+        elif isinstance(thing, list | tuple | set | frozenset):
+            stack.extend(thing)
+        elif isinstance(thing, functools.partial):
+            stack += [thing.func, *thing.args, *thing.keywords.values()]
+        elif hasattr(thing, "__closure__"):
+            stack.extend(cell.cell_contents for cell in thing.__closure__ or ())
+        elif hasattr(thing, "__self__"):
+            stack.append(thing.__self__)
+        elif type(thing).__module__.startswith("curvatlas."):
+            stack.extend(vars(thing).values())
+    return tensors
