@@ -82,10 +82,11 @@ class Linearisation:
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
         layout, count = self._problem.layout, columns.shape[1]
-        pieces = dict(zip(layout.names, layout.split(columns), strict=True))
-        if count > 1:
-            # As for the first product, so that the bits do not depend on when the graph was made.
-            pieces = {name: piece.contiguous() for name, piece in pieces.items()}
+        parts = zip(layout.names, torch.split(columns, list(layout.sizes)), strict=True)
+        # Straightened as in the first product: the bits do not depend on when the graph was made.
+        pieces = {
+            name: part.T.contiguous().view(count, *self.leaves[name].shape) for name, part in parts
+        }
         rows = [
             columns.new_zeros(count, size) if row is None else row.reshape(count, size)
             for row, size in zip(self.product(pieces, layout.names), layout.sizes, strict=True)
