@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One BLAS thread per test worker: with more, two workers on two cores fight each other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test check format docs wheel bench drill sweep fixtures clean
+.PHONY: demo test check format docs notebooks wheel bench drill sweep fixtures clean
 
 demo: $(VENV)/.ready
 	$(BIN)/curvatlas demo
@@ -28,6 +28,10 @@ docs: $(VENV)/.ready
 	$(BIN)/python scripts/benchmark_page.py
 	$(BIN)/python scripts/theory_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Runs the example notebooks and keeps what they show.
+notebooks: $(VENV)/.ready
+	$(BIN)/python scripts/notebooks.py
 
 # Builds the wheel and uses it in a new environment with dependencies from the index.
 wheel: $(VENV)/.ready
