@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,17 +185,32 @@ class TokenTransformer(nn.Module):
         return logits
 
 
-@pytest.fixture
-def model() -> TokenTransformer:
+def article_model() -> TokenTransformer:
     torch.manual_seed(0)
     return TokenTransformer().double()  # in train mode, as the article leaves it
 
 
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
+def article_batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     x, y = torch.randint(0, 7, (2, 3, 4)).unbind()
     return x, y
+
+
+@pytest.fixture
+def model() -> TokenTransformer:
+    return article_model()
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    return article_batch()
+
+
+@functools.cache
+def dense_hessian() -> Tensor:
+    """Of the fixtures' model and batch, by reverse over reverse."""
+    subject = article_model()
+    return double_backward(loss_of(subject, *article_batch()), list(subject.parameters()))
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -221,7 +238,7 @@ def test_eigenvalues_are_twenty_and_read_like_a_tensor(
     model: TokenTransformer, batch: tuple[Tensor, Tensor]
 ) -> None:
     found = ca.TransformerHessianAnalyzer(model).compute_hessian_eigenvalues(*batch)
-    hessian = double_backward(loss_of(model, *batch), list(model.parameters()))
+    hessian = dense_hessian()
     expected = torch.linalg.eigvalsh(hessian).flip(0)[:20]
     assert len(found) == 20
     assert float((torch.stack(list(found)) - expected).abs().max()) <= 1e-3 * float(expected[0])
@@ -235,7 +252,7 @@ def test_full_hessian_by_its_keys_and_in_the_history(
 ) -> None:
     analyzer = ca.TransformerHessianAnalyzer(model)
     found = analyzer.analyze_full_hessian([batch, batch], n_batches=1)
-    hessian = double_backward(loss_of(model, *batch), list(model.parameters()))
+    hessian = dense_hessian()
     exact = torch.linalg.eigvalsh(hessian)
     norm = float(exact.abs().max())
     assert found["mean_hessian_norm"] == pytest.approx(norm, rel=1e-3)
@@ -279,3 +296,418 @@ def test_layer_wise_curvature_without_targets_has_a_row_a_module(
     assert low <= float(curvature.norm()) <= high
     assert rows.target == "the model's own most likely classes"
     assert analyzer.history["layer_curvatures"] == [list(rows)]
+
+
+def test_layer_wise_curvature_with_targets_has_the_sublayers_blocks(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    found = ca.TransformerHessianAnalyzer(model).analyze_layer_wise_curvature(*batch)
+    names = [name for name, _ in model.named_parameters()]
+    hessian = dense_hessian()
+    sizes = [p.numel() for p in model.parameters()]
+    in_ffn = torch.cat(
+        [torch.full((n,), "linear" in name) for name, n in zip(names, sizes, strict=True)]
+    )
+    exact = torch.linalg.eigvalsh(hessian[in_ffn][:, in_ffn])[-1]
+    ffn = next(layer for layer in found.layers if layer.sublayer == "ffn")
+    assert ffn.top_eigenvalue == pytest.approx(float(exact), rel=2e-3)
+    assert found.target == "given"
+
+
+# --- attention, propagation ----------------------------------------------------------------------
+
+
+def test_attention_curvature_has_a_row_a_batch(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, y = batch
+    rows = ca.analyze_attention_curvature(model, [(x, y), (y, x)], device="cpu")
+    assert [row["batch"] for row in rows] == [0, 1]
+    parameter = model.encoder.layers[0].self_attn.in_proj_weight
+    for row, pair in zip(rows, ((x, y), (y, x)), strict=True):
+        assert row["loss"] == pytest.approx(float(loss_of(model, *pair)), rel=1e-12)
+        exact = double_backward(loss_of(model, *pair), [parameter])
+        third = exact.shape[0] // 3
+        for place, key in enumerate(("h_WQ", "h_WK", "h_WV")):
+            inside = slice(place * third, (place + 1) * third)
+            assert row[key] == pytest.approx(float(exact[inside, inside].norm()), rel=1e-9)
+
+
+def test_layer_curvature_is_that_of_the_attentions_input(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, _ = batch
+    analyzer = ca.CurvaturePropagationAnalyzer(model)
+    found = analyzer.compute_layer_curvature(x, layer_idx=0)
+    assert found["layer"] == 0
+    layer = model.eval().encoder.layers[0]
+    stream = (model.embedding(x) + model.positions).detach()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        target = model(x).argmax(-1)
+
+        def through_attention(entries: Tensor) -> Tensor:
+            attended = layer.self_attn(entries, entries, entries, need_weights=False)[0]
+            h = layer.norm1(stream + attended)
+            out = layer.norm2(h + layer._ff_block(h))
+            return nn.functional.cross_entropy(model.head(out).flatten(0, -2), target.flatten())
+
+        leaf = stream.clone().requires_grad_()
+        squares = 0.0
+        slope = torch.autograd.grad(through_attention(leaf), leaf, create_graph=True)[0]
+        for entry in slope.reshape(-1):
+            row = torch.autograd.grad(entry, leaf, retain_graph=True)[0]
+            squares += float(row.square().sum())
+    model.train()
+    assert found["attn_curvature"] == pytest.approx(math.sqrt(squares), rel=1e-9)
+    scores = found["attention_scores"]
+    assert scores.shape == (3, 2, 4, 4)
+    torch.testing.assert_close(scores.sum(-1), torch.ones(3, 2, 4, dtype=scores.dtype))
+    assert found["gradient_scale"] > 0
+
+
+def test_curvature_flow_has_the_attentions_curvature_in_the_entries_of_its_layer(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, _ = batch
+    analyzer = ca.CurvaturePropagationAnalyzer(model)
+    flow = analyzer.analyze_curvature_flow(x)
+    alone = analyzer.compute_layer_curvature(x, 0)["attn_curvature"]
+    rows = [entry for entry in flow if entry["layer"] == 0]
+    assert rows
+    assert all(row["attn_curvature"] == pytest.approx(alone, rel=1e-12) for row in rows)
+    assert all(row["gradient_scale"] > 0 for row in rows)
+
+
+def test_the_analyzer_draws_its_flows(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.CurvaturePropagationAnalyzer(model)
+    with pytest.raises(ValueError, match="nothing to draw yet"):
+        analyzer.visualize_curvature_flow()
+    analyzer.analyze_curvature_flow(batch[0])
+    assert len(analyzer.visualize_curvature_flow().axes) >= 4
+
+
+# --- diagnostics, Taylor -------------------------------------------------------------------------
+
+
+def test_effective_conditioning_by_its_keys(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    found = ca.ConvergenceDiagnostics(model).compute_effective_conditioning(*batch)
+    value = loss_of(model, *batch)
+    slopes = torch.autograd.grad(value, list(model.parameters()))
+    gradient = torch.cat([slope.reshape(-1) for slope in slopes])
+    assert found["loss"] == pytest.approx(float(value), rel=1e-12)
+    assert found["grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-10)
+    assert found["grad_mean"] == pytest.approx(float(gradient.mean()), rel=1e-8)
+    assert found["grad_std"] == pytest.approx(float(gradient.std()), rel=1e-10)
+    exact = torch.linalg.eigvalsh(dense_hessian())
+    low, high = found.interval
+    assert low <= float(exact[-1] / exact.abs().mean()) <= high
+    assert low <= found["eff_condition_number"] <= high
+
+
+def test_one_model_has_one_condition_number_whoever_is_asked(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    exact = torch.linalg.eigvalsh(dense_hessian())
+    kappa = float(exact[-1] / exact.abs().mean())
+    operator = ca.Hessian(ca.Problem(model.eval(), "cross_entropy", batch))
+    answers = [
+        ca.curvature_summary(operator),
+        ca.TransformerHessianAnalyzer(model).analyze_full_hessian([batch]),
+        ca.CurvatureAwareOptimizer(model).estimate_local_curvature(*batch),
+        ca.ScalingLawAnalyzer(lambda _: model).compute_hessian_norm(model, batch),
+    ]
+    for found in answers:
+        low, high = found["condition_interval"]
+        assert low <= kappa <= high, type(found).__name__
+        assert low <= found["condition_number"] <= high
+        assert found["condition_number"] == pytest.approx(kappa, rel=0.5)
+
+
+def test_convergence_trajectory_by_its_keys(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    diagnostics = ca.ConvergenceDiagnostics(model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = diagnostics.analyze_convergence_trajectory([batch], n_steps=6)
+    assert found["loss_decreased"] is True
+    assert 0 < found["loss_reduction"] < 1
+    assert float(found["gradient_decay_rate"]) == found.gradient_decay_rate.value
+    assert found["condition_number_trend"].points >= 3
+    assert found["final_condition"] > 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_taylor_coefficients_are_those_of_the_samples_that_are_added(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, y = batch
+    analyzer = ca.TaylorExpansionAnalyzer(model)
+    found = analyzer.compute_taylor_coefficients(x, y, x_train=[(y, x), (x, x)])
+    gradient = ca.Problem(model.eval(), "cross_entropy", batch).gradient()
+    assert found["gradient_norm"] == pytest.approx(float(gradient.norm()), rel=1e-10)
+    step = -gradient / gradient.norm()
+    before = ca.Problem(model, "cross_entropy", [(y, x), (x, x)])
+    after = before.with_data([(y, x), (x, x), (x, y)])
+    model.train()
+    difference = ca.Hessian(after, checks=False) @ step - ca.Hessian(before, checks=False) @ step
+    assert found["quadratic_coefficient"] == pytest.approx(float(step @ difference) / 2, rel=1e-8)
+    assert math.isfinite(found["delta_loss"])
+
+
+def test_taylor_coefficients_take_training_inputs_alone(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, y = batch
+    analyzer = ca.TaylorExpansionAnalyzer(model)
+    positional = analyzer.compute_taylor_coefficients(x, y, torch.cat([x, y]))
+    named = analyzer.compute_taylor_coefficients(x, y, x_train=torch.cat([x, y]))
+    assert positional["delta_loss"] == named["delta_loss"] != 0
+
+
+def test_the_trajectory_is_predicted_in_rows(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TaylorExpansionAnalyzer(model)
+    analyzer.compute_taylor_coefficients(*batch, x_train=[batch], displacement=None)
+    rows = analyzer.predict_convergence_trajectory(n_steps=4, learning_rate=0.01)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in list(rows)[1:]:
+        assert row["delta_w_predicted"] == pytest.approx(row["delta_w_norm"], rel=0.05)
+    gradient = ca.Problem(model.eval(), "cross_entropy", batch).gradient()
+    assert rows[1]["delta_w_predicted"] == pytest.approx(0.01 * float(gradient.norm()), rel=1e-6)
+
+
+def test_curvature_is_read_off_a_trajectory_of_mappings_or_numbers() -> None:
+    analyzer = ca.TaylorExpansionAnalyzer(nn.Linear(2, 2))
+    rate, curvature = 0.1, 2.0  # gradient descent on ½ λ w²: the loss falls by (1 − ηλ)² a step
+    losses = [(1 - rate * curvature) ** (2 * step) for step in range(12)]
+    rows = [{"step": step, "loss": value} for step, value in enumerate(losses)]
+    found = analyzer.estimate_hessian_from_trajectory(rows, learning_rate=rate)
+    again = analyzer.estimate_hessian_from_trajectory(loss_trajectory=losses, learning_rate=rate)
+    assert found["avg_curvature"] == again["avg_curvature"] == pytest.approx(curvature, rel=1e-6)
+    assert found["convergence_rate"] == pytest.approx(rate * curvature, rel=1e-6)
+
+
+# --- scaling -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scaling() -> ca.ScalingLawAnalyzer:
+    torch.manual_seed(0)
+    analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
+    x = torch.randint(0, 7, (50, 4))
+    analyzer.analyze_scaling_with_size(
+        [4, 8], [8, 24], data=(x, x.roll(1, 1)), steps=3, curvature_samples=8, products=8
+    )
+    return analyzer
+
+
+def test_the_hessians_norm_by_its_keys(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
+    found = analyzer.compute_hessian_norm(model, dataloader=[batch], n_samples=100)
+    exact = torch.linalg.eigvalsh(dense_hessian())
+    assert found["top_eigenvalue"] == pytest.approx(float(exact[-1]), rel=1e-3)
+    assert found["bottom_eigenvalue"] == pytest.approx(float(exact[0]), rel=1e-2)
+    assert found.value == pytest.approx(float(exact.abs().max()), rel=1e-3)
+    rank = float(exact.abs().sum() ** 2 / exact.square().sum())
+    assert found["effective_rank"] == pytest.approx(rank, rel=0.3)
+    assert model.training
+
+
+def test_only_some_samples_enter_the_hessians_norm(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
+    some = analyzer.compute_hessian_norm(model, batch, n_samples=2)
+    first = analyzer.compute_hessian_norm(model, (batch[0][:2], batch[1][:2]))
+    assert some.value == pytest.approx(first.value, rel=1e-10)
+    with pytest.raises(ValueError, match="n_samples is at least 1"):
+        analyzer.compute_hessian_norm(model, batch, n_samples=0)
+
+
+def test_scaling_rows_by_their_keys(scaling: ca.ScalingLawAnalyzer) -> None:
+    rows = scaling.grid
+    assert rows is not None
+    assert len(rows) == 4
+    sizes = [sum(p.numel() for p in TokenTransformer(width=w).parameters()) for w in (4, 8)]
+    assert [row["n_params"] for row in rows] == sizes * 2
+    assert [row["n_samples"] for row in rows] == [8, 8, 24, 24]
+    for row in rows:
+        assert row["bottom_eigenvalue"] < row["top_eigenvalue"]
+        assert row["condition_number"] > 1
+        assert row["effective_rank"] > 1
+    assert rows[3]["n_samples"] == 24
+
+
+def test_the_data_size_for_a_condition_number_follows_the_fitted_plane() -> None:
+    from curvatlas.fits import plane_power_law
+    from curvatlas.scaling import ScalingGrid
+
+    sizes, samples = [100, 100, 400, 400, 900], [10, 80, 10, 80, 40]
+    kappas = [3.0 * n**0.5 * d**-0.25 for n, d in zip(sizes, samples, strict=True)]
+    cells = tuple(_cell(n, d, kappa) for n, d, kappa in zip(sizes, samples, kappas, strict=True))
+    planes = {"condition_number": plane_power_law(sizes, samples, kappas)}
+    analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
+    analyzer.grid = ScalingGrid(cells=cells, law=None, planes=planes)
+    wanted = 3.0 * 400**0.5 * 50**-0.25
+    found = analyzer.predict_optimal_dataset_size(model_size=400, target_condition=wanted)
+    assert found.value == pytest.approx(50, rel=1e-3)
+    assert found.quantity == "condition_number"
+    with pytest.raises(ValueError, match="target_condition alone"):
+        analyzer.predict_optimal_dataset_size(400, 0.1, target_condition=wanted)
+
+
+def _cell(parameters: int, samples: int, kappa: float) -> Any:
+    from curvatlas.scaling import ScalingCell
+
+    numbers = dict.fromkeys(
+        ("training_loss", "validation_loss", "validation_accuracy", "hessian_norm", "smallest",
+         "trace", "effective_rank", "negative_mass", "noise_scale", "critical_batch_size",
+         "seconds"), 1.0,
+    )  # fmt: skip
+    ends = dict.fromkeys(
+        ("validation_interval", "hessian_norm_interval", "trace_interval", "condition_interval",
+         "effective_rank_interval", "critical_batch_interval"), (1.0, 1.0),
+    )  # fmt: skip
+    counts = dict.fromkeys(("seed", "steps", "best_step", "curvature_samples", "products"), 1)
+    fields: dict[str, Any] = {**numbers, **ends, **counts}
+    return ScalingCell(
+        size="s", parameters=parameters, samples=samples, condition_number=kappa, **fields
+    )
+
+
+# --- the optimizer and the demo ------------------------------------------------------------------
+
+
+def test_local_curvature_by_its_keys(model: TokenTransformer, batch: tuple[Tensor, Tensor]) -> None:
+    optimizer = ca.CurvatureAwareOptimizer(model, base_lr=1e-3, curvature_adaptation=True)
+    found = optimizer.estimate_local_curvature(*batch)
+    value = loss_of(model, *batch)
+    slopes = torch.autograd.grad(value, list(model.parameters()))
+    entries = torch.cat([slope.reshape(-1) for slope in slopes]).abs()
+    assert found["loss"] == pytest.approx(float(value), rel=1e-12)
+    assert found["max_gradient"] == pytest.approx(float(entries.max()), rel=1e-10)
+    assert found["min_gradient"] == pytest.approx(float(entries.min()), abs=1e-15)
+    assert found["condition_number"] > 1
+    assert model.training
+
+
+def test_a_step_with_curvature_adaptation_moves_the_weights_and_gives_the_loss(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.encoder.layers[0].self_attn.dropout = 0.0
+    optimizer = ca.CurvatureAwareOptimizer(model, base_lr=1e-3)
+    before = float(loss_of(model, *batch))
+    step = optimizer.step_with_curvature_adaptation(*batch)
+    assert float(step) == step["loss"] == pytest.approx(before, rel=1e-12)
+    assert float(loss_of(model, *batch)) < before
+    assert f"{step:.4f}" == f"{before:.4f}"
+
+
+def test_without_adaptation_the_rate_is_the_one_asked_for(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    kept = ca.CurvatureAwareOptimizer(model, 0.5, curvature_adaptation=False)
+    assert kept.step_with_curvature_adaptation(*batch)["learning_rate"] == 0.5
+    adapted = ca.CurvatureAwareOptimizer(model, 0.5)
+    assert adapted.step_with_curvature_adaptation(*batch)["learning_rate"] < 0.5
+
+
+def test_the_demo_trains_and_analyses_every_ten_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        analyzer, optimizer = ca.demo_hessian_analysis(steps=21)
+    assert isinstance(optimizer, ca.CurvatureAwareOptimizer)
+    history = analyzer.history
+    for key in ("hessian_norms", "condition_numbers", "eigenvalue_spectra"):
+        assert len(history[key]) == 3  # at steps 0, 10 and 20
+    assert all(norm > 0 for norm in history["hessian_norms"])
+    assert analyzer.model.training
+    assert max(group["steps"] for group in optimizer.param_groups) == 21
+    assert "step 20:" in capsys.readouterr().out
+
+
+def test_the_demo_is_the_same_twice_and_leaves_the_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = (ca.demo_hessian_analysis(steps=1)[0] for _ in "ab")
+    assert first.history["hessian_norms"] == second.history["hessian_norms"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def test_the_spectrum_is_drawn_in_three_panels() -> None:
+    values = torch.tensor([3.0, 1.0, -0.5])
+    figure = ca.visualize_hessian_spectrum(values, title="a title")
+    assert len(figure.axes) == 3
+    assert "a title" in {figure.get_suptitle(), *(axes.get_title() for axes in figure.axes)}
+
+
+def test_the_spectrum_of_an_analysis_is_drawn(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    values = ca.TransformerHessianAnalyzer(model).compute_hessian_eigenvalues(*batch, k=4)
+    assert len(ca.visualize_hessian_spectrum(values).axes) == 3
+
+
+def test_a_curvature_history_of_mappings_is_drawn(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    runs = [
+        [
+            {"layer": layer, "attn_curvature": 2.0**layer / run, "gradient_scale": 0.1}
+            for layer in range(3)
+        ]
+        for run in (1, 2)
+    ]
+    figure = ca.visualize_curvature_flow(runs)
+    bars = [patch.get_height() for patch in figure.axes[3].patches]
+    assert bars == [0.5, 1.0, 2.0]
+    alone = ca.visualize_curvature_flow(runs[0])
+    assert [patch.get_height() for patch in alone.axes[3].patches] == [1.0, 2.0, 4.0]
+    analyzer = ca.CurvaturePropagationAnalyzer(model)
+    entries = [[analyzer.compute_layer_curvature(x, 0)] for x in batch]
+    assert ca.visualize_curvature_flow(entries) is not None
+
+
+def test_a_row_without_its_curvature_is_refused_by_its_key() -> None:
+    with pytest.raises(ValueError, match="row 0 has no 'gradient_scale': it has"):
+        ca.visualize_curvature_flow([[{"layer": 0, "attn_curvature": 1.0}]])
+    with pytest.raises(ValueError, match="a list of runs"):
+        ca.visualize_curvature_flow([1.0, 2.0])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("norms", "data"),
+    [([2.0, 4.0, 8.0], [10, 100, 1000]), ([2.0, 4.0, 8.0], [10, 100]),
+     ([[2.0, 1.0], [4.0, 2.0], [8.0, 4.0]], [10, 100])],
+)  # fmt: skip
+def test_scaling_laws_are_drawn_from_three_lists(norms: Any, data: list[int]) -> None:
+    figure = ca.plot_scaling_law_predictions([1e3, 1e4, 1e5], norms, data)
+    left, right = figure.axes
+    assert left.get_xlabel() == "parameters N"
+    assert right.get_xlabel() == "samples D"
+    assert any("0.30" in text.get_text() for text in left.get_legend().get_texts())
+    again = ca.plot_scaling_law_predictions(
+        model_sizes=[1e3, 1e4, 1e5], hessian_norms=norms, dataset_sizes=data
+    )
+    assert len(again.axes) == 2
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hessian_norms has shape \(2,\): expected \(3,\)"):
+        ca.plot_scaling_law_predictions([1, 2, 3], [1.0, 2.0], [10, 20])
+    with pytest.raises(ValueError, match="give all three"):
+        ca.plot_scaling_law_predictions([1, 2, 3], [1.0, 2.0, 3.0])

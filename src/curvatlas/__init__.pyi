@@ -131,6 +131,7 @@ from .results import (
 from .runs import LoadedRun as LoadedRun
 from .scaling import (
     DatasetPrediction as DatasetPrediction,
+    HessianNorm as HessianNorm,
     PredictionComparison as PredictionComparison,
     ScalingGrid as ScalingGrid,
     ScalingLawAnalyzer as ScalingLawAnalyzer,
@@ -188,6 +189,7 @@ from .studies.growth import (
     Growth as Growth,
     growth as growth,
 )
+from .studies.demo import demo_hessian_analysis as demo_hessian_analysis
 from .surveying import survey as survey
 from .training.monitor import Monitor as Monitor
 from .training.optimizer import (

@@ -77,7 +77,8 @@ def fit(
         theta[better] = trial[better]
         residuals[better] = new_residuals[better]
         jacobian[better] = new_jacobian[better]
-        damping = np.where(better, damping / 4, damping * 6)
+        # Without a floor the matrix of two parameters that say the same is singular.
+        damping = np.where(better, np.maximum(damping / 4, 1e-10), damping * 6)
         weights = _huber(residuals, size)
         cost = (weights * residuals**2).sum(1)
         if (np.abs(step).max(1)[better] < 1e-9).all() and better.all():

@@ -44,6 +44,7 @@ from curvatlas.results import Interval, Result, also_named
 from curvatlas.runs import Run, subject
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.summary import condition_number
 from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits
 from curvatlas.zoo.training import evaluate, train
@@ -93,20 +94,15 @@ def hessian_norm(operator: Hessian, *, products: int, rtol: float, seed: int) ->
     largest = int(ends.values.abs().argmax())  # ‖H‖ may be that of the most negative eigenvalue
     radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
     norm = abs(float(ends.values[largest]))
-    top, mean = float(ends.values[0]), float((density.weights * density.nodes.abs()).sum())
-    condition = top / max(mean, 1e-300)
-    # λmax is certified; the mean |λ| is as uncertain as √(effective rank), with (Σ|λ|)² in it.
-    conditions = [
-        condition * math.sqrt(density.effective_rank / max(end, 1e-300))
-        for end in density.effective_rank_interval
-    ]
+    low, top, high = (float(end[0]) for end in (ends.interval[0], ends.values, ends.interval[1]))
+    condition, condition_interval = condition_number((low, top, high), density)
     return HessianNorm(
         value=norm,
         interval=(norm - radius, norm + radius),
         top_eigenvalue=top,
         bottom_eigenvalue=float(ends.values[-1]),
         condition_number=condition,
-        condition_interval=(min(conditions), max(conditions)),
+        condition_interval=condition_interval,
         effective_rank=density.effective_rank,
         effective_rank_interval=density.effective_rank_interval,
         negative_mass=density.negative_mass,

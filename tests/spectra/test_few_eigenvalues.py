@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.spectra.summary import _condition
+from curvatlas.spectra.summary import _quantile_condition
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator
 
 SIZE = 600
@@ -63,7 +63,7 @@ def check(operator: ca.LinearOperator, values: Tensor, seed: int, budget: int) -
     nodes = found.nodes.numpy()
     far = np.abs(nodes[:, None] - true).min(1)
     assert far.max() <= 1e-4 * largest, (seed, operator.dtype, nodes[far.argmax()])
-    measured, *_ = _condition(found, torch.finfo(operator.dtype).eps)
+    measured, *_ = _quantile_condition(found, torch.finfo(operator.dtype).eps)
     assert measured == pytest.approx(condition, rel=0.02), (seed, operator.dtype)
     assert found.negative_mass == pytest.approx(float((values < 0).double().mean()), abs=0.05)
     assert float(found.grid.abs().max()) <= 1.5 * largest
@@ -96,10 +96,10 @@ def test_probes_alone_find_the_few_eigenvalues_too(options: dict[str, int]) -> N
             assert float(far.max()) <= 1e-8 * float(values.abs().max())
 
 
-def test_the_condition_number_of_a_projector_is_one() -> None:
+def test_the_quantile_condition_of_a_projector_is_one() -> None:
     for seed, matrix in turned("projector", 3):
         found = ca.curvature_summary(DenseOperator(matrix), max_products=120, seed=seed)
-        assert found.condition_number == pytest.approx(1.0, rel=1e-6)
+        assert found.quantile_condition == pytest.approx(1.0, rel=1e-6)
         assert found.null_share == pytest.approx(0.5, abs=0.05)
 
 

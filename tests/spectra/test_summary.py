@@ -72,17 +72,20 @@ def test_derived_numbers_agree_with_the_exact_spectrum() -> None:
     sizes = values.abs().sort().values
     at = float(sizes[int(0.05 * len(sizes))])
     true = float(sizes[-1]) / at
-    assert true / 4 <= found.condition_number <= 4 * true
-    assert found.condition_interval[0] <= found.condition_number <= found.condition_interval[1]
+    assert true / 4 <= found.quantile_condition <= 4 * true
+    assert found.quantile_interval[0] <= found.quantile_condition <= found.quantile_interval[1]
+    assert found.condition_interval[0] <= float(down[0] / sizes.mean())
+    assert float(down[0] / sizes.mean()) <= found.condition_interval[1]
     assert str(found)
 
 
-def test_the_condition_number_leaves_the_null_space_out() -> None:
+def test_the_quantile_condition_leaves_the_null_space_out() -> None:
     values = torch.zeros(100, dtype=torch.float64)
     values[:50] = torch.linspace(0.5, 5, 50, dtype=torch.float64)
     found = ca.curvature_summary(SpectrumOperator(values))
     assert found.condition_quantile == 0.0
-    assert found.condition_number == pytest.approx(10.0)
+    assert found.quantile_condition == pytest.approx(10.0)
+    assert found.condition_number == pytest.approx(5.0 / float(values.mean()))
     assert found.null_share == pytest.approx(0.5)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
-from curvatlas.analysis.conditioning import effective_condition_number
 from curvatlas.analysis.propagation.result import Measure
 from curvatlas.figures.training import layers_figure
 from curvatlas.linear_operator import LinearOperator
@@ -30,7 +29,7 @@ from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
-from curvatlas.spectra.summary import participation
+from curvatlas.spectra.summary import condition_number, participation
 from curvatlas.spectra.trace import trace
 
 if TYPE_CHECKING:
@@ -264,7 +263,10 @@ class TransformerHessianAnalyzer:
             seed=self.seed,
             checkpoint=self._file("full-density", op),
         )
-        condition, condition_interval = effective_condition_number(both_ends.value, density)
+        ends = [float(end[0]) for end in both_ends.interval]
+        condition, condition_interval = condition_number(
+            (ends[0], both_ends.value, ends[1]), density
+        )
         products = both_ends.products + total.products + density.products
         rows, norms = [], []
         parts = op.per_batch()

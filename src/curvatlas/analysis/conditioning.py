@@ -22,6 +22,7 @@ from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.summary import condition_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,14 +108,6 @@ class EffectiveConditioning(Result):
         return conditioning_figure(self)
 
 
-def effective_condition_number(largest: float, density: SpectralDensity) -> tuple[float, Interval]:
-    """κ = λmax / mean|λ| with its 95 % interval, λmax taken as exact."""
-    mean = float((density.weights * density.nodes.abs()).sum())
-    error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
-    high = largest / (mean - error) if mean > error else float("inf")
-    return largest / max(mean, 1e-300), (max(largest, 0.0) / max(mean + error, 1e-300), high)
-
-
 def effective_conditioning(
     problem: Problem, *, learning_rate: float | None, products: int, layers: bool, seed: int
 ) -> EffectiveConditioning:
@@ -146,8 +139,7 @@ def conditioning_of(
     gradient = problem.gradient()
     top, bottom = float(ends.values[0]), float(ends.values[-1])
     low, high = ([float(v) for v in (bound[0], bound[-1])] for bound in ends.interval)
-    mean = float((density.weights * density.nodes.abs()).sum())
-    error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
+    condition, interval = condition_number((low[0], top, high[0]), density)
     square = float(gradient @ gradient)
     along = float(gradient @ (operator @ gradient))
     sharpnesses: tuple[LayerSharpness, ...] = ()
@@ -167,11 +159,8 @@ def conditioning_of(
         largest_interval=(low[0], high[0]),
         smallest=bottom,
         smallest_interval=(low[1], high[1]),
-        condition_number=top / max(mean, 1e-300),
-        interval=(
-            max(low[0], 0.0) / (mean + error),
-            high[0] / (mean - error) if mean > error else float("inf"),
-        ),
+        condition_number=condition,
+        interval=interval,
         negative_mass=density.negative_mass,
         negative_mass_interval=density.negative_mass_interval,
         effective_rank=density.effective_rank,

@@ -132,16 +132,17 @@ def _step(flow: CurvatureFlow) -> str:
 
 
 def visualize_curvature_flow(
-    flow: Result | Sequence[Result] | Mapping[str, Any], *, path: PathLike | None = None
+    flow: Result | Sequence[Any] | Mapping[str, Any], *, path: PathLike | None = None
 ) -> Figure:
     """Curvature and gradient scale over layers and steps: two heat maps, lines, final bars.
 
     flow: a ``CurvatureFlow`` or several of one model (``analyzer.history``): then the layers are
     the residual stream, the embedding and every block's output. Or a mapping with ``curvature`` and
     ``gradient`` (steps, layers), and optionally ``layers`` (names), ``steps`` (numbers) and
-    ``interval`` ((steps, layers), (steps, layers)).
+    ``interval`` ((steps, layers), (steps, layers)). Or, as in the article, a list of runs, each a
+    list of mappings with ``attn_curvature`` and ``gradient_scale`` (``compute_layer_curvature``).
     """
-    content = flow if isinstance(flow, Mapping) else _stream_of(flow)
+    content = flow if isinstance(flow, Mapping) else _of_rows(flow) or _stream_of(flow)
     curvature = _matrix(content, "curvature")
     gradient = _matrix(content, "gradient")
     if gradient.shape != curvature.shape:
@@ -173,11 +174,43 @@ def visualize_curvature_flow(
     return saved(figure, path)
 
 
+def _of_rows(runs: Any) -> Mapping[str, Any] | None:
+    """Runs of one row a layer as matrices; one run may stand alone. None: no such rows."""
+
+    def is_row(item: Any) -> bool:
+        return isinstance(item, Mapping) or hasattr(item, "attn_curvature")
+
+    if not isinstance(runs, (list, tuple)) or not runs:
+        return None
+    if all(map(is_row, runs)):
+        runs = [runs]
+    if not all(isinstance(run, (list, tuple)) and run and all(map(is_row, run)) for run in runs):
+        return None
+    names = [[str(dict(row).get("layer", i)) for i, row in enumerate(run)] for run in runs]
+    if any(row != names[0] for row in names):
+        raise ValueError("the runs have rows of different layers: draw runs of one model.")
+    keys = {"curvature": "attn_curvature", "gradient": "gradient_scale"}
+    for key in keys.values():
+        missing = [i for run in runs for i, row in enumerate(run) if key not in row]
+        if missing:
+            raise ValueError(
+                f"row {missing[0]} has no {key!r}: it has {sorted(runs[0][0].keys())}."
+            )
+    content = {
+        name: [[float("nan") if row[key] is None else row[key] for row in run] for run in runs]
+        for name, key in keys.items()
+    }
+    return {**content, "layers": names[0]}
+
+
 def _stream_of(flow: Any) -> Mapping[str, Any]:
     """The residual stream of one or several ``CurvatureFlow`` as matrices."""
     flows = list(flow) if isinstance(flow, (list, tuple)) else [flow]
     if not flows or not all(hasattr(one, "stream") for one in flows):
-        raise ValueError("give a CurvatureFlow, a list of them, or a mapping of matrices.")
+        raise ValueError(
+            "give a CurvatureFlow, a list of them, a mapping of matrices, or a list of runs, each "
+            "a list of mappings with 'attn_curvature' and 'gradient_scale'."
+        )
     streams = [one.stream for one in flows]
     if len({tuple(entry.name for entry in stream) for stream in streams}) != 1:
         raise ValueError("the flows are of different models: their layers have other names.")

@@ -14,6 +14,7 @@ from curvatlas.figures.drawing import (
     error_bars,
     mapping,
     new_figure,
+    plain_numbers,
     saved,
     shade,
     tidy_log_axes,
@@ -39,8 +40,11 @@ QUANTITIES = {
 
 
 def plot_scaling_law_predictions(
-    results: Result | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    results: Result | Mapping[str, Any] | Sequence[Any] | None = None,
+    hessian_norms: Any = None,
+    dataset_sizes: Sequence[float] | None = None,
     *,
+    model_sizes: Sequence[float] | None = None,
     path: PathLike | None = None,
     quantity: str = "hessian_norm",
 ) -> Figure:
@@ -48,7 +52,16 @@ def plot_scaling_law_predictions(
 
     results: rows with ``parameters``, ``samples`` and ``quantity`` (a result or mapping holds them
     in ``rows``). The fit's 95 % interval is in the legend; the 1/√D guide is only a guide.
+
+    As in the article, also ``plot_scaling_law_predictions(model_sizes, hessian_norms,
+    dataset_sizes)``: norms of every pair, (models, data sizes), or one a model, each measured with
+    the data size at the same place; where the lists differ in length, norms of models alone, with
+    the guide over the data sizes.
     """
+    if results is None:
+        results = model_sizes
+    if hessian_norms is not None or dataset_sizes is not None:
+        results = _listed(results, hessian_norms, dataset_sizes, quantity)
     rows = _rows(results)
     try:
         sizes, samples, values = (
@@ -59,8 +72,15 @@ def plot_scaling_law_predictions(
         raise ValueError(f"the rows have no {error}: they have {sorted(rows[0])}.") from None
     figure = new_figure(10.5, 4.2)
     left, right = figure.subplots(1, 2)
-    _draw_power_law(left, sizes, values, samples, "parameters N", "samples D")
-    _draw_power_law(right, samples, values, sizes, "samples D", "parameters N")
+    known = np.isfinite(samples).all()  # which data every norm was measured with
+    if known:
+        _draw_power_law(left, sizes, values, samples, "parameters N", "samples D")
+        _draw_power_law(right, samples, values, sizes, "samples D", "parameters N")
+    else:
+        samples = np.asarray(dataset_sizes, dtype=np.float64)
+        _draw_power_law(left, sizes, values, np.zeros_like(sizes), "parameters N", "samples D")
+        right.set(xlabel="samples D", xscale="log", yscale="log")
+        values = np.full_like(samples, values[-1]) * np.sqrt(samples.min() / samples)
     grid = np.geomspace(samples.min(), samples.max(), 50)
     anchor = np.exp(np.mean(np.log(values) + 0.5 * np.log(samples)))
     right.plot(grid, anchor / np.sqrt(grid), color=GREY, linestyle=":", label="guide 1/√D")
@@ -76,7 +96,8 @@ def _draw_power_law(
     distinct = np.unique(groups)
     for index, group in enumerate(distinct):
         chosen = groups == group
-        style = {"markersize": 4, "linewidth": 0.8, "label": f"{group_label} = {group:g}"}
+        told = "measured" if group == 0 else f"{group_label} = {group:g}"
+        style = {"markersize": 4, "linewidth": 0.8, "label": told}
         axes.plot(x[chosen], y[chosen], "o-", color=shade(index, len(distinct)), **style)
     if len(x) > 2 and len(np.unique(x)) > 1 and (y > 0).all():
         fit = power_law(x, y)
@@ -87,8 +108,33 @@ def _draw_power_law(
     axes.set(xlabel=label, xscale="log", yscale="log")
 
 
+def _listed(sizes: Any, norms: Any, samples: Any, quantity: str) -> list[dict[str, float]]:
+    """The rows of three lists; ``samples`` is nan where a norm belongs to no one data size."""
+    if sizes is None or norms is None or samples is None:
+        raise ValueError("give all three: model_sizes, hessian_norms and dataset_sizes.")
+    sizes, norms, samples = (
+        np.asarray(plain_numbers(part), dtype=np.float64) for part in (sizes, norms, samples)
+    )
+    if sizes.ndim != 1 or samples.ndim != 1 or not sizes.size or not samples.size:
+        raise ValueError("model_sizes and dataset_sizes are lists of numbers.")
+    if not all((part > 0).all() for part in (sizes, norms, samples)):
+        raise ValueError("sizes and norms must be positive: they are drawn on logarithmic axes.")
+    if norms.shape == (len(sizes), len(samples)):
+        places = [(n, d, norms[i, j]) for i, n in enumerate(sizes) for j, d in enumerate(samples)]
+    elif norms.shape != sizes.shape:
+        raise ValueError(
+            f"hessian_norms has shape {norms.shape}: expected ({len(sizes)},), one a model, or "
+            f"({len(sizes)}, {len(samples)}), one for every pair of sizes."
+        )
+    else:
+        paired = samples if len(samples) == len(sizes) else np.full_like(sizes, np.nan)
+        places = list(zip(sizes, paired, norms, strict=True))
+    keys = ("parameters", "samples", quantity)
+    return [dict(zip(keys, map(float, place), strict=True)) for place in places]
+
+
 def _rows(
-    results: Result | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    results: Result | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> Sequence[Mapping[str, Any]]:
     rows = results
     if isinstance(results, (Result, Mapping)):

@@ -587,13 +587,14 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def say_evaluation_mode(model: nn.Module, where: str) -> None:
+def say_evaluation_mode(model: nn.Module, where: str, *, deeper: int = 0) -> None:
     """Warn, once for every model, that a model in train mode is evaluated without its dropout."""
     warn_once(
         model,
         "evaluation mode",
         f"{type(model).__name__} is in train mode ({where} would make the loss random): it is "
         "evaluated in evaluation mode and put back; call model.eval() to say so yourself.",
+        deeper=deeper,
     )
 
 
@@ -605,7 +606,7 @@ def without_randomness(model: nn.Module) -> Iterator[None]:
     """
     switched = [*random_modules(model), *_batch_norms(model)]
     if switched:
-        say_evaluation_mode(model, _listed(switched))
+        say_evaluation_mode(model, _listed(switched), deeper=2)  # through the context manager
     with in_evaluation_mode(model):
         yield
 

@@ -327,11 +327,11 @@ def warn_of_compiled(model: nn.Module) -> None:
 _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-def warn_once(model: nn.Module | None, subject: str, message: str) -> None:
-    """Warn of a subject once for every model."""
+def warn_once(model: nn.Module | None, subject: str, message: str, *, deeper: int = 0) -> None:
+    """Warn of a subject once for every model; deeper: calls between the user's and ours."""
     if model is not None and subject not in _said.setdefault(model, set()):
         _said[model].add(subject)
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=4 + deeper)
 
 
 class _Replaced:

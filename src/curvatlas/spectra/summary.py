@@ -6,7 +6,8 @@ spectral gap           λ_1 − λ_2
 stable rank            ‖A‖_F² / ‖A‖₂²
 effective rank         (Σ|λ|)² / Σλ²
 negative mass          share of eigenvalues below zero
-condition number       max|λ| / q, q the ``quantile`` of |λ| over the non-null part; exact: the
+condition number       λ_max / mean|λ|: how far the sharpest direction stands above the others
+quantile condition     max|λ| / q, q the ``quantile`` of |λ| over the non-null part; exact: the
                        smallest |λ| there. Null: |λ| ≤ 100 eps max|λ|
 """
 
@@ -224,8 +225,10 @@ class CurvatureSummary(Result):
     effective_rank_interval: Interval
     negative_mass: float
     negative_mass_interval: Interval
-    condition_number: float  # of the non-null part
-    condition_interval: Interval  # at least 95 %: none to all of what lies at zero may be null
+    condition_number: float  # λmax / mean|λ|
+    condition_interval: Interval  # 95 %
+    quantile_condition: float  # max|λ| over a small |λ| of the non-null part
+    quantile_interval: Interval  # at least 95 %: none to all of what lies at zero may be null
     condition_quantile: float  # 0: the smallest |λ| itself
     null_share: float  # eigenvalues that are zero to rounding
     null_space: tuple[str, ...]  # parameters and shifts found exactly flat
@@ -258,7 +261,8 @@ class CurvatureSummary(Result):
                 f"stable rank             {self.stable_rank:.3g} [{low:.3g}, {high:.3g}]",
                 f"effective rank          {self.effective_rank:.3g}",
                 f"negative mass           {self.negative_mass:.1%}",
-                f"condition number        {self.condition_number:.3g} ({kind} non-null |λ|)",
+                f"condition number        {self.condition_number:.3g} (λmax / mean|λ|)",
+                f"quantile condition      {self.quantile_condition:.3g} ({kind} non-null |λ|)",
                 f"flat directions         {flat}",
                 f"products                {self.products}",
             ]
@@ -282,7 +286,8 @@ def curvature_summary(
     flat, tested = flat_directions(op, ends.norm)
     top, low, high = (float(t[0]) for t in (ends.values, *ends.interval))
     norm, square = ends.norm, size.value**2
-    condition, bracket, quantile, null = _condition(density, torch.finfo(op.dtype).eps)
+    condition, condition_interval = condition_number((low, top, high), density)
+    spread, bracket, quantile, null = _quantile_condition(density, torch.finfo(op.dtype).eps)
     return CurvatureSummary(
         sharpness=top,
         sharpness_interval=(low, high),
@@ -299,7 +304,9 @@ def curvature_summary(
         negative_mass=density.negative_mass,
         negative_mass_interval=density.negative_mass_interval,
         condition_number=condition,
-        condition_interval=bracket,
+        condition_interval=condition_interval,
+        quantile_condition=spread,
+        quantile_interval=bracket,
         condition_quantile=quantile,
         null_share=null,
         null_space=flat,
@@ -318,8 +325,21 @@ def _ratio(interval: Interval, norm: float) -> Interval:
     return (interval[0] ** 2 / norm**2, interval[1] ** 2 / norm**2) if norm else (0.0, 0.0)
 
 
-def _condition(density: SpectralDensity, eps: float) -> tuple[float, Interval, float, float]:
-    """(condition number, its interval, quantile used, null share)."""
+def condition_number(
+    largest: tuple[float, float, float], density: SpectralDensity
+) -> tuple[float, Interval]:
+    """κ = λmax / mean|λ| with its 95 % interval; largest: low end, value, high end of λmax."""
+    low, value, high = largest
+    mean = float((density.weights * density.nodes.abs()).sum())
+    error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
+    top = high / (mean - error) if mean > error else float("inf")
+    return value / max(mean, 1e-300), (max(low, 0.0) / max(mean + error, 1e-300), top)
+
+
+def _quantile_condition(
+    density: SpectralDensity, eps: float
+) -> tuple[float, Interval, float, float]:
+    """(quantile condition, its interval, quantile used, null share)."""
     sizes, weights = density.nodes.abs().numpy(), density.weights.numpy()
     largest = float(sizes.max())
     held = sizes > 100 * eps * largest

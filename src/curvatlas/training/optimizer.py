@@ -22,6 +22,7 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.results import Interval, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.summary import condition_number
 from curvatlas.training.directions import (
     ITERATIONS,
     QUINTIC,
@@ -213,6 +214,7 @@ class LocalCurvature(Result):
     products: int
     converged: bool
     condition_number: float = float("nan")  # λmax / mean|λ|
+    condition_interval: Interval = (0.0, float("inf"))  # 95 %
     max_gradient: float = float("nan")  # largest and smallest |∂L/∂θ_i|
     min_gradient: float = float("nan")
 
@@ -278,11 +280,12 @@ def local_curvature(
             for piece in problem.anatomy.slices:
                 roles[piece.role] = roles.get(piece.role, 0.0) + float(piece.view(each).sum())
         value = float(top.values[0])
-        mean = float((density.weights * density.nodes.abs()).sum())
+        low, high = float(top.interval[0][0]), float(top.interval[1][0])
+        condition, condition_interval = condition_number((low, value, high), density)
         best = slope / along if slope is not None and along is not None and along > 0 else None
         return LocalCurvature(
             value=value,
-            interval=(float(top.interval[0][0]), float(top.interval[1][0])),
+            interval=(low, high),
             loss=problem.value(),
             critical_rate=2.0 / value if value > 0 else float("inf"),
             slope=slope,
@@ -291,7 +294,8 @@ def local_curvature(
             role_along_direction=roles,
             products=operator.products,
             converged=bool(top.converged),
-            condition_number=value / max(mean, 1e-300),
+            condition_number=condition,
+            condition_interval=condition_interval,
             max_gradient=float(gradient.abs().max()),
             min_gradient=float(gradient.abs().min()),
         )

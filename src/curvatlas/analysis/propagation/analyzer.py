@@ -435,6 +435,7 @@ class CurvaturePropagationAnalyzer:
             Without matrices, a deep model's come from one sweep (see ``sweep``), linear in the
             depth. Blocks asked for by number get products of their own, each through all that
             lies behind it: their norms are known better and spectral norms bracketed closer.
+            Entries inside a block have its ``attn_curvature``.
         spectral: "bracket" or "refine", instead of the analyzer's own.
         """
         chosen_spectral = self.spectral if spectral is None else _checked_spectral(spectral)
@@ -454,6 +455,11 @@ class CurvaturePropagationAnalyzer:
             backwards = list(entries)
             loss = float(problem.loss.value(captured.outputs, batch.targets).detach())
         backwards.reverse()  # from the embedding to the head
+        bent: dict[int | None, float] = {}  # layer → ‖∂²ℓ/∂input²‖_F of its first attention
+        for entry in backwards:
+            if (entry.place, entry.sublayer) == ("sublayer", "attention"):
+                bent.setdefault(entry.layer, entry.norm)
+        backwards = [replace(e, attn_curvature=bent.get(e.layer)) for e in backwards]
         flow = CurvatureFlow(
             sublayers=tuple(e for e in backwards if e.place == "sublayer"),
             activations=tuple(e for e in backwards if e.place == "activation"),

@@ -58,7 +58,7 @@ class FlowEntry(Result):
     amplification_interval: Interval | None
     exact: bool
     token_trace_error: Tensor | None = None  # (samples, tokens) standard errors; None: exact
-    # Of ``compute_layer_curvature``: what the article reads of one layer.
+    # What the article reads of one layer; the scores only of ``compute_layer_curvature``.
     attn_curvature: float | None = None  # ‖∂²ℓ/∂input²‖_F of the layer's attention, at its input
     attention_scores: Tensor | None = None  # A (samples, heads, queries, keys), after softmax
 
