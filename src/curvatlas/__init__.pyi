@@ -185,11 +185,11 @@ from .studies.claims import (
     ClaimReport as ClaimReport,
     examine_claims as examine_claims,
 )
+from .studies.demo import demo_hessian_analysis as demo_hessian_analysis
 from .studies.growth import (
     Growth as Growth,
     growth as growth,
 )
-from .studies.demo import demo_hessian_analysis as demo_hessian_analysis
 from .surveying import survey as survey
 from .training.monitor import Monitor as Monitor
 from .training.optimizer import (
