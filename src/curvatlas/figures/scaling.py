@@ -133,9 +133,7 @@ def _listed(sizes: Any, norms: Any, samples: Any, quantity: str) -> list[dict[st
     return [dict(zip(keys, map(float, place), strict=True)) for place in places]
 
 
-def _rows(
-    results: Result | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-) -> Sequence[Mapping[str, Any]]:
+def _rows(results: Any) -> Sequence[Mapping[str, Any]]:
     rows = results
     if isinstance(results, (Result, Mapping)):
         rows = mapping(results).get("rows", ())
