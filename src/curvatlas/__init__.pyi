@@ -124,6 +124,11 @@ from .operators.third_derivative import (
     ThirdDerivative as ThirdDerivative,
 )
 from .problem import Problem as Problem
+from .report.comparing import (
+    Comparison as Comparison,
+    StateChange as StateChange,
+    compare as compare,
+)
 from .results import (
     Result as Result,
     load as load,
@@ -190,7 +195,11 @@ from .studies.growth import (
     Growth as Growth,
     growth as growth,
 )
-from .surveying import survey as survey
+from .surveying import (
+    SurveyPlan as SurveyPlan,
+    plan_survey as plan_survey,
+    survey as survey,
+)
 from .training.monitor import Monitor as Monitor
 from .training.optimizer import (
     AdaptedStep as AdaptedStep,

@@ -162,9 +162,7 @@ class Result:
         keep_previous: the file that stood there stays as ``<name>.previous``. A result that could
         not be read back is refused before anything is written.
         """
-        tensors: dict[str, Tensor] = {}
-        text = json.dumps({"schema": _SCHEMA, "result": _pack(self, "", tensors)})
-        _read_header(text, tensors, f"this {self.kind}")
+        tensors, text = pack(self)
         target = Path(path)
         if target.suffix != ".safetensors":
             target = target.with_name(target.name + ".safetensors")
@@ -255,6 +253,19 @@ def _read_header(text: str, tensors: dict[str, Tensor], where: str) -> tuple[Res
     if unused:
         raise ValueError(f"{where} is a damaged curvatlas result: nothing names {min(unused)!r}.")
     return result, schema
+
+
+def pack(result: Result) -> tuple[dict[str, Tensor], str]:
+    """A result as tensors and a text that ``unpack`` reads; refused if it could not be."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps({"schema": _SCHEMA, "result": _pack(result, "", tensors)})
+    _read_header(text, tensors, f"this {result.kind}")
+    return tensors, text
+
+
+def unpack(tensors: dict[str, Tensor], text: str, where: str) -> Result:
+    """The inverse of ``pack``."""
+    return _read_header(text, tensors, where)[0]
 
 
 def _always_printed(text_of: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -6,8 +6,10 @@ The module is not called ``survey``: as a submodule it would hide the function `
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Callable, Collection, Sequence
+import time as clocks
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,25 +18,29 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from curvatlas import parallel
-from curvatlas.analysis.atlas.mapping import atlas
-from curvatlas.analysis.atlas.result import blocks_of
+from curvatlas.analysis.atlas.mapping import atlas, with_known_traces
+from curvatlas.analysis.atlas.result import Atlas, AtlasBlock, blocks_of
 from curvatlas.analysis.conditioning import conditioning_of
-from curvatlas.analysis.diagnostics import Advice, recommend
+from curvatlas.analysis.diagnostics import Advice, Situation, recommend
 from curvatlas.analysis.propagation.analyzer import CurvaturePropagationAnalyzer
+from curvatlas.analysis.propagation.pooling import pooled_flow
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
 from curvatlas.anatomy import Anatomy, Slice
-from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes
+from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes, readable
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
-from curvatlas.problem import Problem
+from curvatlas.problem import Batch, Problem
+from curvatlas.progress import track, within_step
 from curvatlas.report.html import write_report
-from curvatlas.results import Result
+from curvatlas.results import Result, pack, unpack
 from curvatlas.runs import LoadedRun, Run, load
 from curvatlas.runs.folder import SharedRun, default_folder
 from curvatlas.runs.manifest import valid_name
 from curvatlas.runs.subject import RoleSize, Subject, of_data, of_model
+from curvatlas.spectra.checkpoint import Checkpoint, State
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
+from curvatlas.spectra.diagonal import outer_part
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
@@ -52,7 +58,9 @@ _EIGENPAIR_TOLERANCE = 1e-4
 _TRACE_ERROR = 0.05  # relative, to be reached
 _MAP_ERROR = 0.1
 _DENSE_MAP_PARAMETERS = 512  # beyond that the map is estimated, with intervals
-_FLOW_SAMPLES = 4
+_FLOW_GROUPS = 8  # of the samples: each an account of its own, so that their scatter is seen
+_NORMAL = 1.96
+_DEAREST_DIAGONAL = 64  # products that an exact diagonal of H_o may cost
 _SPENDS = ("products",)  # of the effort: steps whose result depends on how many there may be
 
 
@@ -64,8 +72,10 @@ def survey(
     roles: Sequence[str] | None = None,
     skip: Collection[Skippable] = (),
     eigenvalues: int = 5,
-    density_products: int = 300,
+    density_products: int = 150,
     products: int | None = None,
+    optimizer: str | None = None,
+    learning_rate: float | None = None,
     memory: int | str | None = None,
     time: float | str | Clock | None = None,
     seed: int = 0,
@@ -77,9 +87,9 @@ def survey(
     """Measure the curvature of a problem and write its page: what ``curvatlas analyze`` does.
 
     Loss and roles, the ends of the spectra and the traces of H, H_o and H_f, the map over pairs of
-    roles, curvature by depth, spectral densities, advice. Every result is stored as soon as it is
-    there: the same call with the same ``output`` resumes a run that was stopped, and gives the
-    numbers of one that was not.
+    roles, curvature by depth, spectral densities, advice; what takes longest comes last. Every
+    result is stored as soon as it is there: the same call with the same ``output`` resumes a run
+    that was stopped, and gives the numbers of one that was not.
 
         run = ca.survey(problem, output="runs/vit")
         run["model.total.eigenpairs"]      # or run.result(name, ca.Eigenpairs), for type checkers
@@ -91,12 +101,14 @@ def survey(
     roles: only these parameters, by role, name or glob; without map, propagation and advice.
     skip: of trace, map, propagation, density, advice. eigenvalues: at each end of each spectrum.
     density_products, products: most matrix-vector products of a density, of any one estimate.
+    optimizer, learning_rate: what the model is trained with ("sgd", "adamw" …), for the advice.
     memory: bytes or a text such as "2GB". time: seconds or a text such as "5m"; when it is used
     up, the run is returned with status "interrupted" and a page of what is there.
     name, data: what the page calls the model and the data. say: called with each result as it is
     ready, for example ``print``; detail: with the name of each step.
     """
     _check_options(problem, stage, skip, eigenvalues, density_products, products)
+    situation = Situation(optimizer=optimizer, learning_rate=learning_rate)
     if roles is not None:
         chosen_slices(problem.anatomy, roles)  # a wrong name is told at once
     clock = time if isinstance(time, Clock) else Clock(time)
@@ -111,6 +123,7 @@ def survey(
             skip=skip,
             eigenvalues=eigenvalues,
             density_products=density_products,
+            situation=situation,
             products_asked=products,
             memory_asked=bytes_asked,
             clock=clock,
@@ -132,6 +145,8 @@ def survey(
         "skip": sorted(skip),
         "eigenvalues": eigenvalues,
         "density_products": density_products,
+        "optimizer": optimizer,
+        "learning_rate": learning_rate,
         "seed": seed,
         "effort": effort(memory=bytes_asked, products=products, time=clock.seconds),
     }
@@ -175,12 +190,15 @@ def recorded(
 
 
 def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
-    """Do the work and write the page; returns what ended it early, if the time was used up."""
-    stopped: TimeUp | None = None
+    """Do the work and write the page, also of a part of it after Ctrl-C or the end of the time.
+
+    Returns what ended it early, if the time was used up.
+    """
+    stopped: KeyboardInterrupt | None = None
     try:
         with run:
             work()
-    except TimeUp as error:
+    except KeyboardInterrupt as error:
         stopped = error
 
     def report() -> None:
@@ -188,12 +206,17 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
             return
         give_back()
         loaded = load(run.path)
-        write_report(loaded)
-        if importlib.util.find_spec("matplotlib") is not None:
+        draws = importlib.util.find_spec("matplotlib") is not None
+        if draws and (stopped is None or isinstance(stopped, TimeUp)):
             from curvatlas.report.paper import MAIN, write_figures
 
             write_figures(loaded, run.path / "figures", kinds=MAIN)
+        write_report(loaded)
 
+    if stopped is not None and not isinstance(stopped, TimeUp):
+        if parallel.world_size() == 1:
+            report()
+        raise stopped
     parallel.together(report)
     return stopped
 
@@ -230,6 +253,70 @@ def _check_options(
             raise ValueError(f"{option} must be at least 1, got {count}.")
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One step as planned: what it is called and how many gradients it is expected to take."""
+
+    name: str  # as it is stored, without the stage
+    words: str
+    products: int  # expected
+    gradients: float  # of all samples: their time
+    work: Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep(Result):
+    """What one step of a survey is expected to take."""
+
+    name: str
+    products: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyPlan(Result):
+    """What a survey will take, before it starts: ``curvatlas analyze --dry-run``."""
+
+    steps: tuple[PlannedStep, ...]
+    seconds: float
+    gradient_seconds: float  # measured, of all samples
+    memory: int  # bytes expected at the peak, beside the model and the libraries
+    memory_limit: int  # bytes it keeps below
+
+    @property
+    def value(self) -> float:
+        return self.seconds
+
+    def __str__(self) -> str:
+        width = max(len(step.name) for step in self.steps)
+        lines = [
+            f"  {i:2}. {step.name:<{width}}  {step.products or '':>5}  {_span(step.seconds)}"
+            for i, step in enumerate(self.steps, 1)
+        ]
+        return "\n".join(
+            [
+                f"{len(self.steps)} steps, about {_span(self.seconds)} and "
+                f"{readable(self.memory)} of memory (never more than "
+                f"{readable(self.memory_limit)}); a gradient takes {self.gradient_seconds:.3g} s.",
+                f"      {'step':<{width}}  products  time",
+                *lines,
+            ]
+        )
+
+
+def _span(seconds: float) -> str:
+    """``40 s``, ``3 min``, ``2.5 h``: as a person would say it."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+# Gradients that one product costs: DESIGN's count of forward passes, 6 and 4 against 3.
+_GRADIENTS = {"total": 2.0, "outer": 4 / 3, "functional": 2.0}
+_MAP_GRADIENTS = 10 / 3  # H_o and H_f of the same column
+_FLOW_GRADIENTS = 9.0  # of an entry: 8 probes through what lies behind it
+
+
 @dataclass(kw_only=True)
 class _Survey:
     """The steps on one problem. Each is read from the folder where it is stored already."""
@@ -241,6 +328,7 @@ class _Survey:
     skip: Collection[str]
     eigenvalues: int
     density_products: int
+    situation: Situation
     products_asked: int | None
     memory_asked: int | None
     clock: Clock
@@ -273,13 +361,11 @@ class _Survey:
             for operator in self.operators.values():
                 operator.before_product = self.clock.check
         # Half of the bytes where the vectors would not fit: their rounding is in the residuals.
-        wanted = 2 * self.eigenvalues
-        rows_needed = 2 * wanted + max(6, wanted // 4) + 3
+        rows_needed = _basis_rows(self.eigenvalues)
         self.storage = torch.bfloat16 if self.memory.vectors < rows_needed * vector_bytes else None
 
     def carry_out(self, *, name: str | None, data: str | None) -> None:
-        """Every step, the most telling first."""
-        state = "" if self.stage == "model" else self.stage
+        """Every step, the most telling first, the dearest last."""
         self.say(
             self._step(
                 "subject",
@@ -287,27 +373,55 @@ class _Survey:
                     self.problem,
                     name=name or type(self.problem.model).__name__,
                     data=data or f"{self.problem.total_count:g} targets",
-                    state=state,
+                    state="" if self.stage == "model" else self.stage,
                 ),
             )
         )
         for note in self.problem.anatomy.notes:
             self.run.warn(f"roles: {note}")
-        for part in self.operators:
-            self._say_of(part, self._ends(part))
-        if "trace" not in self.skip:
-            self._traces()
-        if "map" not in self.skip:
-            self._map()
-        if "propagation" not in self.skip:
-            self._propagation()
-        if "density" not in self.skip:
-            densities = {}
-            for part in self.operators:
-                densities[part] = self._density(part)
-                self._say_of(part, densities[part])
-            if "advice" not in self.skip:
-                self._advice(self._ends("total"), densities["total"])
+        started = clocks.perf_counter()
+        self.problem.gradient()
+        self._gradient = clocks.perf_counter() - started
+        steps = self.steps()
+        for index, step in enumerate(steps):
+            words = f"step {index + 2} of {len(steps) + 1}"
+            left = sum(one.gradients for one in steps[index:] if not self._stored(one.name))
+            if not self._stored(step.name):
+                told = f"{words}: {step.words}, about {_span(left * self._seconds(steps))} left"
+                self.say(told) if left * self._seconds(steps) > 5 else self.detail(told)
+            watch = self.clock.check if parallel.world_size() == 1 else None
+            with within_step(words, watch):
+                step.work()
+
+    def _stored(self, what: str) -> bool:
+        return f"{self.stage}.{what}" in self.run.manifest.steps
+
+    def _seconds(self, steps: Sequence[_Step]) -> float:
+        """Seconds that a planned gradient takes: as the finished steps took, or as measured."""
+        done = {s.name: s.gradients for s in steps if self._stored(s.name) and s.gradients > 0}
+        taken = sum(self.run.manifest.steps[f"{self.stage}.{what}"].seconds for what in done)
+        planned = sum(done.values())
+        return taken / planned if planned > 20 else self._gradient
+
+    def steps(self) -> list[_Step]:
+        """All but the subject, in order."""
+        return _ordered(
+            self.problem,
+            self.operators,
+            eigenvalues=self.eigenvalues,
+            products=self.products,
+            products_asked=self.products_asked,
+            density_products=self.density_products,
+            skip=self.skip,
+            work={
+                "eigenpairs": lambda part: self._say_of(part, self._ends(part)),
+                "trace": lambda part: self._say_of(part, self._trace(part)),
+                "density": lambda part: self._say_of(part, self._density(part)),
+                "atlas": lambda _: self._map(),
+                "propagation": lambda _: self._propagation(),
+                "advice": lambda _: self._advice(self._ends("total"), self._density("total")),
+            },
+        )
 
     def _step(self, what: str, function: Callable[[], R], *, spends: tuple[str, ...] = ()) -> R:
         """One step of this stage; stops before it when the time is used up."""
@@ -347,15 +461,10 @@ class _Survey:
             ),
         )
 
-    def _traces(self) -> None:
-        traces = {part: self._trace(part) for part in ("total", "outer")}
-        traces["functional"] = self._estimate(
-            "functional.trace", lambda _: _difference(traces["total"], traces["outer"])
-        )
-        for part, estimate in traces.items():
-            self._say_of(part, estimate)
-
     def _trace(self, part: str) -> Estimate:
+        if part == "functional":
+            traces = [self._trace(other) for other in ("total", "outer")]
+            return self._estimate("functional.trace", lambda _: _difference(*traces))
         return self._estimate(
             f"{part}.trace",
             lambda checkpoint: trace(
@@ -363,7 +472,7 @@ class _Survey:
                 rtol=_TRACE_ERROR,
                 # Two seeds: the traces of H and H_o are subtracted, their errors independent.
                 seed=2 * self.seed + (part == "outer"),
-                max_products=self.products,
+                max_products=self.products_asked or _trace_products(self.problem.size),
                 memory=self.memory.vectors,
                 checkpoint=checkpoint,
             ),
@@ -390,58 +499,258 @@ class _Survey:
                 self.hessian,
                 ends,
                 density,
-                learning_rate=None,
+                learning_rate=self.situation.learning_rate,
                 layers=True,
                 seed=self.seed,
                 max_products=self.products,
                 memory=self.memory.vectors,
             )
-            advice = recommend([conditioning], model=self.problem.model)
-            return Advice(conditioning=conditioning, recommendations=advice)
+            known = {"initial": False, "trained": True}.get(self.stage)
+            situation = self.situation.at(self.problem, conditioning.loss, trained=known)
+            return Advice(
+                conditioning=conditioning,
+                recommendations=recommend(
+                    [conditioning], model=self.problem.model, situation=situation
+                ),
+                situation=situation,
+            )
 
         for recommendation in self._estimate("advice", read).recommendations:
             self.say(f"  → {recommendation}")
 
     def _map(self) -> None:
         """The map over pairs of roles; biases count with their weights."""
-        blocks = len(blocks_of(self.problem.anatomy, biases=False))
-        if self.products_asked is not None and self.products_asked < 2 * blocks:
+        blocks = blocks_of(self.problem.anatomy, biases=False)
+        if self.products_asked is not None and self.products_asked < 2 * len(blocks):
             self.run.warn(
-                f"no map of roles: {blocks} blocks need at least {2 * blocks} products, "
+                f"no map of roles: {len(blocks)} blocks need at least {2 * len(blocks)} products, "
                 f"the budget allows {self.products_asked}."
             )
             return
-        map_of_roles = self._estimate(
-            "atlas",
-            lambda _: atlas(
+
+        def draw(checkpoint: Path) -> Atlas:
+            dense = self.problem.size <= _DENSE_MAP_PARAMETERS
+            found = atlas(
                 self.problem,
                 biases=False,
                 rtol=_MAP_ERROR,
-                method="sketch" if self.problem.size > _DENSE_MAP_PARAMETERS else "dense",
-                products=self.products_asked or max(_PRODUCTS, 5 * blocks),
+                method="dense" if dense else "sketch",
+                products=self.products_asked or max(_PRODUCTS, 5 * len(blocks)),
                 seed=self.seed,
                 budget=self.memory.graphs,
-            ),
-        )
-        self.say(f"  {map_of_roles}")
+                checkpoint=checkpoint,
+            )
+            return found if dense else self._with_known_traces(found, blocks)
+
+        self.say(f"  {self._estimate('atlas', draw)}")
+
+    def _with_known_traces(self, found: Atlas, blocks: Sequence[AtlasBlock]) -> Atlas:
+        """Traces by role that agree with the traces of the whole, where these were measured."""
+        if "trace" in self.skip:
+            return with_known_traces(found, blocks)
+        estimates = {part: self._trace(part) for part in ("outer", "functional")}
+        diagonal = None
+        if estimates["outer"].exact:
+            outer = outer_part(self.full["outer"], _DEAREST_DIAGONAL)
+            diagonal = None if outer is None else outer.diagonal.cpu()
+        traces = {part: (e.value, e.error / _NORMAL) for part, e in estimates.items()}
+        return with_known_traces(found, blocks, outer=diagonal, traces=traces)
 
     def _propagation(self) -> None:
-        """Curvature by depth on a few samples; a model without known sublayers has none."""
-        if not any(p.sublayer in ("attention", "ffn", "norm") for p in self.problem.anatomy):
-            return
+        """Curvature by depth on all samples, group by group."""
 
-        def flow() -> CurvatureFlow:
-            batch = next(self.problem.all_batches())
-            small = batch.part(0, _FLOW_SAMPLES, self.problem.loss.count)
+        def flow(checkpoint: Path) -> CurvatureFlow:
             analyzer = CurvaturePropagationAnalyzer(
-                self.problem.model,
-                self.problem.loss,
-                budget=self.memory.graphs,
-                seed=self.seed,
+                self.problem.model, self.problem.loss, budget=self.memory.graphs, seed=self.seed
             )
-            return _without_matrices(analyzer.analyze_curvature_flow(small.inputs, small.targets))
+            groups = list(_groups(self.problem))
+            file = Checkpoint(checkpoint, {"estimate": "propagation", "groups": len(groups)})
+            flows = _unpacked(file.load())
+            try:
+                for index in track(range(len(flows), len(groups)), "propagation"):
+                    self.clock.check()
+                    analyzer.seed = self.seed + index  # probes of the groups are independent
+                    inputs, targets = groups[index].inputs, groups[index].targets
+                    account = analyzer.analyze_curvature_flow(inputs, targets)
+                    flows.append(_without_matrices(account))
+                    analyzer.history.clear()
+            except BaseException:
+                file.save(*_packed(flows))
+                raise
+            total = sum(group.count for group in groups)
+            summed = self.problem.loss.summed
+            return pooled_flow(flows, [1.0 if summed else g.count / total for g in groups])
 
-        self.say(f"  propagation: {str(self._step('propagation', flow)).splitlines()[0]}")
+        self.say(f"  propagation: {str(self._estimate('propagation', flow)).splitlines()[0]}")
+
+
+def _ordered(
+    problem: Problem,
+    operators: Collection[str],
+    *,
+    eigenvalues: int,
+    products: int,
+    products_asked: int | None,
+    density_products: int,
+    skip: Collection[str],
+    work: dict[str, Callable[[str], object]],
+) -> list[_Step]:
+    """The steps after the subject: both ends of every spectrum, then the others by their cost.
+
+    A step that needs another's result comes after it.
+    """
+    blocks = len(blocks_of(problem.anatomy, biases=False)) if "map" not in skip else 0
+    # what estimates took on ViTs and GPTs, trained and not: benchmarks and the tests' surveys
+    ends = {part: min(products, (6 if part == "outer" else 13) * eigenvalues) for part in operators}
+    traces = {
+        "total": min(products_asked or _trace_products(problem.size), 100),
+        "outer": 30,
+        "functional": 0,
+    }
+    density = min(density_products, products)
+    layers = len({piece.layer for piece in problem.anatomy})
+    known = any(p.sublayer in ("attention", "ffn", "norm") for p in problem.anatomy)
+    steps: list[_Step] = []
+
+    def add(kind: str, part: str, words: str, count: int, gradients: float) -> _Step:
+        name = kind if kind in ("atlas", "propagation", "advice") else f"{part}.{kind}"
+        return _Step(name, words, count, gradients, lambda: work[kind](part))
+
+    first = [
+        add("eigenpairs", p, f"ends of the spectrum of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
+        for p, n in ends.items()
+    ]
+    if "trace" not in skip:
+        steps += [
+            add("trace", p, f"trace of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
+            for p, n in traces.items()
+        ]
+    if "propagation" not in skip and known:
+        count = (6 * layers + 3) * 12
+        words = "curvature by depth, on all samples"
+        steps.append(add("propagation", "", words, count, (6 * layers + 3) * _FLOW_GRADIENTS))
+    if blocks:
+        count = products_asked or min(5 * blocks, max(_PRODUCTS, 5 * blocks))
+        steps.append(add("atlas", "", "map over pairs of roles", count, count * _MAP_GRADIENTS))
+    if "density" not in skip:
+        steps += [
+            add("density", p, f"density of {_SYMBOLS[p]}", density, density * _GRADIENTS[p])
+            for p in operators
+        ]
+        if "advice" not in skip:
+            groups = layers + 2
+            steps.append(add("advice", "", "sharpness by layer", 10 * groups, 20.0 * groups))
+    # Stable: a trace of H_f, which is a difference, costs nothing and waits for both traces.
+    needs = {"functional.trace": ("total.trace", "outer.trace"), "advice": ("total.density",)}
+    if "trace" not in skip:
+        needs["atlas"] = ("functional.trace",)
+    ordered: list[_Step] = []
+    waiting = sorted(steps, key=lambda step: step.gradients)
+    while waiting:
+        done = {step.name for step in ordered}
+        ready = next(s for s in waiting if all(n in done for n in needs.get(s.name, ())))
+        waiting.remove(ready)
+        ordered.append(ready)
+    return first + ordered
+
+
+def _trace_products(size: int) -> int:
+    """Most products of a trace: it is one number, and those of larger models cost more."""
+    return min(_PRODUCTS, max(120, 3_000_000 // size))
+
+
+def _basis_rows(eigenvalues: int) -> int:
+    """Vectors that the search for both ends holds at once."""
+    wanted = 2 * eigenvalues
+    return 2 * wanted + max(6, wanted // 4) + 3
+
+
+def plan_survey(
+    problem: Problem,
+    *,
+    roles: Sequence[str] | None = None,
+    skip: Collection[Skippable] = (),
+    eigenvalues: int = 5,
+    density_products: int = 150,
+    products: int | None = None,
+    memory: int | str | None = None,
+) -> SurveyPlan:
+    """What ``survey`` with the same options will take, from one gradient and the counts of work.
+
+    A product with H is two gradients, one with H_o four thirds (six and four forward passes
+    against three); the numbers of products are those that the estimates have taken so far.
+    """
+    _check_options(problem, "model", skip, eigenvalues, density_products, products)
+    left_out = {*skip, "map", "propagation", "advice"} if roles else set(skip)
+    steps = _ordered(
+        problem,
+        tuple(_SYMBOLS),
+        eigenvalues=eigenvalues,
+        products=products or _PRODUCTS,
+        products_asked=products,
+        density_products=density_products,
+        skip=left_out,
+        work={},
+    )
+    seconds = []
+    for _ in range(2):  # the first one also loads what libraries need
+        started = clocks.perf_counter()
+        problem.gradient()
+        seconds.append(clocks.perf_counter() - started)
+    gradient = min(seconds)
+    vector = problem.size * problem.dtype.itemsize
+    limit = memory_plan(None if memory is None else parse_bytes(memory), vector)
+    basis = max(_basis_rows(eigenvalues), min(30 + 3 * density_products // 10, 60) + 30)
+    expected = min(_kept_bytes(problem), limit.graphs) + min(basis * vector, limit.vectors)
+    return SurveyPlan(
+        steps=tuple(
+            PlannedStep(name=s.words, products=s.products, seconds=s.gradients * gradient)
+            for s in steps
+        ),
+        seconds=gradient * sum(step.gradients for step in steps),
+        gradient_seconds=gradient,
+        memory=int(expected),
+        memory_limit=limit.total,
+    )
+
+
+# What the kept graph of a gradient and a product beside it hold, in bytes that the forward pass
+# saves (studies/cost_model.py counts 16 widths a layer and token for 5 that the forward saves).
+_GRAPH_FACTOR = 5.0
+
+
+def _kept_bytes(problem: Problem) -> float:
+    """Expected bytes of the kept graph of all samples, from what one forward pass saves."""
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = next(problem.all_batches())
+    part = batch.part(0, 1, problem.loss.count)
+    alone = problem.with_batches([part])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alone.gradient()
+    weights = sum(p.untyped_storage().nbytes() for p in problem.model.parameters())
+    share = problem.total_count / max(part.count, 1.0)
+    return _GRAPH_FACTOR * max(sum(saved.values()) - weights, 0) * share
+
+
+def _groups(problem: Problem) -> Iterator[Batch]:
+    """All samples in about eight groups; a batch that cannot be cut is one of them."""
+    batches = list(problem.all_batches())
+    samples = sum(problem.units(batch) for batch in batches)
+    size = max(1, math.ceil(samples / _FLOW_GROUPS))
+    for batch in batches if problem.loss.additive else batches[:1]:
+        if not problem.separable:
+            yield batch
+            continue
+        for start in range(0, batch.samples, size):
+            part = batch.part(start, min(start + size, batch.samples), problem.loss.count)
+            if part.count > 0:
+                yield part
 
 
 def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Subject:
@@ -491,6 +800,25 @@ def _without_matrices(flow: CurvatureFlow) -> CurvatureFlow:
         sublayers=tuple(bare(entry) for entry in flow.sublayers),
         activations=tuple(bare(entry) for entry in flow.activations),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Accounts(Result):
+    """The accounts of the groups so far: what a stopped propagation goes on from."""
+
+    flows: tuple[CurvatureFlow, ...]
+
+
+def _packed(flows: Sequence[CurvatureFlow]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tensors, text = pack(_Accounts(flows=tuple(flows)))
+    return tensors, {"accounts": text}
+
+
+def _unpacked(state: State | None) -> list[CurvatureFlow]:
+    if state is None:
+        return []
+    accounts = unpack(state[0], str(state[1]["accounts"]), "the checkpoint")
+    return list(accounts.flows) if isinstance(accounts, _Accounts) else []
 
 
 def _difference(total: Estimate, outer: Estimate) -> Estimate:

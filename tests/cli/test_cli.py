@@ -383,9 +383,10 @@ def test_report_compares_two_runs(
 ) -> None:
     write_run(tmp_path / "a", seed=0)
     write_run(tmp_path / "b", seed=1)
-    finished = _in_process(["report", "a", "--against", "b"], tmp_path, capsys, monkeypatch)
+    finished = _in_process(["report", "b", "--against", "a"], tmp_path, capsys, monkeypatch)
     assert finished.returncode == 0
     assert "option seed: 0 → 1" in finished.stdout
+    assert "Side by side" in (tmp_path / "b" / "comparison.html").read_text(encoding="utf-8")
 
 
 def test_doctor_finds_our_hessian_right_and_the_composed_one_wrong(

@@ -128,7 +128,7 @@ def test_every_figure_is_drawn(browser: Any, page: Path) -> None:
     sizes = browser.execute_script("""
       document.querySelectorAll('.panel').forEach(p => { p.style.display = 'block'; });
       return [...document.querySelectorAll('figure.chart')].map(f => {
-        const box = f.querySelector('svg').getBoundingClientRect();
+        const box = f.querySelector('.plot').closest('svg').getBoundingClientRect();
         const marks = f.querySelector('.marks').getBoundingClientRect();
         return [f.getAttribute('aria-label'), f.dataset.ready, box.width, box.height,
                 marks.width, marks.height];
@@ -156,7 +156,7 @@ def test_heat_maps_show_the_colours_of_their_numbers(browser: Any, page: Path) -
         const data = context.getImageData(0, 0, image.width, image.height).data;
         done([cells.values.flat(), [...data].filter((_, i) => i % 4 === 1)]);
       };
-      image.src = figure.querySelector('image').getAttribute('href');""")
+      image.src = figure.querySelector('.cells').getAttribute('href');""")
     assert len(values) == len(green) == 81
     pairs = sorted(zip(values, green, strict=True))
     greens = [one for _, one in pairs]
@@ -203,7 +203,7 @@ def test_the_atlas_switches_between_the_parts_and_views(browser: Any, page: Path
             _show(browser, part)
             figure = _figure(browser, f"{part} over {view}")
             assert figure.is_displayed()
-            assert figure.find_element("css selector", "image").size["width"] > 50
+            assert figure.find_element("css selector", ".cells").size["width"] > 50
 
 
 def test_hovering_a_point_says_its_number(browser: Any, page: Path) -> None:
@@ -232,7 +232,7 @@ def test_hovering_a_cell_names_the_pair_and_its_interval(browser: Any, page: Pat
 
     _open(browser, page)
     figure = _figure(browser, "H over roles")
-    image = figure.find_element("css selector", "image")
+    image = figure.find_element("css selector", ".cells")
     box = browser.execute_script("return arguments[0].getBoundingClientRect().toJSON()", image)
     side = box["width"] / 9
     action = ActionChains(browser)

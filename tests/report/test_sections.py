@@ -130,8 +130,10 @@ def test_the_landscape_says_where_descent_fails_and_draws_prediction_and_truth(
 @pytest.mark.parametrize(
     ("which", "outside", "words"),
     [
-        ("both", (-1.25, 18.5), "none missing above 18.5 and below −1.25 (97.5 %)"),
-        ("largest", (-math.inf, 18.5), "none missing above 18.5 (97.5 %)"),
+        ("both", (-1.0, 18.5), "complete above 18.5 and below −1 (97.5 %)"),
+        # beyond the outermost of the list: nothing that a reader of the list need know
+        ("both", (-11.0, 18.5), "complete above 18.5 (97.5 %); lower end converged, not searched"),
+        ("largest", (-math.inf, 18.5), "complete above 18.5 (97.5 %)</td>"),
         ("both", (-math.inf, math.inf), "one overlooked: at most 1.0%"),
     ],
 )

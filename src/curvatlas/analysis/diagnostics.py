@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from curvatlas.analysis.conditioning import (
     EffectiveConditioning,
@@ -122,9 +123,66 @@ def _from_sums(trace: float, total: float, count: int) -> float:
     return noise / square if square > 0 and noise > 0 else math.inf
 
 
+SGD = ("sgd", "gd", "momentum", "nesterov")
+ADAPTIVE = (
+    "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adafactor", "lamb", "lion",
+    "shampoo", "soap", "muon", "sophia",
+)  # fmt: skip
+TRAINED_BELOW = 0.9  # of the loss of a model that knows nothing: log of the number of classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation(Result):
+    """What the model is trained with, and whether it has been: what advice depends on."""
+
+    optimizer: str | None = None  # as the user names it, such as "adamw"
+    learning_rate: float | None = None
+    momentum: float = 0.0
+    trained: bool | None = None  # None: cannot be told
+    because: str = ""  # how it was told
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and self.optimizer.lower() not in (*SGD, *ADAPTIVE):
+            known = ", ".join((*SGD, *ADAPTIVE))
+            raise ValueError(f"optimizer is one of {known}, got {self.optimizer!r}.")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise ValueError(f"a learning rate is positive, got {self.learning_rate!r}.")
+
+    @property
+    def adaptive(self) -> bool | None:
+        """Whether the optimizer scales every coordinate by itself; None where none was named."""
+        return None if self.optimizer is None else self.optimizer.lower() in ADAPTIVE
+
+    def at(self, problem: Problem, loss: float, *, trained: bool | None = None) -> Situation:
+        """The same with what the loss says: a classifier that knows nothing has log(classes)."""
+        if trained is not None:
+            words = "the run trained it" if trained else "the run has not trained it yet"
+            return replace(self, trained=trained, because=words)
+        classes = _classes(problem)
+        if classes is None:
+            return self
+        blind = math.log(classes)
+        return replace(
+            self,
+            trained=loss < TRAINED_BELOW * blind,
+            because=f"loss {loss:.3g} against log({classes}) = {blind:.3g} of blind guessing",
+        )
+
+
+def _classes(problem: Problem) -> int | None:
+    """How many classes cross-entropy chooses from; None for other losses."""
+    if problem.loss.name != "cross_entropy":
+        return None
+    batch = next(problem.batches())
+    with problem.evaluating(), torch.no_grad():
+        outputs = problem.outputs(batch.part(0, 1, problem.loss.count), {})
+    tensors = [t for t in tree_flatten(outputs)[0] if isinstance(t, Tensor) and t.ndim > 1]
+    return int(tensors[0].shape[-1]) if tensors and tensors[0].shape[-1] > 1 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Result):
-    """What to do, and the measurement that says so."""
+    """What to do, the measurement that says so, what it would change and how to check it."""
 
     action: str
     topic: str  # "learning rate", "adaptive optimizer", "clipping", …
@@ -134,9 +192,19 @@ class Recommendation(Result):
     threshold: float
     strength: str  # "strong" or "weak"
     evidence: str  # one sentence with the numbers
+    effect: str = ""  # what would change, by how much
+    check: str = ""  # what to run to see whether it is so
+
+    @property
+    def uncertainty(self) -> str:
+        """The measured number with its interval beside the threshold, in words."""
+        low, high = self.interval
+        within = "" if low == high else f" [{low:.3g}, {high:.3g}]"
+        return f"{self.measure} = {self.value:.3g}{within}; the rule speaks from {self.threshold:g}"
 
     def __str__(self) -> str:
-        return f"{self.action} ({self.strength} evidence: {self.evidence})"
+        effect = f"; {self.effect}" if self.effect else ""
+        return f"{self.action} ({self.strength} evidence: {self.evidence}{effect})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +213,7 @@ class Advice(Result):
 
     conditioning: EffectiveConditioning
     recommendations: tuple[Recommendation, ...]
+    situation: Situation | None = None
 
     def __str__(self) -> str:
         said = [f"→ {item}" for item in self.recommendations] or ["→ nothing to recommend"]
@@ -158,19 +227,24 @@ def recommend(
     noise: GradientNoise | None = None,
     batch_size: int | None = None,
     model: nn.Module | None = None,
+    situation: Situation | None = None,
 ) -> tuple[Recommendation, ...]:
     """Everything the measurements support; the last look is the present state.
 
     A rule compares one measured number, with its interval, to a threshold: "strong" evidence when
     the whole interval lies beyond it, "weak" when only the estimate does, else nothing.
+    situation: what the model is trained with and whether it has been: nobody who uses Adam is told
+    to use it, and an untrained model is not told that it stands at a saddle.
     """
     now = looks[-1]
+    situation = situation or Situation(optimizer="sgd", learning_rate=now.learning_rate)
     rules = [
-        _learning_rate(now),
-        _adaptive(now),
-        _layer_wise(now),
+        _learning_rate(now, situation),
+        _room_for_rate(now, situation),
+        _adaptive(now, situation),
+        _layer_wise(now, situation),
         _clipping(gradient_norms),
-        _negative_curvature(now),
+        _negative_curvature(now, situation),
         _pre_norm(now, model),
         _batch(noise, batch_size),
     ]
@@ -189,29 +263,63 @@ def _judged(
     )
 
 
-def _learning_rate(now: EffectiveConditioning) -> Recommendation | None:
-    rate = now.learning_rate
-    if rate is None:
+def _learning_rate(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
+    """The edge of gradient descent, 2 (1 + μ)/η; of Adam's, λmax of H alone says nothing."""
+    rate = situation.learning_rate or now.learning_rate
+    if rate is None or situation.adaptive:
         return None
-    low, high = (rate * bound / 2 for bound in now.largest_interval)
+    edge = 2 * (1 + situation.momentum)
+    value = rate * now.largest / edge
+    low, high = (rate * bound / edge for bound in now.largest_interval)
     return _judged(
-        action=f"lower the learning rate below {2 / now.largest:.3g}",
+        action=f"lower the learning rate below {edge / now.largest:.3g}",
         topic="learning rate",
-        measure="η·λmax/2",
-        value=rate * now.largest / 2,
+        measure="η·λmax/2" if not situation.momentum else "η·λmax/(2 + 2μ)",
+        value=value,
         interval=(low, high),
         threshold=1.0,
-        evidence=f"sharpness {now.largest:.4g} exceeds 2/η = {2 / rate:.4g}: plain gradient "
-        "descent leaves this point",
+        evidence=f"sharpness {now.largest:.4g} exceeds {edge:g}/η = {edge / rate:.4g}: plain "
+        "gradient descent leaves this point",
+        effect=f"at η = {rate:.3g} a deviation along the sharpest direction is multiplied by "
+        f"{abs(1 - rate * now.largest):.3g} a step, at {edge / 2 / now.largest:.3g} by 0",
+        check="'curvatlas landscape' runs gradient descent on both sides of the edge",
     )
 
 
-def _adaptive(now: EffectiveConditioning) -> Recommendation | None:
-    if not now.layers:
+_ROOM = 20.0  # of the edge, from which a higher rate is worth a thought
+
+
+def _room_for_rate(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
+    """A rate far below the edge, for a model that is trained: sharpness will not grow much."""
+    rate = situation.learning_rate
+    if rate is None or situation.adaptive is not False or not situation.trained:
+        return None
+    edge = 2 * (1 + situation.momentum) / rate
+    low, high = (edge / max(bound, 1e-300) for bound in reversed(now.largest_interval))
+    return _judged(
+        action=f"try a higher learning rate, up to about {rate * edge / now.largest / 4:.2g}",
+        topic="learning rate",
+        measure="edge over λmax",
+        value=edge / max(now.largest, 1e-300),
+        interval=(low, high),
+        threshold=_ROOM,
+        evidence=f"λmax {now.largest:.4g} lies far below the edge {edge:.4g} of η = {rate:.3g}",
+        effect=f"steps could be {edge / now.largest / 4:.3g} times as long and keep a factor of 4",
+        check="train both for a few hundred steps and compare the loss at equal steps",
+    )
+
+
+def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
+    """For plain gradient descent alone: adaptive optimizers scale layers by themselves."""
+    if not now.layers or situation.adaptive:
         return None
     order = sorted(now.layers, key=lambda layer: layer.sharpness)
+    named = situation.optimizer is not None
     return _judged(
-        action="use an adaptive optimizer (Adam, Shampoo)",
+        action="use an adaptive optimizer (Adam, Shampoo)"
+        if named
+        else "train this with an adaptive optimizer (Adam, Shampoo), or with rates by layer; plain "
+        "gradient descent will be slow",
         topic="adaptive optimizer",
         measure="largest over smallest layer sharpness",
         value=now.heterogeneity,
@@ -219,12 +327,15 @@ def _adaptive(now: EffectiveConditioning) -> Recommendation | None:
         threshold=LAYERS_DIFFER,
         evidence=f"{order[-1].name} is {now.heterogeneity:.3g} times as sharp as {order[0].name}: "
         "one step size for both is unstable in one or slow in the other",
+        effect=f"with one rate that {order[-1].name} bears, {order[0].name} moves "
+        f"{now.heterogeneity:.3g} times slower than it could",
+        check="train with both for a few hundred steps and compare the loss at equal steps",
     )
 
 
-def _layer_wise(now: EffectiveConditioning) -> Recommendation | None:
+def _layer_wise(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
     stack = [layer for layer in now.layers if layer.layer is not None and layer.sharpness > 0]
-    if len(stack) < 2:
+    if len(stack) < 2 or situation.adaptive:
         return None
     low, *_, top = sorted(stack, key=lambda layer: layer.sharpness)
     ratio, interval = heterogeneity(stack)
@@ -236,6 +347,8 @@ def _layer_wise(now: EffectiveConditioning) -> Recommendation | None:
         interval=interval,
         threshold=LAYERS_DIFFER / 2,
         evidence=f"{top.name} has λmax {top.sharpness:.4g}, {low.name} {low.sharpness:.4g}",
+        effect=f"{low.name} could take steps {ratio:.3g} times as long as {top.name}",
+        check="parameter groups with these rates for a few hundred steps, against one rate",
     )
 
 
@@ -261,17 +374,29 @@ def _clipping(norms: Sequence[float]) -> Recommendation | None:
     )
 
 
-def _negative_curvature(now: EffectiveConditioning) -> Recommendation | None:
+_VAGUE = 0.3  # width of an interval of a share beyond which the share is no evidence
+
+
+def _negative_curvature(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
+    """Of a model that has been trained, or may have been: at initialisation it is the rule."""
+    if situation.trained is False:
+        return None
     low, high = (max(-bound, 0.0) / max(now.largest, 1e-300) for bound in now.smallest_interval)
+    few, many = now.negative_mass_interval
+    share = f" ({now.negative_mass:.0%} of all are negative)" if many - few < _VAGUE else ""
     return _judged(
-        action="use momentum or noise to leave the saddle, and clip the steps",
+        action="train on: use momentum or noise to leave the saddle, and clip the steps",
         topic="negative curvature",
         measure="|λmin|/λmax",
         value=now.indefiniteness,
         interval=(min(low, high), max(low, high)),
         threshold=SADDLE,
         evidence=f"the most negative eigenvalue is {now.smallest:.4g} against λmax "
-        f"{now.largest:.4g} ({now.negative_mass:.0%} of all are negative)",
+        f"{now.largest:.4g}{share}",
+        effect=f"a step of length s along that direction lowers the loss by about "
+        f"{abs(now.smallest) / 2:.3g}·s²",
+        check="ca.TaylorExpansionAnalyzer.compute_taylor_coefficients with the eigenvector as "
+        "displacement",
     )
 
 
@@ -525,6 +650,9 @@ class _Trajectory:
                 noise=noise,
                 batch_size=self.batch,
                 model=self.problem.model,
+                situation=Situation(
+                    optimizer="sgd", learning_rate=self.rate, momentum=self.momentum
+                ),
             ),
         )
 

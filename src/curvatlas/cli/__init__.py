@@ -19,7 +19,7 @@ import typer
 
 from curvatlas.budget import ran_out, readable
 from curvatlas.cli import execution
-from curvatlas.cli.checks import bench, check, doctor, report, verify
+from curvatlas.cli.checks import bench, check, compare, doctor, report, verify
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.options import with_groups
@@ -38,6 +38,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
     "verify": verify,
     "report": report,
+    "compare": compare,
     "check": check,
     "bench": bench,
     "doctor": doctor,

@@ -1,4 +1,4 @@
-"""Commands that check and show: ``verify``, ``report``, ``check``, ``bench``, ``doctor``."""
+"""Commands that check and show: ``verify``, ``report``, ``compare``, ``check``, ``doctor`` …"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from curvatlas.cli.options import Console, Output, Seed
 
 if TYPE_CHECKING:
+    from curvatlas.runs import LoadedRun
     from curvatlas.theory.statements import Verification
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -94,7 +95,8 @@ def report(
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Compare with this run instead.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Write the page that compares it with this run."),
     ] = None,
     figures: Annotated[
         bool, typer.Option("--figures", help="Also write PNG and SVG figures for papers.")
@@ -107,12 +109,39 @@ def report(
 
     loaded = runs.load(run)
     if against is not None:
-        comparison = runs.compare(loaded, runs.load(against))
-        console.answer(comparison.to_dict(), comparison)
+        _answer_comparison([runs.load(against), loaded], output or loaded.path, console)
         return
     page = write_report(loaded, output, figures=figures)
     answer = {"run": str(loaded.path), "report": str(page), "bytes": page.stat().st_size}
     console.answer(answer, f"report: {page}")
+
+
+def compare(
+    *,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders; one with two stages is enough."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE|DIR", help="Where to write (default: into the last)."
+        ),
+    ] = None,
+    console: Console,
+) -> None:
+    """Compare runs side by side, in order of time: what changed, and whether it is real."""
+    from curvatlas import runs
+
+    loaded = [runs.load(folder) for folder in folders]
+    _answer_comparison(loaded, output or loaded[-1].path, console)
+
+
+def _answer_comparison(loaded: list[LoadedRun], output: Path, console: Console) -> None:
+    from curvatlas.report.comparing import compare as compare_runs
+
+    comparison = compare_runs(loaded, output=output)
+    console.answer(comparison.to_dict(), comparison)
 
 
 def check(

@@ -32,7 +32,7 @@ from curvatlas.surveying import fingerprints_of, subject_of
 
 MOST_SAMPLES = 512
 _FEWEST_SAMPLES = 8
-_FORWARD_OPERATIONS = 2**31
+_FORWARD_OPERATIONS = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Prepared:
 def prepare(inputs: Inputs, samples: int | None) -> Prepared:
     """Find the model and the data and put them together; processes of torchrun share them.
 
-    samples: None takes 512, or as many as keep two thousand products a matter of minutes.
+    samples: None takes 512, or as many as keep a survey's products a matter of minutes.
     """
     device = join_group(inputs.device)
     count, size = samples or MOST_SAMPLES, inputs.batch_size
@@ -125,10 +125,10 @@ def parse_roles(texts: Iterable[str]) -> dict[str, str]:
 
 
 def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
-    """How many samples take 2³¹ operations in a forward pass, a fixed number on every machine.
+    """How many samples take 2³⁰ operations in a forward pass, a fixed number on every machine.
 
-    A product with the Hessian is six of them: a survey of 2500 products then takes 3·10¹³
-    operations, minutes on two cores.
+    A product with the Hessian is six of them: a survey of 1200 products then takes 8·10¹²
+    operations, two or three minutes on two cores.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

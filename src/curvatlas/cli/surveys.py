@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from curvatlas.runs.subject import TrainedWeights
 
 R = TypeVar("R", bound="Result")
+_DEMO_RATE = 5e-3  # of AdamW, for the reference ViT
 
 
 class Part(str, Enum):
@@ -60,7 +61,8 @@ def demo(
             Problem(model, "cross_entropy", tuple(batch)),
             output=run,
             stage=stage,
-            density_products=150,
+            optimizer="adamw",
+            learning_rate=_DEMO_RATE,
             time=clock,
             seed=seed,
             name="reference ViT",
@@ -71,7 +73,7 @@ def demo(
 
     def training() -> TrainedWeights:
         model.float()  # training needs no more than float32; curvature is measured in float64
-        history = zoo.train(model, data, steps=steps, seed=seed)
+        history = zoo.train(model, data, steps=steps, lr=_DEMO_RATE, seed=seed)
         return weights_of(model, history)
 
     def work() -> None:
@@ -115,28 +117,51 @@ def analyze(
     skip: Annotated[
         list[Part] | None, typer.Option("--skip", help="Leave this out; repeatable.")
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="What it is trained with, such as sgd or adamw: advice depends on it."),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the training.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it will take: steps, time, memory.")
+    ] = False,
     time: Time = None,
     memory: Memory = None,
     products: Products = None,
     console: Console,
 ) -> None:
     """Measure the curvature of your model: spectrum, traces, map over roles, densities."""
+    from curvatlas.analysis.diagnostics import Situation
     from curvatlas.budget import Clock, parse_bytes
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
-    from curvatlas.surveying import SKIPPABLE, chosen_slices, effort, survey
+    from curvatlas.surveying import SKIPPABLE, chosen_slices, effort, plan_survey, survey
 
+    Situation(optimizer=optimizer, learning_rate=lr)  # a wrong name is told at once
     clock, size = Clock(time), None if memory is None else parse_bytes(memory)
     prepared = prepare(inputs, samples)
     if roles:
         chosen_slices(prepared.problem.anatomy, roles)  # a wrong name makes no folder
     left_out = [part for part in sorted(SKIPPABLE) if Part(part) in (skip or ())]
+    if dry_run:
+        plan = plan_survey(
+            prepared.problem,
+            roles=roles,
+            skip=left_out,
+            eigenvalues=eigenvalues,
+            products=products,
+            memory=size,
+        )
+        console.answer(plan.to_dict(), f"{prepared.model_name} on {prepared.data_name}: {plan}")
+        return
+    advised = {"optimizer": optimizer, "learning_rate": lr}
     run = prepared.open_run(
         "analyze",
         output,
         roles=roles,
         eigenvalues=eigenvalues,
         skip=left_out,
+        **{key: value for key, value in advised.items() if value is not None},
         effort=effort(memory=size, products=products, time=time),
     )
 
@@ -149,6 +174,8 @@ def analyze(
             skip=left_out,
             eigenvalues=eigenvalues,
             products=products,
+            optimizer=optimizer,
+            learning_rate=lr,
             memory=size,
             time=clock,
             seed=inputs.seed,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from curvatlas.analysis.propagation.result import CurvatureFlow
     from curvatlas.spectra.density_result import SpectralDensity
 
-_COLOURS = (ORANGE, BLUE, GREEN, PINK)
+_COLOURS = (BLUE, ORANGE, GREEN, PINK)  # as on the page: the first stage blue, the next orange
 _MOST_NAMES = 30  # rows of the map that can be labelled
 _DECADES = 4  # shown below the largest entry
 

@@ -519,6 +519,8 @@ class CurvatureParts(CurvatureOperator):
 
     def parts(self, columns: Columns, rows: Sequence[str]) -> dict[str, Tensor]:
         """Part → (K, Σ sizes of rows), of columns given as parameter name → (K, *shape)."""
+        if self.before_product is not None:
+            self.before_product()
         self.products += next(iter(columns.values())).shape[0]
         outer, functional = self._batch_sums(
             columns, rows, lambda linear, some: linear.parts(some, rows), parts=2

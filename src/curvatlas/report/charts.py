@@ -148,7 +148,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 12, 50
 AREA_WIDTH, AREA_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 _MOST_DOTS = 100
-_NAME_ROOM = 62  # below the axis, when places have slanted names instead of numbers
+_MOST_NAMES = 28  # slanted names that fit under the axis; of more every second, third … is shown
 
 Style = Literal["line", "points", "both", "stems", "bars", "area"]
 
@@ -185,18 +185,22 @@ def chart(
     if not isinstance(x_scale, Scale):
         x_scale = x_scale([x for one in series for x in one.x])
     if not isinstance(y_scale, Scale):
-        y_scale = y_scale([y for one in series for y in one.y])
-    marks = [_marks(one, x_scale, y_scale) for one in series]
+        ends = [end for one in series for pair in one.intervals or () for end in pair]
+        y_scale = y_scale([y for one in series for y in one.y] + ends)
+    words = (x_label, y_label)
+    marks = [_marks(one, x_scale, y_scale, words, x_names) for one in series]
     zero = _zero_lines(x_scale, y_scale)
+    # slanted names reach further down the longer they are
+    extra = min(8 + 3.6 * max(map(len, x_names), default=0), 110) if x_names else 0
     picture = _frame(
         join(zero, marks),
         axis("x", x_scale, x_names),
         axis("y", y_scale, None),
-        _axis_titles(x_label, y_label, _NAME_ROOM if x_names else 0),
+        _axis_titles(x_label, y_label, extra),
         title=f"{title}. {description}",
         x_scale=x_scale,
         y_scale=y_scale,
-        extra=_NAME_ROOM if x_names else 0,
+        extra=extra,
     )
     return figure(picture, title=title, description=description, legend=_legend(series))
 
@@ -226,7 +230,9 @@ def axis(which: str, scale: Scale, names: Sequence[str] | None) -> Markup:
     """Tick marks and labels: round numbers, or names at 0, 1, 2 …"""
     size = AREA_WIDTH if which == "x" else AREA_HEIGHT
     if names is not None:
-        places = [(scale.place(index) * size, name) for index, name in enumerate(names)]
+        every = math.ceil(len(names) / _MOST_NAMES)
+        shown = list(enumerate(names))[::every]
+        places = [(scale.place(index) * size, name) for index, name in shown]
     else:
         places = [(scale.place(v) * size, label) for v, label in scale.ticks()]
     if which == "y":
@@ -248,14 +254,14 @@ def _tick(which: str, place: float, label: str, slanted: bool) -> Markup:
     return tag("g", Markup(inner), class_="tick", transform=moved, data_at=f"{place:.2f}")
 
 
-def _axis_titles(x_label: str, y_label: str, extra: int) -> Markup:
+def _axis_titles(x_label: str, y_label: str, extra: float) -> Markup:
     x = tag("text", x_label, x=AREA_WIDTH / 2, y=AREA_HEIGHT + 41 + extra, text_anchor="middle")
     turned = f"translate({-_LEFT + 13},{AREA_HEIGHT / 2}) rotate(-90)"
     return tag("g", x, tag("text", y_label, transform=turned, text_anchor="middle"), class_="title")
 
 
 def _frame(
-    marks: Markup, *axes: Markup, title: str, x_scale: Scale, y_scale: Scale, extra: int
+    marks: Markup, *axes: Markup, title: str, x_scale: Scale, y_scale: Scale, extra: float
 ) -> Markup:
     area = f"M0,0H{AREA_WIDTH}V{AREA_HEIGHT}H0Z"
     return tag(
@@ -280,7 +286,7 @@ def _frame(
             **scale_attributes("x", x_scale),
             **scale_attributes("y", y_scale),
         ),
-        viewBox=f"0 0 {WIDTH} {HEIGHT + extra}",
+        viewBox=f"0 0 {WIDTH} {HEIGHT + extra:.0f}",
         role="img",
         aria_label=title,
     )
@@ -307,7 +313,13 @@ def _zero_lines(x_scale: Scale, y_scale: Scale) -> Markup:
     return join(*lines)
 
 
-def _marks(series: Series, x_scale: Scale, y_scale: Scale) -> Markup:
+def _marks(
+    series: Series,
+    x_scale: Scale,
+    y_scale: Scale,
+    words: tuple[str, str],
+    x_names: Sequence[str] | None,
+) -> Markup:
     def across(value: float) -> float:
         return x_scale.place(value) * AREA_WIDTH
 
@@ -318,14 +330,16 @@ def _marks(series: Series, x_scale: Scale, y_scale: Scale) -> Markup:
         fits = (x > 0 or x_scale.kind != "log") and (y > 0 or y_scale.kind != "log")
         return fits and math.isfinite(x) and math.isfinite(y)
 
+    def where(x: float) -> str:
+        named = x_names is not None and x == int(x) and 0 <= x < len(x_names)
+        return x_names[int(x)] if x_names and named else f"{words[0]} {number(x)}"
+
     labels = series.labels or [
-        f"{series.name}: {number(x)}, {number(y)}" for x, y in zip(series.x, series.y, strict=True)
+        f"{series.name}: {words[1]} {number(y)} at {where(x)}"
+        for x, y in zip(series.x, series.y, strict=True)
     ]
-    places = [
-        (across(x), down(y), index)
-        for index, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-        if drawable(x, y)
-    ]
+    points = list(enumerate(zip(series.x, series.y, strict=True)))
+    places = [(across(x), down(y), index) for index, (x, y) in points if drawable(x, y)]
     floor = down(0.0) if y_scale.kind != "log" and y_scale.low <= 0 else float(AREA_HEIGHT)
     shapes: list[Markup] = []
     path = "L".join(f"{x:.2f},{y:.2f}" for x, y, _ in places)
@@ -342,6 +356,20 @@ def _marks(series: Series, x_scale: Scale, y_scale: Scale) -> Markup:
                 shapes.append(
                     tag("path", d=f"M{x:.2f},{down(low):.2f}V{down(high):.2f}", class_="interval")
                 )
+    # Zero has no place on a logarithmic axis: it stands below it, hollow.
+    for index, (x, y) in points:
+        if y == 0 and y_scale.kind == "log" and math.isfinite(x):
+            place = across(x)
+            shapes.append(
+                tag(
+                    "path",
+                    tag("title", labels[index]),
+                    d=f"M{place - 5:.2f},{AREA_HEIGHT - 9}h10l-5,8z",
+                    class_="dot nought",
+                    data_x=f"{place:.2f}",
+                    data_y=AREA_HEIGHT - 5,
+                )
+            )
     # Every point of a long curve would make the page heavy: a hundred can be hovered over.
     every = -(-len(places) // _MOST_DOTS) if series.style in ("line", "area") else 1
     for x, y, index in places[::every]:
@@ -406,13 +434,14 @@ _DIVERGING = (
     "67001f",
 )
 _MISSING = (150, 150, 150)  # grey, for what was not computed
+_ZERO = (236, 233, 226)  # paper, for what is zero: no logarithm reaches it
 
 RGB = tuple[int, int, int]
 
 
 _CELL_LIMITS = (14, 34)  # smallest and largest side of a cell, in the figure's units
 _WIDEST = 620
-_BAR_WIDTH, _GAP = 14, 18
+_BAR_WIDTH, _BAR_HEIGHT = 300, 12
 _LABEL_WIDTH = 7.4  # of one character of a label
 _MOST_LABELS = 64  # beyond that only every second, third … row is named
 
@@ -430,11 +459,14 @@ def heatmap(
     signed: bool = False,
     limits: tuple[float, float] | None = None,
     notes: Sequence[Sequence[str | None]] | None = None,
+    bar: str = "",
 ) -> Markup:
     """One heat map. ``signed``: diverging colours around zero, else a logarithmic scale.
 
-    None and NaN are cells that were not computed (grey). ``limits`` fixes the colour scale, so that
-    several maps can be compared. ``notes`` are added to what hovering says, such as an interval.
+    None and NaN are cells that were not computed (grey), zeros have a colour of their own beside
+    the logarithmic scale. ``bar`` says what the colours mean. ``limits`` fixes the colour scale, so
+    that several maps can be compared. ``notes`` are added to what hovering says, such as an
+    interval.
     """
     scale = _colour_scale(values, signed, limits)
     side = min(max(_WIDEST / max(len(columns), 1), _CELL_LIMITS[0]), _CELL_LIMITS[1])
@@ -450,7 +482,7 @@ def heatmap(
         preserveAspectRatio="none",
         class_="cells",
     )
-    full_width = left + width + _GAP + _BAR_WIDTH + 64
+    full_width = left + width + 14
     full_height = 8 + height + bottom
     picture = tag(
         "svg",
@@ -472,7 +504,6 @@ def heatmap(
             data_height=f"{height:.2f}",
             data_cells=identifier,
         ),
-        _colour_bar(scale, signed, left + width + _GAP, height),
         viewBox=f"0 0 {full_width:.0f} {full_height:.0f}",
         # Labels stay readable: the picture is never shrunk far, narrow screens scroll it.
         style=f"max-width:{1.35 * full_width:.0f}px;min-width:{min(0.85 * full_width, 900):.0f}px",
@@ -486,8 +517,16 @@ def heatmap(
         "notes": [list(row) for row in notes] if notes is not None else None,
     }
     scrolling = tag("div", picture, class_="scroll")
+    computed = [v for row in values for v in row]
+    key = _colour_bar(
+        scale,
+        signed,
+        bar,
+        zeros=not signed and 0.0 in computed,
+        missing=any(v is None or not math.isfinite(v) for v in computed),
+    )
     return figure(
-        Markup(scrolling + json_block(identifier, data)),
+        Markup(key + scrolling + json_block(identifier, data)),
         title=title,
         description=description,
         wide=True,
@@ -524,8 +563,7 @@ def _colour(value: float | None, scale: Scale, signed: bool) -> RGB:
         return _MISSING
     if signed:
         return _ramp(_DIVERGING, scale.place(value))
-    shown = value > 0 or scale.kind == "linear"
-    return _ramp(_SEQUENTIAL, scale.place(value) if shown else 0.0)
+    return _ramp(_SEQUENTIAL, scale.place(value)) if value > 0 else _ZERO
 
 
 def _names(which: str, names: Sequence[str], side: float, height: float) -> Markup:
@@ -545,23 +583,47 @@ def _names(which: str, names: Sequence[str], side: float, height: float) -> Mark
     return tag("g", ticks, class_=f"axis {which}", data_kind="names")
 
 
-def _colour_bar(scale: Scale, signed: bool, left: float, height: float) -> Markup:
-    height = max(height, 90)
+def _colour_bar(scale: Scale, signed: bool, title: str, *, zeros: bool, missing: bool) -> Markup:
+    """Above the map and outside of what scrolls, so that it stays in view on a phone."""
     samples = _DIVERGING if signed else _SEQUENTIAL
-    pixels = [[_ramp(samples, 1 - row / 63)] for row in range(64)]
+    pixels = [[_ramp(samples, column / 127) for column in range(128)]]
     bar = tag(
         "image",
         href=_png(pixels),
+        x=12,
         width=_BAR_WIDTH,
-        height=f"{height:.1f}",
+        height=_BAR_HEIGHT,
         preserveAspectRatio="none",
     )
     ticks = [
-        tag("text", label, x=_BAR_WIDTH + 5, y=f"{height * (1 - scale.place(v)):.1f}", dy="0.32em")
+        tag(
+            "text",
+            label,
+            x=f"{12 + _BAR_WIDTH * scale.place(v):.1f}",
+            y=_BAR_HEIGHT + 15,
+            text_anchor="middle",
+        )
         for v, label in scale.ticks()
         if 0 <= scale.place(v) <= 1
     ]
-    return tag("g", bar, ticks, transform=f"translate({left:.1f},8)", class_="colour-bar")
+    picture = tag(
+        "svg", bar, ticks, viewBox=f"0 0 {_BAR_WIDTH + 24} {_BAR_HEIGHT + 20}", aria_hidden="true"
+    )
+    swatches = [
+        tag("span", tag("span", class_=f"swatch {word}"), said)
+        for word, said, there in (
+            ("nought", "zero", zeros),
+            ("missing", "not computed", missing),
+        )
+        if there
+    ]
+    return tag(
+        "div",
+        tag("span", title, class_="bar-title") if title else None,
+        picture,
+        swatches,
+        class_="colour-bar",
+    )
 
 
 def cell_table(

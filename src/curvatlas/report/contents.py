@@ -25,6 +25,7 @@ class Entry:
 
     name: str
     content: dict[str, Any]
+    label: str | None = None  # instead of the stage that the name says
 
     @property
     def kind(self) -> str:
@@ -38,6 +39,8 @@ class Entry:
     @property
     def stage(self) -> str:
         """The first word of the name when another word follows it: initial, trained, model …"""
+        if self.label is not None:
+            return self.label
         words = self.name.split(".")
         return words[0] if len(words) > 1 and words[0] not in PARTS else ""
 
@@ -170,3 +173,17 @@ def eigenvalues(content: dict[str, Any]) -> Iterator[tuple[float, tuple[float, f
     for index, value in enumerate(values):
         bounded = index < len(lows) and index < len(highs)
         yield value, (lows[index], highs[index]) if bounded else (value, value)
+
+
+def matrix(values: Any) -> list[list[float | None]]:
+    """A matrix of JSON numbers; what is none is None, and what is no matrix is empty."""
+    if not isinstance(values, list):
+        return []
+    return [[as_number(v) for v in row] if isinstance(row, list) else [] for row in values]
+
+
+def named_matrix(
+    entry: dict[str, Any], end: str = "values"
+) -> tuple[list[str], list[list[float | None]]]:
+    """The names and the values (or their "low", "high") of a stored map."""
+    return [str(name) for name in entry.get("names") or ()], matrix(entry.get(end))

@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from curvatlas.files import write_bytes
+from curvatlas.files import read_bytes, write_bytes
 from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
@@ -60,7 +61,8 @@ def write_report(
     target = loaded.path if output is None else Path(output)
     if target.suffix.lower() not in (".html", ".htm"):
         target = target / "report.html"
-    write_bytes(target, render(contents_of(loaded)).encode("utf-8"))
+    page = render(contents_of(loaded), picture=_picture(loaded.path))
+    write_bytes(target, page.encode("utf-8"))
     if figures:
         from curvatlas.report.paper import write_figures
 
@@ -68,41 +70,74 @@ def write_report(
     return target
 
 
-def render(contents: Contents) -> str:
-    """The whole page as text."""
+_PICTURE = Path("figures") / "overview.png"
+_LARGEST_PICTURE = 4 * 2**20
+
+
+def _picture(folder: Path) -> bytes | None:
+    """The overview that was drawn for the run, where there is one."""
+    try:
+        content = bytes(read_bytes(folder / _PICTURE, limit=_LARGEST_PICTURE, follow_links=False))
+    except (OSError, ValueError):
+        return None
+    return content if content.startswith(b"\x89PNG\r\n\x1a\n") else None
+
+
+def _overview(picture: bytes) -> Section:
+    address = Markup("data:image/png;base64," + base64.b64encode(picture).decode())
+    caption = (
+        "The spectrum of H, where its curvature lives and how it travels back through the "
+        "sublayers; stages have the same colours here and in every chart below."
+    )
+    image = tag("img", src=address, alt=caption)
+    body = tag("figure", image, tag("figcaption", caption), class_="picture")
+    return Section("overview", "In one picture", body)
+
+
+def render(contents: Contents, *, picture: bytes | None = None) -> str:
+    """The whole page as text; ``picture``: a PNG that shows the run at a glance."""
     sections = [section for make in SECTIONS if (section := make(contents)) is not None]
-    style, script = _asset("report.css"), _asset("report.js")
+    if picture is not None:
+        after = [i for i, section in enumerate(sections) if section.identifier == "findings"]
+        sections.insert(after[0] + 1 if after else 1, _overview(picture))
     title = f"Curvature of {subject_name(contents)}"
+    manifest = contents.manifest
+    return page_of(title, f"{manifest['updated']} · {manifest['status']}", sections, manifest)
+
+
+def page_of(title: str, meta: str, sections: list[Section], manifest: dict[str, Any]) -> str:
+    """One page of these sections, with its style, its script and links to every section."""
+    style, script = _asset("report.css"), _asset("report.js")
+    made = f"curvatlas {manifest['version']}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
-        tag("meta", name="generator", content=f"curvatlas {contents.manifest['version']}"),
+        tag("meta", name="generator", content=made),
         tag("title", title),
         tag("style", Markup(style)),
     )
     body = tag(
         "body",
         tag("a", "Skip to the findings", href="#findings", class_="skip"),
-        _header(title, contents, sections),
+        _header(title, meta, sections),
         tag("main", [_section(section) for section in sections]),
-        tag("footer", tag("p", f"Made by curvatlas {contents.manifest['version']}.")),
+        tag("footer", tag("p", f"Made by {made}.")),
         tag("div", id="hover", role="status", aria_live="polite", hidden=True),
         Markup(f"<script>{script}</script>"),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _header(title: str, contents: Contents, sections: list[Section]) -> Markup:
+def _header(title: str, meta: str, sections: list[Section]) -> Markup:
     links = [
         tag("li", tag("a", section.title, href=f"#{section.identifier}")) for section in sections
     ]
-    status = contents.manifest["status"]
     return tag(
         "header",
         tag("h1", title),
-        tag("p", f"{contents.manifest['updated']} · {status}", class_="meta"),
+        tag("p", meta, class_="meta"),
         tag("nav", tag("ul", links), aria_label="Sections"),
     )
 

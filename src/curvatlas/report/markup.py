@@ -82,7 +82,7 @@ def table(head: list[object], rows: list[list[object]], *, caption: object = Non
         )
         for row in rows
     ]
-    return tag(
+    scrolling = tag(
         "div",
         tag(
             "table",
@@ -95,6 +95,7 @@ def table(head: list[object], rows: list[list[object]], *, caption: object = Non
         role="region",
         aria_label=caption if isinstance(caption, str) else "table",
     )
+    return tag("div", scrolling, class_="table")  # report.js adds its download beside the table
 
 
 def json_block(identifier: str, value: Any) -> Markup:

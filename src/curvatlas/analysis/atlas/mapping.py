@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from curvatlas.fits import Array
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import Problem
+from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint
 
 # Up to this size the three dense matrices are cheaper than their estimates are good.
 DENSE_UP_TO = 4096
@@ -50,13 +53,14 @@ def atlas(
     heads: bool = False,
     biases: bool = True,
     rtol: float = 0.05,
-    worst: float | None = None,
+    worst: float | None = 0.2,
     products: int | None = None,
     method: str = "auto",
     spectral: str | Sequence[tuple[str, str]] = "bracket",
     negative_mass: bool | None = None,
     seed: int = 0,
     budget: int | str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> Atlas:
     """Frobenius and spectral norms, traces and couplings of H, H_o, H_f over layers and roles.
 
@@ -64,7 +68,8 @@ def atlas(
     heads: one block a head for query, key, value and output.
     biases: False counts a bias with its weight.
     rtol: stop when the root mean square of the entries' relative standard errors reaches it.
-    worst: go on until every entry above 1 % of the largest has this relative standard error too.
+    worst: go on until every entry above 1 % of the largest has this relative standard error too;
+        None asks for ``rtol`` alone.
     products: at most this many products (each gives H, H_o and H_f; four a block at least).
     method: "dense" (exact), "closed form" (exact, one layer that ``closed_form`` knows, of
         any size), "sketch" (estimates with intervals); "auto": dense up to P = 4096, beyond it the
@@ -73,6 +78,7 @@ def atlas(
         spectral norms are then refined by Lanczos; dense maps are always exact.
     negative_mass: the share of negative eigenvalues of every diagonal block (60 products a block
         and part); None: where it is free (dense).
+    checkpoint: a file from which a sketch that was stopped goes on with the same numbers.
     """
     if not isinstance(problem, Problem):
         raise TypeError(
@@ -91,7 +97,7 @@ def atlas(
     if method == "dense" or (method == "auto" and fits):
         places = [block.indices for block in blocks]
         maps, shares = maps_of_matrices(dense_parts(operator), places, blocks)
-        return _finish(maps, shares, blocks, "dense", operator.products, rtol, 0.0, True)
+        return _finish(maps, shares, blocks, "dense", operator.products, rtol)
     if method in ("auto", "closed form"):
         try:
             maps, shares = closed_maps(closed_form(problem), operator, blocks, room)
@@ -99,16 +105,21 @@ def atlas(
             if method == "closed form":
                 raise UnmappedModuleError(f"no closed form of this problem: {reason}") from reason
         else:
-            return _finish(maps, shares, blocks, "closed form", operator.products, rtol, 0.0, True)
+            return _finish(maps, shares, blocks, "closed form", operator.products, rtol)
 
     sketch = Sketch(operator, blocks, seed=seed)
-    error, reached = _probe_until(sketch, rtol, worst, products)
+    sampler = _Sampler(sketch, rtol, worst, products)
+    effort = {"rtol": rtol, "worst": worst, "products": products, "seed": seed}
+    names = [block.name for block in blocks]
+    mark = fingerprint(operator, estimate="atlas", blocks=names, **effort)
+    sampler.run(Checkpoint(checkpoint, mark))
     maps, shares = _sketch_maps(sketch, blocks)
     if spectral != "bracket":
         refined_spectral(maps, problem, blocks, spectral, seed=seed, budget=budget)
     if negative_mass:
         maps.update(negative_masses(problem, blocks, seed=seed, budget=budget))
-    return _finish(maps, shares, blocks, "sketch", sketch.products, rtol, error, reached)
+    reached = (sampler.error, sampler.worst_error, sampler.reached)
+    return _finish(maps, shares, blocks, "sketch", sketch.products, rtol, reached)
 
 
 def _finish(
@@ -118,8 +129,7 @@ def _finish(
     method: str,
     products: int,
     rtol: float,
-    error: float,
-    converged: bool,
+    reached: tuple[float, float, bool] = (0.0, 0.0, True),
 ) -> Atlas:
     for key, frobenius in list(maps.items()):
         if "/frobenius/" in key:
@@ -130,42 +140,66 @@ def _finish(
         diagonal_share=shares,
         method=method,
         products=products,
-        converged=converged,
+        converged=reached[2],
         rtol=rtol,
-        error=error,
+        error=reached[0],
+        worst_error=reached[1],
     )
 
 
-def _probe_until(
-    sketch: Sketch, rtol: float, worst: float | None, products: int | None
-) -> tuple[float, bool]:
-    """Probe every column, then the columns whose entries are least known.
+class _Sampler(Resumable):
+    """Probe every column, then the columns whose entries are least known."""
 
-    Returns the root mean square relative error, and whether what was asked for is reached.
-    """
-    count = len(sketch.blocks)
-    first = _FIRST
-    if products is not None:
-        first = max(2, min(_FIRST, int(_AT_FIRST * products) // count))
-        if products < 2 * count:
-            raise ValueError(
-                f"a map of {count} blocks needs at least {2 * count} products, got {products}: "
-                "allow more, or use biases=False for fewer blocks."
-            )
-    # From the end of the model backwards: the last columns cost least and teach the first ones.
-    sketch.probe(range(count - 1, -1, -1), first)
-    limit = _MOST * count if products is None else products
-    singles = [[j] for j in range(count)]
-    while True:
-        energy = sketch.energies(singles)
+    title = "map of roles"
+
+    def __init__(
+        self, sketch: Sketch, rtol: float, worst: float | None, products: int | None
+    ) -> None:
+        self.sketch, self.rtol, self.asked_worst = sketch, rtol, worst
+        count = len(sketch.blocks)
+        self.first = _FIRST
+        if products is not None:
+            self.first = max(2, min(_FIRST, int(_AT_FIRST * products) // count))
+            if products < 2 * count:
+                raise ValueError(
+                    f"a map of {count} blocks needs at least {2 * count} products, got {products}: "
+                    "allow more, or use biases=False for fewer blocks."
+                )
+        self.budget = _MOST * count if products is None else products
+        self.queue: list[tuple[int, int]] = []  # (column, probes) still to be measured
+        self.error = self.worst_error = float("inf")
+        self.reached = False
+
+    @property
+    def products(self) -> int:
+        return self.sketch.products
+
+    def begin(self) -> None:
+        # From the end of the model backwards: the last columns cost least and teach the first.
+        self.queue = [(j, self.first) for j in range(len(self.sketch.blocks) - 1, -1, -1)]
+
+    def step(self) -> None:
+        if self.queue:
+            (column, probes), self.queue = self.queue[0], self.queue[1:]
+            self.sketch.probe_column(column, probes)
+        if not self.queue:
+            self._look()
+
+    def _look(self) -> None:
+        """How well the entries are known; more probes where they are not well enough."""
+        sketch, count = self.sketch, len(self.sketch.blocks)
+        energy = sketch.energies([[j] for j in range(count)])
         errors = np.where(energy.value > noise_floor(energy, sketch), energy.relative_error(), 0.0)
-        error = float(np.sqrt((errors**2).mean()))
         large = np.where(energy.value >= _MATTERS**2 * _largest(energy.value), errors, 0.0)
-        left = limit - sketch.products
-        reached = error <= rtol and (worst is None or float(large.max()) <= worst)
-        if reached or left < _MORE:
-            return error, reached
-        if error > rtol:
+        self.error, self.worst_error = float(np.sqrt((errors**2).mean())), float(large.max())
+        left = self.budget - sketch.products
+        self.reached = self.error <= self.rtol and (
+            self.asked_worst is None or self.worst_error <= self.asked_worst
+        )
+        self.done = self.reached or left < _MORE
+        if self.done:
+            return
+        if self.error > self.rtol:
             # A third of the columns at a time, those with the largest mean square error.
             square = (errors**2).mean(0)  # over the parts: (rows, columns)
             score, some = square.mean(0) + np.diagonal(square), max(1, count // 3)
@@ -173,7 +207,18 @@ def _probe_until(
             # A few blocks (embeddings, first biases) share most of the badly known entries.
             score, some = (large**4).sum((0, 1)), max(1, count // 12)
         chosen = np.argsort(-score)[: min(some, max(1, left // _MORE))]
-        sketch.probe([int(j) for j in chosen], _MORE)
+        self.queue = [(int(j), _MORE) for j in chosen if not sketch.is_exact(int(j))]
+        self.done = not self.queue
+
+    def state(self) -> State:
+        tensors, numbers = self.sketch.state()
+        return tensors, {**numbers, "queue": [list(pair) for pair in self.queue]}
+
+    def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> None:
+        self.sketch.restore(tensors, numbers)
+        self.queue = [(int(j), int(probes)) for j, probes in numbers["queue"]]
+        if not self.queue:
+            self._look()
 
 
 def _largest(square: Array) -> Array:
@@ -273,3 +318,52 @@ def _coupling(frobenius: AtlasMap) -> AtlasMap:
         end.diagonal()[alive] = 1.0
     key = f"{frobenius.view}/coupling/{frobenius.part}"
     return atlas_map(key, frobenius.names, value, low, high)
+
+
+def with_known_traces(
+    found: Atlas,
+    blocks: Sequence[AtlasBlock],
+    *,
+    outer: torch.Tensor | None = None,
+    traces: Mapping[str, tuple[float, float]] | None = None,
+) -> Atlas:
+    r"""The same atlas with the traces of its groups made to agree with what is known better.
+
+    outer: the exact diagonal of H_o, (P,); the traces of H_o are then exact.
+    traces: part → tr and its standard error, for "outer" and "functional". Estimates t_b ± σ_b of
+    the blocks and T ± σ_T of their sum are joined by least squares,
+
+        t_b ← t_b + σ_b² (T − Σ t) / (σ_T² + Σ σ²),     σ_b² ← σ_b² − σ_b⁴ / (σ_T² + Σ σ²);
+
+    the traces of H are the sums of both parts. What is never negative gets no negative bound.
+    """
+    values: dict[str, Array] = {}
+    errors: dict[str, Array] = {}
+    for part in PARTS[1:]:
+        entry = found.maps[f"block/trace/{part}"]
+        values[part] = entry.values.double().numpy()
+        errors[part] = (entry.high - entry.low).double().numpy() / (2 * _TAIL)
+        if part == "outer" and outer is not None:
+            values[part] = np.array([float(outer[b.indices].double().sum()) for b in blocks])
+            errors[part] = np.zeros(len(blocks))
+        elif traces is not None and part in traces:
+            total, deviation = traces[part]
+            spread = deviation**2 + float((errors[part] ** 2).sum())
+            share = errors[part] ** 2 / spread if spread > 0 else np.zeros(len(blocks))
+            values[part] = values[part] + share * (total - values[part].sum())
+            errors[part] = errors[part] * np.sqrt(np.maximum(1 - share, 0.0))
+    values["total"] = values["outer"] + values["functional"]
+    errors["total"] = np.hypot(errors["outer"], errors["functional"])
+    maps = dict(found.maps)
+    for view in VIEWS:
+        places = list(groups_of(blocks, view).values())
+        member = np.array([[j in group for group in places] for j in range(len(blocks))], float)
+        for part in PARTS:
+            key = f"{view}/trace/{part}"
+            value = values[part] @ member
+            reach = _TAIL * np.sqrt(errors[part] ** 2 @ member)
+            low = value - reach
+            if part == "outer":
+                value, low = np.maximum(value, 0.0), np.maximum(low, 0.0)
+            maps[key] = atlas_map(key, maps[key].names, value, low, value + reach)
+    return replace(found, maps=maps)

@@ -270,6 +270,7 @@ class Atlas(Result):
     converged: bool
     rtol: float
     error: float  # root mean square relative standard error of the Frobenius norms, all parts
+    worst_error: float = float("nan")  # the largest of an entry above 1 % of the largest entry
 
     def view(self, view: str, quantity: str = "frobenius", part: str = "total") -> AtlasMap:
         """One map: view "block", "role", "layer", "sublayer" or "model"."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,6 +185,21 @@ class Directions:
         self._merge()
         return orthonormal(self._kept.T.cpu())
 
+    def state(self) -> dict[str, Tensor]:
+        """What was learnt so far, in tensors that later samples do not change."""
+        held = {"kept": self._kept}
+        if self._covariance is not None:
+            held["covariance"] = self._covariance.clone()
+        held |= {f"waiting{i:03}": block for i, block in enumerate(self._waiting)}
+        return held
+
+    def restore(self, held: dict[str, Tensor], samples: int) -> None:
+        self.samples, place = samples, self._kept.device
+        self._kept = held["kept"].to(place)
+        if self._covariance is not None:
+            self._covariance = held["covariance"].to(place)
+        self._waiting = [held[name].to(place) for name in sorted(held) if name[0] == "w"]
+
 
 def orthonormal(columns: Tensor) -> Tensor:
     """The orthonormal factor of a tall (n, k) matrix."""
@@ -284,10 +300,45 @@ class Sketch:
         wanted = [min(probes, self._sizes[j]) for j in columns]
         with bar("atlas", total=sum(wanted)) as progress:
             for j, count in zip(columns, wanted, strict=True):
-                if any(group.probes >= group.size for group in self.groups[j]):
-                    continue  # this column is exact already
-                self.groups[j].append(self._measure(j, count))
+                self.probe_column(j, count)
                 progress.update(count)
+
+    def probe_column(self, j: int, probes: int) -> None:
+        """More probes in one column, unless it is exact already."""
+        if not self.is_exact(j):
+            self.groups[j].append(self._measure(j, min(probes, self._sizes[j])))
+
+    def is_exact(self, j: int) -> bool:
+        """Whether every direction of column j was probed."""
+        return any(group.probes >= group.size for group in self.groups[j])
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything the next probe depends on, and all that the energies are made of."""
+        tensors = {"random": self._generator.get_state()}
+        listed = [(j, group) for j, groups in enumerate(self.groups) for group in groups]
+        for index, (_, group) in enumerate(listed):
+            tensors[f"grams{index}"] = torch.from_numpy(group.grams)
+            tensors[f"inner{index}"] = torch.from_numpy(group.inner)
+        for j, directions in enumerate(self._directions):
+            tensors |= {f"learnt{j}.{name}": held for name, held in directions.state().items()}
+        return tensors, {
+            "groups": [[j, group.size, group.longest, group.noise] for j, group in listed],
+            "samples": [directions.samples for directions in self._directions],
+        }
+
+    def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self._generator.set_state(tensors["random"])
+        self.groups = [[] for _ in self.blocks]
+        for index, (j, size, longest, noise) in enumerate(numbers["groups"]):
+            grams, inner = (tensors[f"{word}{index}"].numpy() for word in ("grams", "inner"))
+            self.groups[j].append(ProbeGroup(int(size), grams, inner, longest, noise))
+        for j, (directions, samples) in enumerate(
+            zip(self._directions, numbers["samples"], strict=True)
+        ):
+            start = f"learnt{j}."
+            held = {k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)}
+            directions.restore(held, int(samples))
 
     def _measure(self, j: int, count: int) -> ProbeGroup:
         block, operator = self.blocks[j], self.operator

@@ -113,6 +113,8 @@ class CurvatureFlow(Result):
     samples: int
     step: int | None
     products: int = 0  # vectors multiplied by second derivatives; 0 for a dense account
+    # 95 %, over samples and probes; None for an account of one batch
+    amplification_interval: Interval | None = None
 
     def __iter__(self) -> Iterator[FlowEntry]:
         return iter(self.sublayers)
@@ -169,9 +171,11 @@ class CurvatureFlow(Result):
         return plot_flow([self], **options)
 
     def __str__(self) -> str:
+        low, high = self.amplification_interval or (0.0, float("inf"))
+        within = f" [{low:.3g}, {high:.3g}]" if high < float("inf") else ""
         lines = [
             f"{len(self.sublayers)} sublayers, {self.method}, loss {self.loss:.4g}, targets: "
-            f"{self.target}; curvature × {self.amplification:.3g} from head to embedding"
+            f"{self.target}; curvature × {self.amplification:.3g}{within} from head to embedding"
         ]
         lines += [f"  {entry}" for entry in self.sublayers]
         return "\n".join(lines)

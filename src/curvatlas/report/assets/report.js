@@ -259,6 +259,65 @@
     figure.dataset.ready = "true";
   };
 
+  // --- tables: a click on a heading sorts, a button saves them as CSV ------------------------
+  const numeric = (text) => {
+    const plain = text.replace(/−/g, "-").replace(/(\d),(?=\d{3})/g, "$1")
+      .replace(/×\s*10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)/, (_, raisedDigits) =>
+        `e${[...raisedDigits].map((c) => "-0123456789"["⁻⁰¹²³⁴⁵⁶⁷⁸⁹".indexOf(c)]).join("")}`);
+    const match = plain.match(/^[^\d-]{0,3}(-?\d+(?:\.\d*)?(?:e-?\d+)?)/);
+    return match ? Number(match[1]) : null;
+  };
+  const sortBy = (table, column, header) => {
+    const body = table.tBodies[0], rows = [...body.rows];
+    const direction = header.getAttribute("aria-sort") === "descending" ? "ascending" : "descending";
+    const keys = new Map(rows.map((row) => {
+      const text = row.cells[column].textContent.trim();
+      return [row, { text, value: numeric(text) }];
+    }));
+    const byNumber = rows.filter((row) => keys.get(row).value !== null).length > rows.length / 2;
+    const sign = direction === "ascending" ? 1 : -1;
+    rows.sort((one, two) => {
+      const a = keys.get(one), b = keys.get(two);
+      if (!byNumber) return sign * a.text.localeCompare(b.text);
+      if (a.value === null || b.value === null) return (a.value === null) - (b.value === null);
+      return sign * (a.value - b.value);
+    });
+    rows.forEach((row) => body.append(row));
+    for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+    header.setAttribute("aria-sort", direction);
+  };
+  const csvOf = (table) => [...table.rows].map((row) => [...row.cells]
+    .map((cell) => `"${cell.textContent.trim().replace(/"/g, '""')}"`).join(",")).join("\r\n");
+  document.querySelectorAll("main .table").forEach((holder) => {
+    const table = holder.querySelector("table");
+    if (table.tBodies[0].rows.length > 1) {
+      [...table.tHead.rows[0].cells].forEach((header, column) => {
+        if (!header.textContent.trim()) return;
+        header.classList.add("sortable");
+        header.tabIndex = 0;
+        header.title = "Sort by this column";
+        header.addEventListener("click", () => sortBy(table, column, header));
+        header.addEventListener("keydown", (event) => {
+          if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sortBy(table, column, header); }
+        });
+      });
+    }
+    const save = document.createElement("button");
+    save.type = "button";
+    save.className = "csv";
+    save.textContent = "CSV";
+    const named = table.caption ? table.caption.textContent : holder.closest("section").id;
+    save.setAttribute("aria-label", `Save the table as CSV: ${named}`);
+    save.addEventListener("click", () => {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob(["\ufeff" + csvOf(table)], { type: "text/csv" }));
+      link.download = `${named.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60)}.csv`;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+    });
+    holder.append(save);
+  });
+
   document.querySelectorAll("figure.chart").forEach(enhance);
   // paper shows what a reader would have to open
   addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.dataset.was = d.open; d.open = true; }));

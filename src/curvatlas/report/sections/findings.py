@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from curvatlas.analysis.diagnostics import ADAPTIVE
 from curvatlas.report.contents import (
     Contents,
     Section,
+    as_interval,
     as_number,
     capitalised,
     eigenvalues,
@@ -48,7 +50,10 @@ def _losses(contents: Contents) -> Iterator[Markup]:
     before, after = as_number(first.get("loss")), as_number(last.get("loss"))
     if before is None or after is None:
         return
-    yield sentence("Training took the loss from {} to {}.", number(before), number(after))
+    where = f" on {first.get('data')}" if first.get("data") == last.get("data") else ""
+    yield sentence(
+        f"Training took the loss{where} from {{}} to {{}}.", number(before), number(after)
+    )
 
 
 def _largest(contents: Contents, stage: str) -> tuple[float, tuple[float, float]] | None:
@@ -127,24 +132,33 @@ def _dominating(contents: Contents) -> Iterator[Markup]:
         blocks = ranked_blocks(entry.content)
         if blocks:
             name, _, share = blocks[0]
+            twice = " (counted with its transpose)" if " × " in name else ""
             yield sentence(
-                f"{_at(entry.stage)} block that curves most is {{}}, with {share:.0%} of the "
-                "squared norm of H.",
+                f"{_at(entry.stage)} block that curves most is {{}}, with about {share:.0%} of the "
+                f"squared norm of H{twice}.",
                 name,
             )
 
 
+def amplification(content: dict[str, Any]) -> tuple[float | None, tuple[float, float] | None]:
+    """Curvature at the first activation over that at the last, and its interval."""
+    norms = [
+        as_number((one.get("measures") or {}).get("total", {}).get("norm"))
+        for one in content.get("activations") or []
+    ]
+    if len(norms) < 2 or not norms[0] or not norms[-1]:
+        return None, None
+    return norms[0] / norms[-1], as_interval(content.get("amplification_interval"))
+
+
 def _growth(contents: Contents) -> Iterator[Markup]:
     for entry in contents.of_kind("CurvatureFlow"):
-        norms = [
-            as_number((one.get("measures") or {}).get("total", {}).get("norm"))
-            for one in entry.content.get("activations") or []
-        ]
-        if len(norms) > 1 and norms[0] and norms[-1]:
+        value, interval = amplification(entry.content)
+        if value is not None:
             yield sentence(
                 f"{_at(entry.stage)} curvature at the embedding is {{}} that at the last "
                 "activation.",
-                f"{number(norms[0] / norms[-1])} times",
+                f"{with_interval(value, interval)} times",
             )
 
 
@@ -190,17 +204,40 @@ def recommendations(contents: Contents) -> Section | None:
     bodies = []
     for entry in contents.entries:
         listed = entry.content.get("recommendations")
+        situation = entry.content.get("situation")
         supported = [
             one
             for one in (listed if isinstance(listed, list) else [])
             if isinstance(one, dict) and one.get("evidence")
         ]
-        if supported:
+        said = _situation(situation) if isinstance(situation, dict) else None
+        if supported or said:
             items = [_item(one) for one in supported]
-            bodies.append(join(stage_heading(entry.stage), tag("ul", items, class_="findings")))
+            nothing = tag("p", "Nothing that was measured asks for a change.")
+            body = tag("ul", items, class_="findings") if items else nothing
+            bodies.append(join(stage_heading(entry.stage), said, body))
     if not bodies:
         return None
     return Section("recommendations", "Recommendations", join(*bodies))
+
+
+def _situation(situation: dict[str, Any]) -> Markup:
+    """What the advice takes for granted, so that a reader can see whether it is meant for them."""
+    trained = situation.get("trained")
+    state = "trained" if trained else "not trained yet"
+    state = "trained or not (it could not be told)" if trained is None else state
+    because = f" ({situation['because']})" if situation.get("because") else ""
+    rate = as_number(situation.get("learning_rate"))
+    optimizer = situation.get("optimizer")
+    using = f"{optimizer}{f' at rate {number(rate)}' if rate is not None else ''}"
+    told = f"optimizer: {using}" if optimizer else "optimizer not named (--optimizer, --lr)"
+    edge = ""
+    if str(optimizer).lower() in ADAPTIVE:
+        edge = (
+            f" Where {optimizer} becomes unstable is decided by the Hessian seen through its own "
+            "scaling, which a monitor of the training measures (curvatlas train, ca.Monitor)."
+        )
+    return tag("p", f"For a model that is {state}{because}; {told}.{edge}", class_="basis")
 
 
 def _item(one: dict[str, Any]) -> Markup:
@@ -209,4 +246,17 @@ def _item(one: dict[str, Any]) -> Markup:
     evidence = one["evidence"]
     if isinstance(evidence, list):
         evidence = "; ".join(str(item) for item in evidence)
-    return tag("li", tag("strong", advice), strength, tag("br"), f"Evidence: {evidence}")
+    value, interval = quantity(one)
+    measured = ""
+    if value is not None and one.get("measure"):
+        threshold = as_number(one.get("threshold"))
+        beyond = "" if threshold is None else f"; the rule speaks from {number(threshold)}"
+        measured = f"{one['measure']} = {with_interval(value, interval)}{beyond}"
+    told = {
+        "Evidence": evidence,
+        "Measured": measured,
+        "What would change": one.get("effect"),
+        "To check": one.get("check"),
+    }
+    lines = [(tag("br"), f"{word}: {text}.") for word, text in told.items() if text]
+    return tag("li", tag("strong", advice), strength, *lines)

@@ -10,6 +10,7 @@ from curvatlas.report.contents import (
     Section,
     as_interval,
     as_number,
+    quantity,
     stage_words,
     with_interval,
 )
@@ -38,7 +39,28 @@ def subject(contents: Contents) -> Section | None:
         rows,
         caption="The loss at which curvature was measured",
     )
-    return Section("subject", "What was analysed", join(lead, losses, _roles(first)))
+    basis = _basis(contents, entries[0].content)
+    return Section("subject", "What was analysed", join(lead, basis, losses, _roles(first)))
+
+
+def _basis(contents: Contents, first: dict[str, Any]) -> Markup:
+    """Which samples every number was measured on: said once, here."""
+    targets = as_number(first.get("targets")) or 0.0
+    flows = contents.of_kind("CurvatureFlow")
+    fewer = [
+        f"propagation on {entry.content.get('samples')} of them"
+        for entry in flows[:1]
+        if entry.content.get("amplification_interval") is None
+    ]
+    exception = f" (except {fewer[0]})" if fewer else ""
+    return tag(
+        "p",
+        f"Every number on this page is that of the mean loss over the same {first.get('data')} "
+        f"({targets:,.0f} targets){exception}. Intervals in brackets are 95 % intervals of the "
+        "measurement on these samples; how far other samples would move a number is said where it "
+        "was measured.",
+        class_="basis",
+    )
 
 
 def _numbers(content: dict[str, Any]) -> list[object]:
@@ -94,7 +116,7 @@ def cautions(contents: Contents) -> Section | None:
         warnings.insert(0, f"This run is {status}{said}: what is missing was not computed.")
     for entry in contents.entries:
         if entry.content.get("converged") is False:
-            warnings.append(f"{entry.name} did not converge within its budget.")
+            warnings.append(_unfinished(entry.name, entry.content))
         missed = as_number(entry.content.get("missed_probability"))
         if missed is not None and missed > _MISSED:
             warnings.append(
@@ -105,6 +127,18 @@ def cautions(contents: Contents) -> Section | None:
         return None
     items = [tag("li", warning) for warning in warnings]
     return Section("warnings", "Warnings", tag("ul", items, class_="cautions"))
+
+
+def _unfinished(name: str, content: dict[str, Any]) -> str:
+    """What an estimate that spent its products is known to, where it says so."""
+    value, interval = quantity(content)
+    if content.get("quantity") == "trace" and value is not None and interval is not None:
+        half = (interval[1] - interval[0]) / 2
+        return (
+            f"{name} is known to ± {number(half)} only: its products are spent (more with "
+            "--products). Its interval holds."
+        )
+    return f"{name} did not converge within its budget."
 
 
 def others(contents: Contents) -> Section | None:

@@ -139,33 +139,43 @@ def _certainty(content: dict[str, Any]) -> str:
         return "exact"
     if not content.get("converged"):
         return "not converged"
-    searched = _complete(content)
-    if searched:
-        return f"none missing {searched} (97.5 %)"
+    if searched := _complete(content):
+        return searched
     missed = quantity(content, "missed_probability")[0]
     return f"one overlooked: at most {missed:.1%}" if missed is not None else "converged"
 
 
 def _complete(content: dict[str, Any]) -> str:
-    """Where the list is complete, in words; empty when nothing was searched."""
+    """Where the list is complete, in words; empty when nothing was searched.
+
+    A search that ends beyond the outermost eigenvalue of the list says nothing about the list.
+    """
     low, high = as_interval(content.get("complete_outside")) or (-math.inf, math.inf)
-    words = {"smallest": [f"below {number(low)}"] if math.isfinite(low) else []}
-    words["largest"] = [f"above {number(high)}"] if math.isfinite(high) else []
-    which = str(content.get("which"))
-    return " and ".join(words.get(which, [*words["largest"], *words["smallest"]]))
+    values = numbers(content.get("values"))
+    reached = {
+        "upper": bool(values) and high <= max(values, default=0.0) * (1 + 1e-9),
+        "lower": bool(values) and low >= min(values, default=0.0) * (1 + 1e-9),
+    }
+    if not any(reached.values()):
+        return ""
+    bounds = {"upper": f"above {number(high)}", "lower": f"below {number(low)}"}
+    complete = " and ".join(bounds[end] for end, there in reached.items() if there)
+    left = [end for end, there in reached.items() if not there]
+    both = content.get("which") == "both"
+    rest = f"; {left[0]} end converged, not searched for others" if both and left else ""
+    return f"complete {complete} (97.5 %){rest}"
 
 
 def _trace_table(contents: Contents) -> Markup | None:
     rows: list[list[object]] = []
     for entry in contents.of_quantity("trace"):
         value, interval = quantity(entry.content)
-        converged = "yes" if entry.content.get("converged") else "no"
         rows.append(
             [
                 f"tr {_title(entry.stage, entry.part)}",
                 with_interval(value, interval),
                 entry.content.get("products"),
-                converged,
+                _known(entry.content, value, interval),
             ]
         )
     for entry in contents.of_kind("SpectralDensity"):
@@ -176,16 +186,27 @@ def _trace_table(contents: Contents) -> Markup | None:
                     f"{_title(entry.stage, entry.part)}: share of negative eigenvalues",
                     with_interval(mass, interval),
                     entry.content.get("products"),
-                    "–",
+                    "exact" if interval is None or interval[0] == interval[1] else "estimate",
                 ]
             )
     if not rows:
         return None
     return table(
-        ["quantity", "value [95 % interval]", "products", "converged"],
+        ["quantity", "value [95 % interval]", "products", "how well"],
         rows,
         caption="Traces and negative mass",
     )
+
+
+def _known(
+    content: dict[str, Any], value: float | None, interval: tuple[float, float] | None
+) -> str:
+    if content.get("exact"):
+        return "exact"
+    if value is None or interval is None or value == 0:
+        return "estimate"
+    half = (interval[1] - interval[0]) / 2 / abs(value)
+    return f"± {half:.0%}" if half < 10 else "sign uncertain"
 
 
 def _title(stage: str, part: str) -> str:

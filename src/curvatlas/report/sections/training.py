@@ -61,7 +61,7 @@ def _history(history: dict[str, Any]) -> Markup | None:
         description="Of each batch." if every == 1 else f"Mean over {every} steps at a time.",
     )
     accuracy, loss = (as_number(history.get(f"validation_{k}")) for k in ("accuracy", "loss"))
-    outcome = "" if loss is None else f" Held-out loss {number(loss)}"
+    outcome = "" if loss is None else f" On held-out samples: loss {number(loss)}"
     outcome += "" if accuracy is None or loss is None else f", accuracy {accuracy:.1%}"
     text = tag("p", f"{len(losses):,} steps.{outcome + '.' if outcome else ''}")
     return join(text, picture)
