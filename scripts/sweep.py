@@ -2,6 +2,7 @@
 
     python scripts/sweep.py --cases 500          # products against float64 double backward
     python scripts/sweep.py --labels --cases 200 # the loss of labelled batches against the model's
+    python scripts/sweep.py --layers --cases 450 # hand-written layers of every family
 
 Every case ends as equal, refused (an error that says what to do), warned (another number, said),
 WRONG or CRASHED; the last two are printed with what makes them again, and the exit code is 1.
@@ -422,6 +423,16 @@ def _asked(batch: dict[str, Any], model: Any, shift: bool | None, ignore: int) -
     return values
 
 
+def layers_case(seed: int) -> tuple[str, str]:
+    """A layer as its model calls it, read and differentiated by hand, against double backward."""
+    from layer_draws import layer_case
+
+    try:
+        return layer_case(seed)
+    except Exception as error:
+        return "CRASHED", f"{type(error).__name__}: {error}"
+
+
 def verdicts(case: Callable[[int], tuple[str, str]], cases: int, seed: int) -> Iterator[Any]:
     for place in range(cases):
         yield place + seed, *case(place + seed)
@@ -432,10 +443,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--labels", action="store_true")
+    parser.add_argument("--layers", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
-    case = labels_case if options.labels else products_case
+    case = labels_case if options.labels else layers_case if options.layers else products_case
     for seed, verdict, tried in verdicts(case, options.cases, options.seed):
         counts[verdict] += 1
         if verdict.isupper() or options.verbose:

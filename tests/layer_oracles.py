@@ -129,8 +129,8 @@ class Layer:
         return found, rate_x
 
     def _touches(self, positions: Tensor, names: set[str]) -> bool:
-        first = int(positions.reshape(-1)[0])
-        return any(int(self.numbers[n].min()) <= first <= int(self.numbers[n].max()) for n in names)
+        some = positions.flatten()
+        return any(bool(torch.isin(self.numbers[name].flatten(), some).any()) for name in names)
 
     def _whole(self, parts: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Our weights' rates as those of the effective weights (K, *shape)."""

@@ -35,3 +35,11 @@ def test_labelled_batches_are_never_silently_read_otherwise() -> None:
     verdicts = list(sweep.verdicts(sweep.labels_case, 40, 10_000))
     assert not [case for case in verdicts if case[1] in ("WRONG", "CRASHED")]
     assert Counter(verdict for _, verdict, _ in verdicts)["equal"] >= 15
+
+
+@pytest.mark.huggingface
+def test_hand_written_layers_of_every_family_equal_double_backward() -> None:
+    sweep = script_loading.load(SCRIPTS / "sweep.py")
+    verdicts = list(sweep.verdicts(sweep.layers_case, 45, 45 * 200))
+    assert not [case for case in verdicts if case[1] in ("WRONG", "CRASHED")]
+    assert Counter(verdict for _, verdict, _ in verdicts)["equal"] >= 40

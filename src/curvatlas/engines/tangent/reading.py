@@ -749,15 +749,31 @@ def _falcon_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, A
     return _bloom_call(module, spec, x, arguments)
 
 
+def _gpt_neo_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """A key outside of the window weighs as much as padding: it counts where nothing else does."""
+    mask = arguments.get("attention_mask")
+    if mask is not None and mask.ndim == 4:
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        _refuse_keyless(module, seen & causal.triu(1 - (spec.window or x.shape[1])))
+    return [], None
+
+
+def _refuse_keyless(module: nn.Module, seen: Tensor) -> None:
+    """Raise on a query without a key, where padding is a large number in place of the logit."""
+    if not bool(seen.any(-1).all()):
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with a query that sees nothing but padding: its "
+            "output is not in the hand-written forms."
+        )
+
+
 def _mpt_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
     """A bias (H, ≥ L or 1, ≥ L) for the last positions, and a mask that is True where forbidden."""
     bias, mask = arguments.pop("position_bias", None), arguments.pop("attention_mask", None)
     masks = [] if mask is None else [~mask.bool()]
-    if any(not bool(allowed.any(-1).all()) for allowed in masks):
-        raise UnmappedModuleError(
-            "MptBlock is called with a query that may attend to no key (padding on the left): its "
-            "output is not in the hand-written forms."
-        )
+    for seen in masks:
+        _refuse_keyless(module, seen)
     if bias is not None:
         masks.append(bias.detach()[None, :, -x.shape[1] :, -x.shape[1] :])
     return masks, None
@@ -806,6 +822,7 @@ _LAYERS = (
         "mlp.act",
         own_mask=True,
         options=_gpt_neo_options,
+        call=_gpt_neo_call,
     ),
     _Layer(
         "GPTJBlock",
