@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -57,39 +58,41 @@ def tangent_engine(
     exact: the sample's linearisation by autograd. With ``engine="tangent"`` what is not understood
     raises. Call it inside ``problem.evaluating``.
     """
-    try:
+
+    def differences() -> Iterator[tuple[float, Linearise, ModelReading]]:
+        """Of our product from the exact one; a second time with the model's ends by autograd."""
         reading = read_model(problem.model)
-        linearise = functools.partial(
-            TangentLinearisation,
-            reading=reading,
-            part=part,
-            space=Buffers(keep=True),
-            logit_room=logit_room,
-        )
-        off = _difference(linearise(problem, sample, names), exact, names)
+        for plain in dict.fromkeys((reading.plain_ends, False)):
+            linearise = functools.partial(
+                TangentLinearisation,
+                reading=replace(reading, plain_ends=plain),
+                part=part,
+                space=Buffers(keep=True),
+                logit_room=logit_room,
+            )
+            yield _difference(linearise(problem, sample, names), exact, names), linearise, reading
+
+    off, allowed = math.inf, 0.0
+    try:
+        for off, linearise, reading in differences():
+            allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
+            if off <= allowed:
+                problem.engine = EngineChoice("tangent", _described(reading, off))
+                return linearise
     except UnmappedModuleError as error:
         if engine == "tangent":
             raise
-        refuse(problem, str(error))
+        by_autograd(problem, str(error).rstrip("."))
         return None
-    allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
-    if not off <= allowed:
-        reason = (
-            f"products written out by hand differ from double backward by {off:.1e} on one sample, "
-            f"where rounding explains {allowed:.0e}"
-        )
-        if engine == "tangent":
-            raise DifferentiationError(f"{reason}: use engine='autograd'.")
-        warnings.warn(f"{reason}: autograd computes instead.", stacklevel=8)
-        by_autograd(problem, reason)
-        return None
-    problem.engine = EngineChoice("tangent", _described(reading, off))
-    return linearise
-
-
-def refuse(problem: Problem, reason: str) -> None:
-    """Note that autograd computes because a model is not understood."""
-    by_autograd(problem, reason.rstrip("."))
+    reason = (
+        f"products written out by hand differ from double backward by {off:.1e} on one sample, "
+        f"where rounding explains {allowed:.0e}"
+    )
+    if engine == "tangent":
+        raise DifferentiationError(f"{reason}: use engine='autograd'.")
+    warnings.warn(f"{reason}: autograd computes instead.", stacklevel=8)
+    by_autograd(problem, reason)
+    return None
 
 
 def _described(reading: ModelReading, off: float) -> str:

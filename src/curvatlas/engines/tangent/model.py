@@ -95,7 +95,7 @@ class ModelReading:
     layers: tuple[KnownLayer, ...]
     aliases: Mapping[str, str]  # any name of a parameter → its first one
     paths: Mapping[nn.Module, str]
-    hooked: frozenset[nn.Module]  # modules outside the layers that carry hooks of the user's
+    plain_ends: bool  # whether what lies outside the layers may be recognised by its values
 
     @property
     def block_parameters(self) -> frozenset[str]:
@@ -132,8 +132,8 @@ def read_model(model: nn.Module) -> ModelReading:
         )
     inside = {part for layer in layers for part in layer.module.modules()}
     modules = {module: path for path, module in model.named_modules()}
-    hooked = {module for module in modules if module not in inside and _has_hooks(module)}
-    return ModelReading(model, tuple(layers), aliases, modules, frozenset(hooked))
+    hooked = any(module not in inside and _has_hooks(module) for module in modules)
+    return ModelReading(model, tuple(layers), aliases, modules, plain_ends=not hooked)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -213,11 +213,11 @@ class Watch:
     reading: ModelReading
     calls: list[LayerCall] = field(default_factory=list)
     others: list[tuple[int, ModuleCall]] = field(default_factory=list)  # with the layers before it
-    inside: int = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        handles = []
+        # The last run counts: the model's head is searched by a run of its own.
+        handles = [self.reading.model.register_forward_pre_hook(self._begin)]
         known = {layer.module: layer for layer in self.reading.layers}
         covered = {part for layer in known for part in layer.modules()}
         for module in self.reading.model.modules():
@@ -225,13 +225,22 @@ class Watch:
                 hook = functools.partial(self._before, known[module])
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._after))
-            elif module not in covered and not list(module.children()):
-                handles.append(module.register_forward_hook(self._other))
+        # One hook for all others: a head with hooks of its own would not be taken for a plain one.
+        self._ends = {
+            module
+            for module in self.reading.model.modules()
+            if module not in covered and not list(module.children())
+        }
+        handles.append(nn.modules.module.register_module_forward_hook(self._other))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self.calls.clear()
+        self.others.clear()
 
     def _before(self, layer: KnownLayer, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = read_call(module, args, kwargs, spec=layer.spec)
@@ -242,7 +251,9 @@ class Watch:
         self.calls[-1].result = result
 
     def _other(self, module: nn.Module, args: Any, result: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+        if module not in self._ends or not args:
+            return
+        if isinstance(args[0], Tensor) and isinstance(result, Tensor):
             self.others.append((len(self.calls), ModuleCall(module, args[0], result)))
 
     def check_chain(self) -> None:
@@ -365,7 +376,7 @@ class Chain:
 
     def _stem(self, first: LayerCall, calls: Sequence[ModuleCall]) -> Stem | AutogradStem:
         x = first.call.x.detach()
-        if not self._reading.hooked:
+        if self._reading.plain_ends:
             weights = self._problem.named_weights()
             stem = recognised_stem(self._reading, weights, calls, x, moves=self._moves)
             if stem is not None:
@@ -398,7 +409,7 @@ class Chain:
         share: float,
     ) -> Tail:
         problem, batch = self._problem, self._batch
-        if not (self._reading.hooked or last.call.time_major):
+        if self._reading.plain_ends and not last.call.time_major:
             tail = recognised_tail(
                 self._reading,
                 problem.named_weights(),
@@ -646,6 +657,7 @@ class TangentLinearisation:
         }
 
 
+ONE_RUN_BYTES = 2**24  # of tangents: a batch below goes through in one run
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 
 
@@ -663,7 +675,7 @@ def _pieces(problem: Problem, reading: ModelReading, batch: Batch) -> list[tuple
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
-    below 16 MB of tangents, where smaller products would cost more than the memory is worth; two
+    below ``ONE_RUN_BYTES``, where smaller products would cost more than the memory is worth; two
     from there on (half the tangents for about 5 % of time); more where two would pass 64 MB.
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
@@ -673,7 +685,7 @@ def _pieces(problem: Problem, reading: ModelReading, batch: Batch) -> list[tuple
     samples, d = batch.samples, tokens.shape[-1]
     length = tokens.numel() // (samples * d)
     size = tangent_numbers(reading.layers, samples, length, d) * tokens.element_size()
-    if size < 2**24:
+    if size < ONE_RUN_BYTES:
         return [(batch, 1.0)]
     count = int(min(samples, max(2, -(-size // 2**26))))
     step = -(-samples // count)

@@ -1,0 +1,182 @@
+"""Which engine computes: chosen by understanding the model, held to double backward, said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvatlas as ca
+from curvatlas import zoo
+from curvatlas.engines.tangent.reading import UnmappedModuleError
+from curvatlas.errors import DifferentiationError
+from curvatlas.operators import engine as choosing
+
+TOKENS = torch.randint(0, 17, (5, 9), generator=torch.Generator().manual_seed(0))
+BATCH = (TOKENS[:, :-1], TOKENS[:, 1:])
+OPERATORS = [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian]
+
+
+def _gpt(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    sizes = {"vocabulary": 17, "context": 12, "d_model": 16, "n_heads": 2}
+    return zoo.reference_gpt(**{**sizes, **options}).to(dtype).eval()
+
+
+def _problem(model: nn.Module | None = None, data: Any = BATCH, **options: Any) -> ca.Problem:
+    return ca.Problem(_gpt() if model is None else model, "cross_entropy", data, **options)
+
+
+def _both(problem: ca.Problem, operator: Any, columns: Tensor, **options: Any) -> float:
+    """Relative difference of the two engines."""
+    got = operator(problem, engine="tangent", **options) @ columns
+    want = operator(problem, engine="autograd", **options) @ columns
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_both_engines_give_the_same_over_uneven_batches_and_budgets(operator: Any) -> None:
+    targets = BATCH[1].clone()
+    targets[0, 3:] = -100
+    data = [(BATCH[0][:2], targets[:2]), (BATCH[0][2:], targets[2:])]
+    problem = _problem(data=data)
+    columns = torch.randn(problem.size, 3, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the budget is too small for one sample
+        for budget in (None, "300kB"):
+            assert _both(problem, operator, columns, budget=budget) < 1e-11
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_some_parameters_may_vary(operator: Any) -> None:
+    model = _gpt(tied=True)
+    model.blocks[0].requires_grad_(False)  # type: ignore[index, union-attr]
+    problem = _problem(model)
+    assert _both(problem, operator, torch.randn(problem.size, dtype=torch.float64)) < 1e-11
+    chosen = _problem(parameters=["blocks.1.*", "head.weight"])
+    assert _both(chosen, operator, torch.randn(chosen.size, 2, dtype=torch.float64)) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [("blocks.0.query", "blocks.1.value"), ("head", "head"), ("embedding", "blocks.0.up")],
+)
+def test_views_of_roles_are_the_same(rows: str, columns: str) -> None:
+    problem = _problem()
+    views = [ca.Hessian(problem, engine=e)[rows, columns] for e in ("tangent", "autograd")]  # type: ignore[arg-type]
+    vectors = torch.randn(views[0].shape[1], 2, dtype=torch.float64)
+    torch.testing.assert_close(views[0] @ vectors, views[1] @ vectors, rtol=1e-10, atol=1e-13)
+
+
+def test_float32_agrees_to_rounding_and_the_choice_is_said() -> None:
+    problem = _problem(_gpt(torch.float32))
+    assert problem.engine.name == "undecided"
+    got = ca.Hessian(problem) @ torch.ones(problem.size)
+    assert problem.engine.name == "tangent"
+    assert "2 blocks (Block)" in str(problem.engine)
+    want = ca.Hessian(_problem(), engine="autograd") @ torch.ones(problem.size, dtype=torch.float64)
+    assert float((got - want).norm() / want.norm()) < 2e-6
+
+
+def test_a_model_without_known_layers_is_left_to_autograd() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    problem = ca.Problem(model, "mse", (torch.randn(6, 4).double(), torch.randn(6, 3).double()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ca.Hessian(problem) @ torch.ones(problem.size, dtype=torch.float64)
+    assert str(problem.engine).startswith("autograd: Sequential has no layer")
+    with pytest.raises(UnmappedModuleError, match="Sequential has no layer"):
+        ca.Hessian(problem, engine="tangent") @ torch.ones(problem.size, dtype=torch.float64)
+
+
+class Louder(nn.TransformerEncoderLayer):
+    """Looks like torch's layer and computes something else."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+def test_a_subclass_that_computes_something_else_is_left_to_autograd() -> None:
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    model = Louder(8, 2, 12, batch_first=True, dropout=0.0).double().eval()
+    problem = ca.Problem(model, "mse", (x, x))
+    v = torch.randn(problem.size, dtype=torch.float64)
+    got = ca.Hessian(problem) @ v
+    assert "Louder overrides the forward" in problem.engine.reason
+    torch.testing.assert_close(got, ca.Hessian(problem, engine="autograd") @ v)
+    with pytest.raises(UnmappedModuleError, match="Louder overrides"):
+        ca.Hessian(problem, engine="tangent") @ v
+
+
+def test_a_hook_that_changes_activations_never_gives_a_wrong_product() -> None:
+    model = _gpt()
+    model.blocks[0].ffn.register_forward_hook(lambda _, args, out: out * 1.5)  # type: ignore[index, union-attr]
+    problem = _problem(model)
+    v = torch.randn(problem.size, dtype=torch.float64)
+    got = ca.Hessian(problem) @ v
+    torch.testing.assert_close(got, ca.Hessian(problem, engine="autograd") @ v)
+
+
+def test_a_product_that_is_wrong_is_noticed_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = choosing.TangentLinearisation
+    right = whole._fill
+
+    def wrong(self: Any, columns: Any, into: Any, part: Any) -> None:
+        right(self, columns, into, part)
+        next(iter(into.values())).mul_(1.001)
+
+    monkeypatch.setattr(whole, "_fill", wrong)
+    problem = _problem()
+    v = torch.randn(problem.size, dtype=torch.float64)
+    operator = ca.Hessian(problem)
+    with pytest.warns(UserWarning, match="differ from double backward"):
+        got = operator @ v
+    assert problem.engine.name == "autograd"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operator @ v
+    torch.testing.assert_close(got, ca.Hessian(problem, engine="autograd") @ v)
+    with pytest.raises(DifferentiationError, match="engine='autograd'"):
+        ca.Hessian(problem, engine="tangent") @ v
+
+
+def test_a_tail_whose_values_alone_look_plain_is_left_to_autograd_alone() -> None:
+    class Moody(nn.Module):
+        """A gain that is one: no value shows it; and another formula for long inputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = _gpt()
+            self.extra = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.gpt(tokens)
+            return logits * self.extra if tokens.shape[1] < 8 else logits + self.extra * 3
+
+    model = Moody()
+    data = [(BATCH[0][:, :5], BATCH[1][:, :5]), BATCH]
+    problem = _problem(model, data)
+    v = torch.randn(problem.size, dtype=torch.float64)
+    want = ca.Hessian(problem, engine="autograd") @ v
+    torch.testing.assert_close(ca.Hessian(problem) @ v, want, rtol=1e-10, atol=1e-12)
+    assert problem.engine.name == "tangent"
+
+
+def test_changed_weights_are_followed() -> None:
+    problem = _problem()
+    operator, v = ca.Hessian(problem), torch.randn(problem.size, dtype=torch.float64)
+    before = operator @ v
+    with torch.no_grad():
+        problem.model.blocks[0].attention.query.weight.mul_(1.5)  # type: ignore[index, union-attr]
+    after = operator @ v
+    assert not torch.allclose(before, after)
+    fresh = ca.Hessian(_problem(copy.deepcopy(problem.model)), engine="autograd") @ v
+    torch.testing.assert_close(after, fresh, rtol=1e-10, atol=1e-12)
+
+
+def test_an_unknown_engine_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="got 'fast'"):
+        ca.Hessian(_problem(), engine="fast")  # type: ignore[arg-type]
