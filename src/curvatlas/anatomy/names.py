@@ -81,7 +81,7 @@ _HEAD = _words(
     "output_projection out_head mc_head v_head to_logits unembed prediction_head fc_out"
 )
 _HEAD_WORD = re.compile(
-    r"(_head|_classifier|_predictor)$|^vocab_(transform|projector)$|^(predictions?|pred_layer)$|"
+    r"(_head|_classifier|_predictor|_predictions)$|^vocab_(transform|projector)$|^(predictions?|pred_layer)$|"
     r"^lm_loss$|^(text|visual|vision|image)_projection$|logit_(scale|bias)$"
 )
 _LAST_OF_HEAD = ("predictions", "decoder", "out_proj", "head")
@@ -341,7 +341,8 @@ def _feed_forward(
     inside = any(_FEED_FORWARD_WORD.search(word) for word in around)
     if not any(word in _HEAD or _HEAD_WORD.search(word) for word in words):
         inside = inside or any(_is_called(path, modules, word) for word in ("feedforward", "mlp"))
-    if leaf == "dense" and around and around[-1] in ("intermediate", "output"):  # BERT, older ViT
+    named = leaf in ("dense", "conv1d")  # BERT and older ViT, SqueezeBERT
+    if named and around and around[-1] in ("intermediate", "output"):
         role = "up" if around[-1] == "intermediate" else "down"
         return Reading("ffn", role, role, certain=False)
     for role, leaves in _FEED_FORWARD.items():
@@ -417,7 +418,19 @@ def _by_place(
     """A part of an attention or of a feed-forward part that has no common name: its own."""
     kind = type(modules.get(path.rpartition(".")[0])).__name__.lower()
     if _LAYER_SCALE.search(leaf) or "layerscale" in kind:
-        return Reading("other", "layer_scale", leaf)
+        # the first scales what attention adds to the stream, the second what the ffn adds
+        numbers = re.findall(r"\d", leaf if "layerscale" not in kind else around[-1])
+        return Reading("ffn" if numbers[-1:] == ["2"] else "attention", "layer_scale", leaf)
+    if leaf == "reduction" and "downsample" in around:
+        return Reading("embedding", "patch_merging", "patch_merging")
+    if path in modules and _FEED_FORWARD_WORD.search(leaf) and list(modules[path].children()):
+        return Reading("ffn", "down", "down")  # a bias added to what JetMoE's experts put out
+    if leaf == "linear" and any(
+        name.startswith("shared_transf") for name in _beside(path, modules)
+    ):
+        return Reading("mixer", "mixer_join", "mixer_join")  # Zamba's shared attention joins here
+    if leaf == "projection" and "embeddings" in around:
+        return Reading("embedding", "embedding_projection", "projection")
     for word in reversed(around):
         if _ATTENTION_WORD.search(word):
             return Reading("attention", leaf, leaf)

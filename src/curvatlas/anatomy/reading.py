@@ -237,7 +237,8 @@ class _Tree:
         readings |= stated
         # Names such as fc1 mean a feed-forward part only in a model that mixes tokens.
         mixing = ("attention", "mixer")
-        if not any(r is not None and r.sublayer in mixing for r in readings.values()):
+        mixes = any("fourier" in name for name in self.modules)  # FNet's mixing has no weights
+        if not mixes and not any(r and r.sublayer in mixing for r in readings.values()):
             readings = {n: r if r is None or r.certain else None for n, r in readings.items()}
         blocks = find_blocks(readings, self.assumptions)
         self.places = {n: _Place(readings[n], blocks.get(n)) for n in self.parameters}

@@ -85,6 +85,16 @@ class Slice:
         step = run * self.stride + within * width
         return self._part(name, shape, step, (last - first) * width)
 
+    def leading(self, place: int, name: str) -> Slice:
+        """The entries at one place of the first axis, without that axis."""
+        if self.count == 1:
+            size = self.size // self.shape[0]
+            return self._part(name, self.shape[1:], place * size, size)
+        if self.count % self.shape[0]:
+            raise ValueError(f"{self.name} is no regular piece along its first axis.")
+        runs = self.count // self.shape[0]
+        return self._part(name, self.shape[1:], place * runs * self.stride, self.length, runs)
+
     def columns(self, first: int, last: int, *, name: str) -> Slice:
         """Columns first … last−1 of a matrix piece."""
         height, width = self.shape
@@ -214,8 +224,10 @@ class Anatomy:
         """Slices that match any of ``selectors`` (none: all) and all of the keywords.
 
         A selector is a slice, a list of selectors, or a string, read as the first that fits of: a
-        slice's name ("blocks.0.query"), a parameter's name, the beginning of either up to a dot
-        ("blocks.0", "blocks.0.norm1", a module's path), a glob of either ("blocks.*.value").
+        slice's name ("blocks.0.query"), a parameter's name, a layer or the beginning of a name
+        ("blocks.0", "blocks.0.norm1"), a sublayer of all layers or of one ("attention",
+        "blocks.0.ffn"), a role of all layers ("query"), the beginning of a parameter's name up to a
+        dot (a module's path), a glob of either ("blocks.*.value").
         ``role`` and ``sublayer`` take globs too.
         """
         chosen = list(self.slices)
@@ -266,17 +278,39 @@ class Anatomy:
             for h in range(width // step)
         )
 
+    def experts(self, piece: Slice) -> Selection:
+        """One slice an expert of a mixture: of the stacked weights (experts, out, in) or biases
+        (experts, out) of a feed-forward part, or of a module of its own (``experts.3.up_proj``)."""
+        if piece.sublayer == "ffn":
+            stem = piece.name
+            own = re.search(r"experts\.(?:\w*?_)?(\d+)\.", piece.parameter)
+            if own:
+                stem = re.sub(r"\.\d+$", "", stem)
+                return Selection([replace(piece, name=f"{stem}.expert{own[1]}")])
+            if len(piece.shape) == (2 if piece.role.endswith("_bias") else 3):
+                return Selection(
+                    piece.leading(e, f"{stem}.expert{e}") for e in range(piece.shape[0])
+                )
+        raise ValueError(f"{piece.name} is no part of a mixture of experts.")
+
     def _resolve(self, selector: Selector) -> list[Slice]:
         if isinstance(selector, Slice):
             return [selector]
         if not isinstance(selector, str):
             return [piece for item in selector for piece in self._resolve(item)]
-        layer = re.fullmatch(r"blocks\.(\d+)", selector)
+        layer = re.fullmatch(r"blocks\.(\d+)(?:\.(\w+))?", selector)
         tests: tuple[Callable[[Slice], bool], ...] = (
             lambda piece: piece.name == selector,
             lambda piece: piece.parameter == selector or selector in piece.tied,
-            lambda piece: layer is not None and piece.layer == int(layer[1]),
+            lambda piece: layer is not None and layer[2] is None and piece.layer == int(layer[1]),
             lambda piece: piece.name.startswith(selector + "."),
+            lambda piece: piece.sublayer == selector,
+            lambda piece: (
+                layer is not None
+                and piece.layer == int(layer[1])
+                and layer[2] in (piece.sublayer, piece.role)
+            ),
+            lambda piece: piece.role == selector,
             lambda piece: piece.parameter.startswith(selector + "."),
             lambda piece: fnmatchcase(piece.name, selector),
             lambda piece: fnmatchcase(piece.parameter, selector),

@@ -85,9 +85,15 @@ class BlockSizes(dict[str, int]):
         """``attention``, ``norm1``, ``ffn``, ``norm2``, as far as there are any, in flat order."""
         sums: dict[str, int] = {}
         for name, size in self.items():
-            sublayer = _SUBLAYERS.get(name.removesuffix("_weight").removesuffix("_bias"), name)
+            sublayer = _sublayer(name)
             sums[sublayer] = sums.get(sublayer, 0) + size
         return sums
+
+
+def _sublayer(name: str) -> str:
+    """``attention``, ``ffn``, ``norm1`` or ``norm2``; ``norm`` for a normalisation alone."""
+    stem = name.removesuffix("_weight").removesuffix("_bias")
+    return _SUBLAYERS.get(stem, "norm" if stem in ("weight", "bias") else stem)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,7 +103,8 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
     It is the operator of H (``ca.eigenpairs(result)``); ``outer`` and ``functional`` are those of
     its parts. ``H`` is there from the start, ``H_outer`` and ``H_functional`` are assembled when
     first asked for (from the weights of the time of the call). ``result["H"]``, ``result["QK"]``
-    and ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks;
+    and ``result.block("query_weight", "key_bias", part="outer")`` read parts and blocks, and so
+    does ``result.block("attention", "ffn")`` with whole sublayers (attention, norm, ffn);
     ``block_sizes`` goes by parameter, ``result["block_sizes"]`` by sublayer as in the article.
     """
 
@@ -185,7 +192,8 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         full = _LETTERS.get(name, name)
         full = full if full in self.block_sizes else f"{full}_weight"
         if full not in self.block_sizes:
-            raise KeyError(f"no parameter {name!r}: this Hessian has {', '.join(self.names)}.")
+            known = ", ".join((*self.names, *self.sublayers))
+            raise KeyError(f"no parameter or sublayer {name!r}: this Hessian has {known}.")
         start = 0
         for other in self.names:
             if other == full:
@@ -193,10 +201,42 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
             start += self.block_sizes[other]
         return start, self.block_sizes[full]
 
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        """The rows of the article's 3 × 3 view: attention, norm, ffn, as far as there are any."""
+        present = {_sublayer(name).rstrip("12") for name in self.names}
+        known = tuple(name for name in ("attention", "norm", "ffn") if name in present)
+        return known + tuple(sorted(present - set(known)))
+
+    def indices(self, name: str) -> Tensor:
+        """Places in the flat vector of a parameter, or of a sublayer: "attention", "ffn", "norm",
+        "norm1", "norm2"."""
+        if name in (*self.sublayers, "norm1", "norm2") and name not in self.block_sizes:
+            members = [n for n in self.names if _sublayer(n) in (name, f"{name}1", f"{name}2")]
+            if members:
+                return torch.cat([self.indices(member) for member in members])
+        start, size = self.offset(name)
+        return torch.arange(start, start + size, device="cpu")
+
+    def _places(self, selector: Any, *, axis: int) -> Tensor:
+        if isinstance(selector, str):
+            return self.indices(selector)
+        if isinstance(selector, (list, tuple)) and all(isinstance(s, str) for s in selector):
+            return torch.cat([self.indices(name) for name in selector])
+        return super()._places(selector, axis=axis)
+
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
-        """Block (a, b) as a view (size of a, size of b)."""
-        (row, rows), (column, columns) = self.offset(a), self.offset(b)
-        return self.part(part)[row : row + rows, column : column + columns]
+        """Block (a, b) of two parameters or sublayers (size of a, size of b), a view where both
+        lie in one piece."""
+        rows, columns = self.indices(a), self.indices(b)
+        matrix = self.part(part)
+
+        def whole(places: Tensor) -> bool:
+            return int(places[-1] - places[0]) + 1 == len(places)
+
+        if whole(rows) and whole(columns):
+            return matrix[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+        return matrix[rows.to(matrix.device)][:, columns.to(matrix.device)]
 
     def diagonal(self, part: Part = "total") -> Tensor:
         """The diagonal (P,)."""
@@ -206,11 +246,13 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         """The trace of every diagonal block."""
         return {name: float(self.block(name, name, part).trace()) for name in self.names}
 
-    def frobenius(self, part: Part = "total") -> Tensor:
-        """Frobenius norms of all blocks (names × names)."""
+    def frobenius(self, part: Part = "total", *, by: str = "parameter") -> Tensor:
+        """Frobenius norms of all blocks, names × names, or by="sublayer": sublayers × sublayers."""
+        if by not in ("parameter", "sublayer"):
+            raise ValueError(f"by is 'parameter' or 'sublayer', got {by!r}.")
+        names = self.names if by == "parameter" else self.sublayers
         rows = [
-            torch.stack([torch.linalg.norm(self.block(a, b, part)) for b in self.names])
-            for a in self.names
+            torch.stack([torch.linalg.norm(self.block(a, b, part)) for b in names]) for a in names
         ]
         return torch.stack(rows)
 

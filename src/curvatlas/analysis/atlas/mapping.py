@@ -51,6 +51,7 @@ def atlas(
     *,
     by: str = "role",
     heads: bool = False,
+    experts: bool = False,
     biases: bool = True,
     rtol: float = 0.05,
     worst: float | None = 0.2,
@@ -66,6 +67,7 @@ def atlas(
 
     by: "role" (every role of every layer), or "sublayer" or "layer" for coarser, cheaper maps.
     heads: one block a head for query, key, value and output.
+    experts: one block an expert for the feed-forward parts of a mixture.
     biases: False counts a bias with its weight.
     rtol: stop when the root mean square of the entries' relative standard errors reaches it.
     worst: go on until every entry above 1 % of the largest has this relative standard error too;
@@ -88,7 +90,7 @@ def atlas(
         raise ValueError(f"method is 'auto', 'dense', 'closed form' or 'sketch', got {method!r}.")
     if not rtol > 0 or not (worst is None or worst > 0):
         raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
-    blocks = blocks_of(problem.anatomy, by=by, heads=heads, biases=biases)
+    blocks = blocks_of(problem.anatomy, by=by, heads=heads, experts=experts, biases=biases)
     room = default_budget(problem.device) if budget is None else parse_bytes(budget)
     if problem.spread:
         room = parallel.smallest_over_processes(room)  # all take the same way

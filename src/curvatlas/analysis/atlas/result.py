@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,18 @@ class AtlasBlock:
 
 
 def blocks_of(
-    anatomy: Anatomy, *, by: str = "role", heads: bool = False, biases: bool = True
+    anatomy: Anatomy,
+    *,
+    by: str = "role",
+    heads: bool = False,
+    experts: bool = False,
+    biases: bool = True,
 ) -> tuple[AtlasBlock, ...]:
     """One block a slice of the anatomy, in its order.
 
     by: "role", or "sublayer" and "layer" for coarser blocks of deep models.
     heads: cut query, key, value and output into one block a head.
+    experts: cut the feed-forward parts of a mixture into one block an expert.
     biases: False counts a bias with the weight of the same linear map.
     """
     if by not in ("role", "sublayer", "layer"):
@@ -69,10 +76,15 @@ def blocks_of(
     groups: dict[str, list[Slice]] = {}
     names = set(anatomy.names)
     for piece in anatomy.slices:
-        for part in _heads_of(anatomy, piece) if heads else [piece]:
+        parts: Sequence[Slice] = [piece]
+        if heads and piece.sublayer == "attention":
+            parts = _parts_of(anatomy.heads, piece)
+        elif experts and piece.sublayer == "ffn":
+            parts = _parts_of(anatomy.experts, piece)
+        for part in parts:
             name = part.name
             if not biases:
-                name = _weight_of(part.name, names, heads=heads)
+                name = _weight_of(part.name, names, cut=heads or experts)
             groups.setdefault(name, []).append(part)
     return tuple(_block(name, slices) for name, slices in groups.items())
 
@@ -109,18 +121,18 @@ def _coarse(anatomy: Anatomy, by: str) -> tuple[AtlasBlock, ...]:
     return tuple(blocks)
 
 
-def _heads_of(anatomy: Anatomy, piece: Slice) -> Sequence[Slice]:
+def _parts_of(cut: Callable[[Slice], Sequence[Slice]], piece: Slice) -> Sequence[Slice]:
     try:
-        return anatomy.heads(piece)
+        return cut(piece)
     except ValueError:
-        return [piece]  # embeddings, norms, feed-forward parts have no heads
+        return [piece]  # it has no heads, or no experts
 
 
-def _weight_of(name: str, names: set[str], *, heads: bool) -> str:
+def _weight_of(name: str, names: set[str], *, cut: bool) -> str:
     """The weight that a bias belongs to: "query_bias" → "query", "head.bias" → "head.weight"."""
     stem, dot, last = name.rpartition(".")
     head = ""
-    if heads and last.startswith("head") and last[4:].isdigit():
+    if cut and re.fullmatch(r"(head|expert)\d+", last):
         head, (stem, dot, last) = f".{last}", stem.rpartition(".")
     for weight in (
         last.removesuffix("_bias"),
@@ -278,6 +290,25 @@ class Atlas(Result):
         if key not in self.maps:
             raise KeyError(f"this atlas has no {key!r}; it has {', '.join(sorted(self.maps))}.")
         return self.maps[key]
+
+    def block(
+        self, row: str, column: str, *, quantity: str = "frobenius", part: str = "total"
+    ) -> float:
+        """One entry of the finest view that has both names: ``block("attention", "ffn")`` is that
+        of whole sublayers (the article's 3 × 3 view), ``block("query", "value")`` of roles."""
+        for view in VIEWS:
+            chosen = self.maps.get(f"{view}/{quantity}/{part}")
+            if chosen is not None and {row, column} <= set(chosen.names):
+                return chosen[row, column]
+        known = {
+            view: self.maps[key].names
+            for view in ("block", "role", "sublayer")
+            if (key := f"{view}/{quantity}/{part}") in self.maps
+        }
+        if not known:
+            self.view("block", quantity, part)  # says what there is
+        listed = "; ".join(f"{view}: {', '.join(names[:12])}" for view, names in known.items())
+        raise KeyError(f"no view has both {row!r} and {column!r}; {listed}.")
 
     def _quantity(self, quantity: str) -> dict[str, AtlasMap]:
         return {
