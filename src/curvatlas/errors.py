@@ -19,6 +19,10 @@ class ConvergenceError(RuntimeError):
     """An iteration stopped before its tolerance, where only a settled number may be returned."""
 
 
+class UserCodeError(RuntimeError):
+    """A function or module of the user's raised: the message says what and where."""
+
+
 class PeerError(RuntimeError):
     """Another process of the group failed: its own error says why, and all stop with it."""
 

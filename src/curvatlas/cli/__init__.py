@@ -7,10 +7,12 @@ Nothing heavy is imported before a command runs: ``curvatlas --help`` does not l
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,7 +27,7 @@ from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.options import with_groups
 from curvatlas.cli.papers import growth
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
-from curvatlas.errors import PeerError, is_wrong_input
+from curvatlas.errors import PeerError, UserCodeError, is_wrong_input
 
 # in the order a newcomer meets them
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -95,40 +97,53 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    debug = "--debug" in arguments
+    debug, as_json = "--debug" in arguments, "--json" in arguments
     command = typer.main.get_command(app)
+    usual = warnings.formatwarning
+    warnings.formatwarning = _one_line
     try:
         execution.check_processes(arguments)
         code = command.main(args=arguments, prog_name="curvatlas", standalone_mode=False)
     except Interrupted as interruption:
-        _complain(str(interruption))
-        return _INTERRUPTED
+        return _complain(str(interruption), _INTERRUPTED, interruption, as_json)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except BrokenPipeError:
         return 0
     except _UsageError as error:
-        return _wrong_use(error)
+        return _wrong_use(error, as_json)
     except Exception as error:
         if debug:
             raise
-        return _failure(error)
+        return _failure(error, as_json)
+    finally:
+        warnings.formatwarning = usual
     if code == _INTERRUPTED:  # before there was a run to resume
-        _complain("interrupted")
+        _complain("interrupted", code, KeyboardInterrupt(), as_json)
     return code if isinstance(code, int) else 0
 
 
-def _wrong_use(error: Any) -> int:
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """A warning for the user, without the line of ours that gave it."""
+    return f"curvatlas: {' '.join(str(message).split())}\n"
+
+
+def _wrong_use(error: Any, as_json: bool) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return 2
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "curvatlas"
-    _complain(f"{error.format_message()} See '{where} --help'.")
-    return 2
+    return _complain(f"{error.format_message()} See '{where} --help'.", 2, error, as_json)
 
 
-def _failure(error: Exception) -> int:
+def _failure(error: Exception, as_json: bool) -> int:
     """One line, and 2 when what the user gave is at fault, 1 when the computation is."""
     message = " ".join(str(error).split()) or type(error).__name__
     ours = is_wrong_input(error)
@@ -143,15 +158,19 @@ def _failure(error: Exception) -> int:
             f"out of memory{size}: start again with a smaller --memory, fewer --samples or a "
             "smaller --batch-size; what was computed is kept."
         )
-    elif not ours and not isinstance(error, PeerError):
+    elif not ours and not isinstance(error, (PeerError, UserCodeError)):
         message = f"{type(error).__name__}: {message} (--debug shows where)"
-    _complain(message)
     full = isinstance(error, OSError) and error.errno in (28, 122)
-    return 2 if ours and not full else 1
+    return _complain(message, 2 if ours and not full else 1, error, as_json)
 
 
-def _complain(message: str) -> None:
+def _complain(message: str, code: int, error: BaseException, as_json: bool) -> int:
+    """One line on stderr, and with ``--json`` an object on stdout; gives the exit code."""
     print(f"curvatlas: {message}", file=sys.stderr)
+    if as_json:
+        told = {"message": message, "type": type(error).__name__, "exit_code": code}
+        print(json.dumps({"error": told}), flush=True)
+    return code
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,20 +1,24 @@
 """MODEL and DATA on the command line: found, put together, ready to be differentiated.
 
-A model is a Python reference, a Hugging Face folder on disk or a name of the zoo; data are a Python
-reference, a name of the zoo, an array file or a text file.
+A model is a Python reference, a Hugging Face folder on disk (or a PEFT adapter, or a name of the
+local cache) or a name of the zoo; data are a Python reference, a name of the zoo, an array file, a
+table of texts or a text file.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import sys
+import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,9 @@ from curvatlas import files, parallel
 from curvatlas.budget import available_bytes, readable
 from curvatlas.cli.execution import join_group, open_run
 from curvatlas.cli.options import Inputs
+from curvatlas.cli.pretrained import cached_folder, load_pretrained
+from curvatlas.cli.tables import is_table, labelled_texts, prose, read_table
+from curvatlas.errors import UserCodeError, is_wrong_input
 from curvatlas.problem import Problem
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
@@ -50,7 +57,7 @@ class Prepared:
         options = {"command": command, **self.options, **more}
         run = open_run(output, options, **fingerprints_of(self.problem))
         for note in self.notes:
-            run.warn(f"model: {note}")
+            run.warn(note)
         return run
 
     def subject(self) -> Subject:
@@ -70,6 +77,8 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         "tokenizer": inputs.tokenizer,
         "loss": inputs.loss.value,
         "seed": inputs.seed,
+        "text_column": inputs.text_column,
+        "label_column": inputs.label_column,
     }
 
     def find() -> tuple[NamedModel, NamedData]:
@@ -100,7 +109,8 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         "weights": None if inputs.weights is None else str(inputs.weights),
         "samples": count,
         "batch_size": size,
-        **how,
+        **{key: value for key, value in how.items() if "column" not in key or value is not None},
+        "context": inputs.context or _CONTEXT,
         "loss": data.loss,
         "dtype": str(problem.dtype).removeprefix("torch."),
         "device": device,
@@ -111,7 +121,7 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         model_name=model.name,
         data_name=data.name,
         options=options,
-        notes=model.notes,
+        notes=(*(f"model: {note}" for note in model.notes), *(f"data: {n}" for n in data.notes)),
     )
 
 
@@ -144,12 +154,13 @@ def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
 
 # --- names, and the user's own Python ------------------------------------------------------------
 
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_REFERENCE = re.compile(rf"({_NAME}|.*\.py):{_NAME}")
 
 
 def is_reference(text: str) -> bool:
-    """Whether the text has the form ``pkg.module:name``."""
-    return _REFERENCE.fullmatch(text) is not None
+    """Whether the text has the form ``pkg.module:name`` or ``path/to/file.py:name``."""
+    return _REFERENCE.fullmatch(text) is not None and not text.startswith("zoo:")
 
 
 def zoo_name(text: str, names: tuple[str, ...]) -> str | None:
@@ -166,15 +177,21 @@ def zoo_name(text: str, names: tuple[str, ...]) -> str | None:
 
 
 def resolve(text: str) -> Any:
-    """The object that ``pkg.module:name`` names; modules of the current folder are found too."""
-    module_name, _, path = text.partition(":")
-    here = str(Path.cwd())
+    """The object that ``pkg.module:name`` (the current folder's too) or ``file.py:name`` names."""
+    module_name, _, path = text.rpartition(":")
+    file = Path(module_name) if module_name.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"there is no file {module_name} (named by {text!r}).")
+    here = str(Path.cwd() if file is None else file.resolve().parent)
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        value = importlib.import_module(module_name)
+        value = importlib.import_module(module_name) if file is None else _module_of(file)
     except ImportError as error:
         raise ValueError(f"cannot import {module_name!r} of {text!r}: {error}.") from error
+    except Exception as error:  # whatever the user's module does when it is read
+        kind = ValueError if is_wrong_input(error) else UserCodeError
+        raise kind(f"reading {text!r} failed: {_told(error)}") from error
     for name in path.split("."):
         try:
             value = getattr(value, name)
@@ -183,20 +200,53 @@ def resolve(text: str) -> Any:
     return value
 
 
+def _module_of(file: Path) -> ModuleType:
+    """The module in a file, under its own name unless another module has it."""
+    place = str(file.resolve())
+    name = file.stem
+    if getattr(sys.modules.get(name), "__file__", None) == place:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def made(text: str) -> Any:
+    """What the reference names, called if it can be; an error in it says where."""
+    value = resolve(text)
+    if isinstance(value, nn.Module) or not callable(value):
+        return value
+    try:
+        return value()
+    except Exception as error:  # whatever the user's function does
+        kind = ValueError if is_wrong_input(error) else UserCodeError
+        raise kind(f"{text!r} failed: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code with its place: the innermost frame outside libraries."""
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, SyntaxError):
+        return f"{message} ({error.filename}, line {error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    own = [f for f in frames if "site-packages" not in f.filename and "<" not in f.filename]
+    if not frames:
+        return message
+    place = (own or frames)[-1]
+    return f"{message} ({place.filename}, line {place.lineno}, in {place.name})"
+
+
 # --- the model -----------------------------------------------------------------------------------
 
-_MOST_NAMES = 6  # of tensors in a message
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer in a name
 ZOO_MODELS = ("vit", "gpt", "benchmark-gpt", "mlp")
-_HEADS = {  # ending of a Hugging Face architecture → the class that loads it
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForImageClassification": "AutoModelForImageClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +270,7 @@ def find_model(
     """The model that ``text`` names, converted, moved, in evaluation mode."""
     folder: Path | None = None
     notes: tuple[str, ...] = ()
+    name = text
     torch.manual_seed(seed)  # a factory that draws weights draws the same ones every time
     ours = zoo_name(text, ZOO_MODELS)
     if ours is not None:
@@ -227,17 +278,22 @@ def find_model(
     elif is_reference(text):
         model = _from_reference(text)
     elif Path(text).is_dir():
-        folder = Path(text)
-        model, notes = _from_folder(folder)
+        pretrained = load_pretrained(Path(text))
+        model, folder, notes = pretrained.model, pretrained.tokenizer, pretrained.notes
+        name = Path(text).resolve().name
     else:
-        raise ValueError(
-            f"cannot find the model {text!r}: give pkg.module:make_model, a Hugging Face folder "
-            f"on disk, or one of {', '.join(ZOO_MODELS)}."
-        )
+        cached = cached_folder(text)
+        if cached is None:
+            raise ValueError(
+                f"cannot find the model {text!r}: give mine.py:make_model, pkg.module:make_model, "
+                "a Hugging Face folder on disk, a name of the local Hugging Face cache (nothing is "
+                f"downloaded), or one of {', '.join(ZOO_MODELS)}."
+            )
+        pretrained = load_pretrained(cached)
+        model, folder, notes = pretrained.model, pretrained.tokenizer, pretrained.notes
     if weights is not None:
         _load_weights(model, weights)
     model = model.to(device=_device(device), dtype=dtype).eval()
-    name = text if folder is None else folder.name
     return NamedModel(model=model, name=name, folder=folder, notes=notes)
 
 
@@ -257,110 +313,10 @@ def _zoo_model(name: str, seed: int) -> nn.Module:
 
 
 def _from_reference(text: str) -> nn.Module:
-    value = resolve(text)
-    if not isinstance(value, nn.Module) and callable(value):
-        value = value()
+    value = made(text)
     if not isinstance(value, nn.Module):
         raise ValueError(f"{text!r} gives a {type(value).__name__}, expected an nn.Module.")
     return value
-
-
-def _from_folder(folder: Path) -> tuple[nn.Module, tuple[str, ...]]:
-    """A Hugging Face model from disk: no network, no code of the folder, no pickled weights.
-
-    Returns also what the reader of its numbers should know.
-    """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a Hugging Face model: it has no config.json.")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(
-            f"{folder} needs transformers: pip install 'curvatlas[huggingface]'."
-        ) from error
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    safe = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, **safe)
-        architecture = (config.architectures or [""])[0]
-        loader = next((a for end, a in _HEADS.items() if architecture.endswith(end)), None)
-        if loader is None:
-            raise ValueError(
-                f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
-                "function that makes the model instead (pkg.module:make_model)"
-            )
-        # Sizes that do not fit are told below, by name: transformers' own error has no names.
-        model, loading = getattr(transformers, loader).from_pretrained(
-            folder,
-            config=config,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **safe,
-        )
-        unused = _refuse_other_tensors(model, loading)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"cannot load {folder} as a Hugging Face model: {reason}") from error
-    notes = () if not unused else (f"not used by {type(model).__name__}: {_some(unused)}",)
-    for note in notes:
-        warnings.warn(f"{folder}: {note}", stacklevel=2)
-    return model, notes
-
-
-def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> list[str]:
-    """ValueError when the folder's tensors are not those of the model: the rest would be random.
-
-    Returns what the folder holds beside them: the parts of other heads, which this one does not
-    need. transformers has already taken out tied weights, which are stored once, and what a family
-    declares it can do without.
-    """
-    kind = type(model).__name__
-    mismatched = [m if isinstance(m, str) else m[0] for m in loading["mismatched_keys"]]
-    if mismatched:
-        raise ValueError(
-            f"its tensors {_some(mismatched)} have other sizes than its config.json says: "
-            "bring back the config.json it was saved with"
-        )
-    if loading["missing_keys"]:
-        raise ValueError(
-            f"it lacks {_some(loading['missing_keys'])} of {kind}, which would be random: bring "
-            "back the file; if the folder is a base model without this head, train the head and "
-            "save the model with it, or name a function that makes the model "
-            "(pkg.module:make_model)"
-        )
-    unexpected = list(loading["unexpected_keys"])
-    left_out = [name for name in unexpected if _belongs_to(model, name)]
-    if left_out:
-        raise ValueError(
-            f"it holds {_some(left_out)}, which {kind} as its config.json describes it does not "
-            "use: bring back the config.json it was saved with"
-        )
-    return unexpected
-
-
-def _belongs_to(model: nn.Module, name: str) -> bool:
-    """Whether an unused tensor looks like a part of this very model: one more layer, or a weight
-    or bias of a module the model has. A pooler or another head is neither."""
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    layers = {_LAYER.sub("*", key) for key in model.state_dict()}
-    modules = dict(model.named_modules())
-    for candidate in (name, f"{prefix}.{name}"):
-        parent, _, leaf = candidate.rpartition(".")
-        if _LAYER.sub("*", candidate) in layers:
-            return True
-        if parent in modules and leaf in ("weight", "bias"):
-            return True
-    return False
-
-
-def _some(names: Iterable[str]) -> str:
-    """All of a few names, the first of many."""
-    ordered = sorted(names)
-    rest = len(ordered) - _MOST_NAMES
-    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
@@ -420,6 +376,7 @@ class NamedData:
     batches: Any
     name: str
     loss: str
+    notes: tuple[str, ...] = ()  # kept with the run
 
 
 def find_data(
@@ -428,26 +385,50 @@ def find_data(
     *,
     samples: int,
     batch_size: int,
-    context: int = 64,
+    context: int | None = None,
     tokenizer: str | None = None,
     loss: str = "auto",
     seed: int = 0,
+    text_column: str | None = None,
+    label_column: str | None = None,
 ) -> NamedData:
     """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype."""
     path = Path(text)
     ours = zoo_name(text, ZOO_DATA)
+    notes: list[str] = []
     if ours is not None:
-        raw: Any = _zoo_data(ours, model, context)
+        raw: Any = _zoo_data(ours, model, context, notes)
         name = ours
     elif is_reference(text):
-        raw, name = resolve(text), text
-        raw = raw() if callable(raw) else raw
+        raw, name = made(text), text
+    elif is_table(path) and path.exists():
+        table = read_table(path)
+        if _takes_labels(model):
+            labelled = labelled_texts(
+                table,
+                _tokenizer_of(Path(tokenizer or str(model.folder))),
+                getattr(model.model, "config", None),
+                text_column=text_column,
+                label_column=label_column,
+                context=_context(model, context or _longest(model), notes),
+                loss=loss,
+            )
+            raw, name = labelled.batch, labelled.origin
+            loss = labelled.loss if loss in ("auto", "mse") else loss
+            notes += labelled.notes
+        else:
+            words, name = prose(table, text_column), f"column {text_column} of {table.name}"
+            raw = token_windows(
+                words, path, model, context, tokenizer=tokenizer, samples=samples, seed=seed,
+                notes=notes,
+            )  # fmt: skip
     elif path.is_file():
-        raw, name = _from_file(path, model, context, tokenizer, samples, seed), path.name
+        raw, name = _from_file(path, model, context, tokenizer, samples, seed, notes), path.name
     else:
         raise ValueError(
-            f"cannot find the data {text!r}: give pkg.module:make_data, an .npz, .safetensors or "
-            f"text file, or one of {', '.join(ZOO_DATA)}."
+            f"cannot find the data {text!r}: give mine.py:make_data, pkg.module:make_data, an "
+            ".npz, .safetensors or text file, a table (.csv, .tsv, .jsonl, a folder of datasets), "
+            f"or one of {', '.join(ZOO_DATA)}."
         )
     if isinstance(raw, dict) or _is_pair(raw):
         raw, count = _cut(raw, samples, batch_size)
@@ -455,15 +436,24 @@ def find_data(
     parameter = next(model.model.parameters(), None)
     if parameter is not None and isinstance(raw, list):
         raw = [_converted(batch, parameter.dtype, parameter.device) for batch in raw]
-    return NamedData(batches=raw, name=name, loss=_loss(raw) if loss == "auto" else loss)
+    if loss == "auto":
+        loss = _loss(raw)
+    elif loss == "cross_entropy" and isinstance(raw, list):
+        raw = [_with_whole_classes(batch) for batch in raw]
+    return NamedData(batches=raw, name=name, loss=loss, notes=tuple(notes))
 
 
-def _zoo_data(name: str, model: NamedModel, context: int) -> Any:
+def _takes_labels(model: NamedModel) -> bool:
+    """Whether the model is a classifier (or a regression) of sequences."""
+    inner = getattr(model.model, "get_base_model", lambda: model.model)()
+    return model.folder is not None and "ForSequenceClassification" in type(inner).__name__
+
+
+def _zoo_data(name: str, model: NamedModel, context: int | None, notes: list[str]) -> Any:
     from curvatlas import zoo
 
     if name == "text":
-        limit = getattr(getattr(model.model, "config", None), "context", context)
-        dataset = zoo.text(context=min(context, limit))
+        dataset = zoo.text(context=_context(model, context, notes))
     else:
         makers: dict[str, Callable[[], zoo.Dataset]] = {
             "digits": zoo.digits,
@@ -475,7 +465,13 @@ def _zoo_data(name: str, model: NamedModel, context: int) -> Any:
 
 
 def _from_file(
-    path: Path, model: NamedModel, context: int, tokenizer: str | None, samples: int, seed: int
+    path: Path,
+    model: NamedModel,
+    context: int | None,
+    tokenizer: str | None,
+    samples: int,
+    seed: int,
+    notes: list[str],
 ) -> Any:
     if path.suffix == ".npz":
         return _arrays(_read_npz(path), path)
@@ -483,8 +479,20 @@ def _from_file(
         return _arrays(files.parse(files.read(path), str(path))[1], path)
     if path.suffix.lower() in (".pkl", ".pickle", ".pt", ".pth", ".npy", ".joblib"):
         raise ValueError(f"{path} may carry code: give an .npz or .safetensors file instead.")
+    if _takes_labels(model):
+        raise ValueError(
+            f"{model.name} classifies texts and {path} has no labels: give a table (.csv, .tsv, "
+            ".jsonl or a folder of datasets) with --text-column and --label-column."
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_TEXT)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is neither .npz, .safetensors nor UTF-8 text: {error}."
+        ) from error
     return token_windows(
-        path, model, context=context, tokenizer=tokenizer, samples=samples, seed=seed
+        text, path, model, context, tokenizer=tokenizer, samples=samples, seed=seed, notes=notes
     )
 
 
@@ -556,25 +564,48 @@ def _loss(raw: Any) -> str:
         targets = batch[1]
     else:
         targets = raw[1] if isinstance(raw, tuple) and len(raw) == 2 else None
-    if isinstance(targets, Tensor) and targets.is_floating_point():
-        return "mse"
-    return "cross_entropy"
+    if not isinstance(targets, Tensor) or not targets.is_floating_point():
+        return "cross_entropy"
+    if targets.ndim == 1 and _are_whole(targets) and bool((targets != targets[0]).any()):
+        raise ValueError(
+            "the targets are whole numbers stored as real ones, classes or values to regress: say "
+            "which with --loss cross_entropy or --loss mse."
+        )
+    return "mse"
+
+
+def _are_whole(targets: Tensor) -> bool:
+    return bool((targets == targets.round()).all() and (targets >= 0).all())
+
+
+def _with_whole_classes(batch: Any) -> Any:
+    """Classes that are stored as real numbers, as the whole ones they are."""
+    if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+        return {**batch, "labels": _with_whole_classes((None, batch["labels"]))[1]}
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        inputs, targets = batch
+        if targets.is_floating_point() and targets.ndim == 1 and _are_whole(targets):
+            return inputs, targets.long()
+    return batch
 
 
 # --- a text file as windows of tokens ------------------------------------------------------------
 
+_CONTEXT = 64  # tokens a window, unless told
 _MOST_TEXT = 64 * 2**20  # bytes read: far more than any curvature estimate uses
 _MASKED_SHARE = 0.15  # of the tokens a masked language model has to guess, as in BERT
 
 
 def token_windows(
+    text: str,
     path: Path,
     model: NamedModel,
+    context: int | None,
     *,
-    context: int,
     tokenizer: str | None,
     samples: int,
     seed: int,
+    notes: list[str],
 ) -> Any:
     """(inputs, targets) one token apart, or the mapping a Hugging Face model takes."""
     if getattr(getattr(model.model, "config", None), "is_encoder_decoder", False):
@@ -582,15 +613,8 @@ def token_windows(
             f"{model.name} maps one text to another and {path} holds one: give an .npz or "
             ".safetensors file with input_ids and labels."
         )
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_TEXT)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is neither .npz, .safetensors nor UTF-8 text: {error}."
-        ) from error
     kind = tokenizer or ("bytes" if model.folder is None else str(model.folder))
-    context = min(context, _longest(model))
+    context = _context(model, context, notes)
     mask: int | None = None
     if kind == "bytes":
         tokens = torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
@@ -604,7 +628,8 @@ def token_windows(
         windows = _windows(path, tokens, context + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
     windows = _windows(path, tokens, context)
-    if type(model.model).__name__.endswith("ForMaskedLM"):
+    inner = getattr(model.model, "get_base_model", lambda: model.model)()
+    if type(inner).__name__.endswith("ForMaskedLM"):
         return _masked(windows, mask, seed)
     return {"input_ids": windows, "labels": windows.clone()}
 
@@ -617,21 +642,24 @@ def _windows(path: Path, tokens: Tensor, length: int) -> Tensor:
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def _with_tokenizer(folder: Path, text: str, wanted: int) -> tuple[Tensor, int | None]:
+def _tokenizer_of(folder: Path) -> Any:
+    """The tokenizer in a folder on disk."""
     if not folder.is_dir():
         raise ValueError(f"--tokenizer {folder}: give bytes, characters or a folder on disk.")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise ValueError("a tokenizer needs: pip install 'curvatlas[huggingface]'.") from error
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder} has no readable tokenizer: {reason}") from error
+
+
+def _with_tokenizer(folder: Path, text: str, wanted: int) -> tuple[Tensor, int | None]:
+    tokenizer = _tokenizer_of(folder)
     # A token is hardly ever longer than 16 characters: more text would be tokenized for nothing.
     numbers = tokenizer(text[: 16 * wanted], add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(numbers, dtype=torch.long), tokenizer.mask_token_id
@@ -649,10 +677,31 @@ def _masked(windows: Tensor, mask: int | None, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _longest(model: NamedModel) -> int:
+def _context(model: NamedModel, asked: int | None, notes: list[str]) -> int:
+    """Tokens a window: what was asked for, or as many as the model has positions for."""
+    longest = _longest(model)
+    if asked is not None and asked > longest:
+        raise ValueError(f"--context {asked}: {model.name} has {longest} positions, no more.")
+    if asked is None and longest < _CONTEXT:
+        notes.append(f"windows of {longest} tokens: the model has no more positions")
+    return min(asked or _CONTEXT, longest)
+
+
+def _longest_stated(model: NamedModel) -> int:
     config = getattr(model.model, "config", None)
     limits = [getattr(config, key, None) for key in ("context", "max_position_embeddings")]
     return min([limit for limit in limits if isinstance(limit, int)], default=10**9)
+
+
+def _longest(model: NamedModel) -> int:
+    """Tokens that the model has positions for."""
+    # RoBERTa's tables keep the first rows for padding, and its configuration counts them.
+    kept = [
+        table.num_embeddings - table.padding_idx - 1
+        for name, table in model.model.named_modules()
+        if isinstance(table, nn.Embedding) and table.padding_idx and "position" in name
+    ]
+    return min(_longest_stated(model), *kept, 10**9)
 
 
 def _check_vocabulary(model: NamedModel, tokens: Tensor, kind: str) -> None:

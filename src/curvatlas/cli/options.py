@@ -111,16 +111,18 @@ class Inputs:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="pkg.module:make_model, a Hugging Face folder on disk, or vit, gpt, "
-            "benchmark-gpt, mlp.",
+            help="mine.py:make_model or pkg.module:make_model, a Hugging Face folder or PEFT "
+            "adapter on disk, a name of the local Hugging Face cache, or vit, gpt, benchmark-gpt, "
+            "mlp.",
         ),
     ]
     data: Annotated[
         str,
         typer.Argument(
             metavar="DATA",
-            help="pkg.module:make_data, an .npz or .safetensors file (inputs and targets), a text "
-            "file, or digits, text, fashion-mnist, mnist.",
+            help="mine.py:make_data or pkg.module:make_data, an .npz or .safetensors file (inputs "
+            "and targets), a table of texts and labels (.csv, .tsv, .jsonl or a folder of "
+            "datasets), a text file, or digits, text, fashion-mnist, mnist.",
         ),
     ]
     loss: Annotated[
@@ -130,7 +132,16 @@ class Inputs:
         Path | None, typer.Option(help="Load these weights (.safetensors) into the model.")
     ] = None
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = 128
-    context: Annotated[int, typer.Option(min=1, help="Tokens a window, for text.")] = 64
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens a window, for text (default: 64, or the positions)."),
+    ] = None
+    text_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column of the texts, for a table.")
+    ] = None
+    label_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column of the labels, for a table.")
+    ] = None
     tokenizer: Annotated[
         str | None,
         typer.Option(help="bytes, characters or a folder (default: the model's own, or bytes)."),
