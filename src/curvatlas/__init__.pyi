@@ -195,6 +195,13 @@ from .studies.growth import (
     Growth as Growth,
     growth as growth,
 )
+from .studies.sinks import (
+    SinkLevel as SinkLevel,
+    Sinks as Sinks,
+    SinkStudy as SinkStudy,
+    sinks as sinks,
+    sinks_over_seeds as sinks_over_seeds,
+)
 from .surveying import (
     SurveyPlan as SurveyPlan,
     plan_survey as plan_survey,

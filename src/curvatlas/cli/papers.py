@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from curvatlas.cli.options import Console, Inputs, Memory, Output, Samples
+
+if TYPE_CHECKING:
+    from curvatlas.cli.inputs import Prepared
+    from curvatlas.problem import Problem
 
 
 def _numbers(text: str | None, option: str) -> list[float] | None:
@@ -78,5 +83,81 @@ def growth(
                 output=run,
             )
         )
+
+    carry_out(run, work, console)
+
+
+def _at_seeds(inputs: Inputs, prepared: Prepared, seeds: int | None) -> Callable[[int], Problem]:
+    """seed → the problem for a model that is made anew; the first one is there already."""
+    from pathlib import Path
+
+    from curvatlas.cli.inputs import find_model, parse_dtype
+
+    if seeds is not None and (inputs.weights is not None or Path(inputs.model).is_dir()):
+        raise ValueError(
+            "--seeds makes the model anew from each seed, stored weights are one model: leave "
+            "--seeds out, or name a factory (pkg.module:make_model)."
+        )
+    if seeds == 1:
+        raise ValueError("an interval over seeds needs at least 2 seeds, got 1.")
+
+    def problem(seed: int) -> Problem:
+        if seed == inputs.seed:
+            return prepared.problem
+        dtype, device = parse_dtype(inputs.dtype), inputs.device
+        model = find_model(inputs.model, dtype=dtype, device=device, seed=seed)
+        return prepared.problem.with_model(model.model)
+
+    return problem
+
+
+Seeds = Annotated[
+    int | None,
+    typer.Option(min=1, help="Make the model anew from so many seeds, and give a verdict."),
+]
+
+
+def sinks(
+    *,
+    inputs: Inputs,
+    output: Output = None,
+    levels: Annotated[
+        str, typer.Option(help="Biases on the first token's logits, by commas.")
+    ] = "0,1,2,4,8",
+    seeds: Seeds = None,
+    products: Annotated[
+        int | None, typer.Option(min=30, help="Products for each spectrum (default: 300, or all).")
+    ] = None,
+    probes: Annotated[int, typer.Option(min=3, help="Products for each block's norm.")] = 16,
+    samples: Samples = 32,
+    memory: Memory = None,
+    console: Console,
+) -> None:
+    """Draw attention to the first token: spectra and norms along the sink, heads by sink mass."""
+    from curvatlas.budget import parse_bytes
+    from curvatlas.cli.execution import carry_out
+    from curvatlas.cli.inputs import prepare
+    from curvatlas.studies.sinks import attention_paths, sinks as measure, sinks_over_seeds
+
+    strengths = _numbers(levels, "--levels") or []
+    if len(set(strengths)) < 2:
+        raise typer.BadParameter(f"--levels takes 2 or more biases, got {levels!r}.")
+    size = None if memory is None else parse_bytes(memory)
+    prepared = prepare(inputs, samples)
+    attention_paths(prepared.problem)  # a model without attention makes no folder
+    make = _at_seeds(inputs, prepared, seeds)
+    run = prepared.open_run(
+        "sinks", output, levels=strengths, seeds=seeds, products=products, probes=probes
+    )
+
+    def work() -> None:
+        console.say(f"curvatlas sinks {inputs.model} {inputs.data}, into {run.path}")
+        console.say(run.step("model.subject", prepared.subject))
+        how: Any = {"levels": strengths, "products": products, "probes": probes, "budget": size}
+        if seeds is None:
+            console.say(measure(prepared.problem, seed=inputs.seed, output=run, **how))
+            return
+        chosen = range(inputs.seed, inputs.seed + seeds)
+        console.say(sinks_over_seeds(make, seeds=chosen, output=run, **how))
 
     carry_out(run, work, console)

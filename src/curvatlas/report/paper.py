@@ -19,9 +19,10 @@ _OWN_PLOTS = {
     "LandscapeConvergence": "convergence",
     "ScalingGrid": "scaling",
     "Growth": "growth",
+    "Sinks": "sinks",
 }
 # what a command draws by itself: one picture a run, since a figure takes about a second
-MAIN = ("overview", "convergence", "scaling", "growth")
+MAIN = ("overview", "convergence", "scaling", "growth", "sinks")
 
 
 def write_figures(
@@ -34,7 +35,7 @@ def write_figures(
     """The figures of a run as PNG and SVG in ``folder``; returns the files.
 
     parts: of the Hessian, for the spectra. kinds: overview, spectrum, map, propagation,
-    convergence, scaling, growth (default: all that the run has).
+    convergence, scaling, growth, sinks (default: all that the run has).
     """
     try:
         import matplotlib as mpl

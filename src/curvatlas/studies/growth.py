@@ -98,7 +98,7 @@ def block_norms(
         dict(
             zip(
                 layout.names,
-                layout.split(_signs(operator, layout.size, probes, seed).T),
+                layout.split(random_signs(operator, layout.size, probes, seed).T),
                 strict=True,
             )
         ),
@@ -111,10 +111,10 @@ def block_norms(
         if exact:
             draws = torch.eye(block.size, dtype=operator.dtype, device=operator.device)
         else:
-            draws = _signs(operator, block.size, probes, seed + 7919 * (number + 1))
+            draws = random_signs(operator, block.size, probes, seed + 7919 * (number + 1))
         columns = scatter(block, draws, operator)
         names = [name for name in layout.names if name in columns]
-        places = _places(block, names, problem)
+        places = places_in(block, names, problem)
         for part, rows in operator.parts(columns, names).items():
             kept = rows if places is None else rows.index_select(1, places)
             square = _squared(kept)
@@ -128,7 +128,7 @@ def block_norms(
     )
 
 
-def _signs(operator: CurvatureParts, size: int, count: int, seed: int) -> Tensor:
+def random_signs(operator: CurvatureParts, size: int, count: int, seed: int) -> Tensor:
     """(count, size) of ±1."""
     random = torch.Generator(device="cpu").manual_seed(seed)
     signs = torch.randint(0, 2, (count, size), generator=random, dtype=torch.int8, device="cpu")
@@ -143,7 +143,7 @@ def _squared(rows: Tensor) -> Tensor:
     return squares
 
 
-def _places(block: AtlasBlock, names: Sequence[str], problem: Problem) -> Tensor | None:
+def places_in(block: AtlasBlock, names: Sequence[str], problem: Problem) -> Tensor | None:
     """Where the block lies among the parameters ``names`` put together; None: it is all of them."""
     layout, start = problem.layout, 0
     offsets: dict[str, int] = {}

@@ -145,12 +145,12 @@ class _Softmaxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if self.watching and function.overloadpacket in _SOFTMAX and result.ndim > 2:
+        if self.watching and function.overloadpacket in SOFTMAX and result.ndim > 2:
             self.seen.append(result)
         return result
 
 
-_SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
+SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
 
 
 def attention_weights(problem: Problem, batch: Batch, layer: int) -> Tensor | None:

@@ -1,10 +1,10 @@
-"""The papers' experiments on this model: growth with a scale."""
+"""The papers' experiments on this model: growth with a scale, attention sinks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from curvatlas.report.charts import Series, chart, log_scale
+from curvatlas.report.charts import Series, chart, linear_scale, log_scale
 from curvatlas.report.contents import (
     PARTS,
     Contents,
@@ -12,6 +12,7 @@ from curvatlas.report.contents import (
     as_interval,
     as_number,
     numbers,
+    quantity,
     with_interval,
 )
 from curvatlas.report.markup import Markup, join, switch, table, tag
@@ -90,4 +91,109 @@ def _curves(
         y_label=f"‖{PARTS[part]}‖ of the block",
         title=f"Growth of {PARTS[part]}",
         description="Norms of the first layer's blocks along the scale.",
+    )
+
+
+def sinks(contents: Contents) -> Section | None:
+    """λmax over bulk along the sink, of one model or of several seeds, and the heads."""
+    runs = contents.of_kind("Sinks")
+    if not runs:
+        return None
+    several = len(runs) > 1
+    series = []
+    for index, entry in enumerate(runs):
+        levels = [level for level in entry.content.get("levels", []) if isinstance(level, dict)]
+        ratios = [_ratio(level) for level in levels]
+        if levels and all(ratio is not None for ratio, _ in ratios):
+            series.append(
+                Series(
+                    name=entry.stage if several else "λmax / bulk",
+                    x=[as_number(level.get("bias")) or 0.0 for level in levels],
+                    y=[ratio or 0.0 for ratio, _ in ratios],
+                    intervals=None if several else [ends for _, ends in ratios],
+                    colour=index,
+                )
+            )
+    intro = tag(
+        "p",
+        "A bias is added to the logit of the first token in every head. The bulk is the mean |λ| "
+        "of the 90 % of the eigenvalues of H over the attention parameters nearest to zero.",
+    )
+    claims = [entry.content.get("claim") for entry in contents.of_kind("SinkStudy")]
+    told = [
+        tag("p", tag("strong", str(claim.get("verdict"))), f": {claim.get('statement')}.")
+        for claim in claims
+        if isinstance(claim, dict)
+    ]
+    picture = None
+    if series:
+        picture = chart(
+            series,
+            x_scale=linear_scale,
+            y_scale=log_scale,
+            x_label="bias on the first token's logits",
+            y_label="λmax / bulk",
+            title="The spectrum along the sink",
+            description="Largest eigenvalue over the bulk.",
+        )
+    bodies = [_levels(runs[0].content), _heads(runs[0].content)] if not several else []
+    return Section("sinks", "Attention sinks", join(intro, *told, picture, *bodies))
+
+
+def _ratio(level: dict[str, Any]) -> tuple[float | None, tuple[float, float]]:
+    """λmax / bulk with its interval."""
+    top, bulk = as_number(level.get("largest")), as_number(level.get("bulk"))
+    if top is None or not bulk:
+        return None, (0.0, 0.0)
+    tops = as_interval(level.get("largest_interval")) or (top, top)
+    bulks = as_interval(level.get("bulk_interval")) or (bulk, bulk)
+    high = tops[1] / bulks[0] if bulks[0] > 0 else 10 * top / bulk
+    return top / bulk, (max(tops[0], 0.0) / bulks[1], high)
+
+
+def _levels(content: dict[str, Any]) -> Markup:
+    rows: list[list[object]] = []
+    for level in content.get("levels", []):
+        masses = [m for row in level.get("mass", []) for m in numbers(row)]
+        ratio, ends = _ratio(level)
+        rows.append(
+            [
+                f"{as_number(level.get('bias')) or 0.0:g}",
+                sum(masses) / len(masses) if masses else None,
+                as_number(level.get("loss")),
+                with_interval(*quantity(level, "largest")),
+                with_interval(*quantity(level, "bulk")),
+                with_interval(ratio, ends),
+            ]
+        )
+    head: list[object] = ["bias", "mass on the first token", "loss", "λmax", "bulk", "λmax / bulk"]
+    return table(head, rows, caption="Spectrum along the sink")
+
+
+def _heads(content: dict[str, Any]) -> Markup | None:
+    heads = [head for head in content.get("heads", []) if isinstance(head, dict)]
+    if not heads:
+        return None
+    roles = list(dict.fromkeys(role for head in heads for role in head.get("norms", {})))
+    rows: list[list[object]] = [
+        [
+            f"layer {head.get('layer')} head {head.get('head')}",
+            as_number(head.get("mass")),
+            *(as_number(head["norms"].get(role, {}).get("total")) for role in roles),
+        ]
+        for head in heads[:_MOST_ROWS]
+    ]
+    correlations = [
+        tag("li", f"{role}, {PARTS.get(part, part)}: {with_interval(*quantity(found))}")
+        for role, parts in (content.get("correlations") or {}).items()
+        for part, found in parts.items()
+    ]
+    return join(
+        table(
+            ["head", "sink mass", *(f"‖H‖ of its {role}" for role in roles)],
+            rows,
+            caption="The model's own heads, strongest sink first",
+        ),
+        tag("p", "Rank correlation of sink mass and norm over heads:") if correlations else None,
+        tag("ul", correlations) if correlations else None,
     )

@@ -1,0 +1,600 @@
+r"""How good Gauss-Newton is, and what stands in for it: KFAC, EKFAC, Adam, the block diagonal.
+
+    λmax(H_o) / λmax(H),   ‖H_f‖_F / ‖H‖_F by role,   ‖P − A‖_F / ‖A‖_F for A = H and A = H_o,
+
+and how well P conditions A as a preconditioner, with δ = damping · ‖A‖₂ so that null directions of
+A do not decide:
+
+    κ = largest / smallest eigenvalue of (P + δI)⁻¹ (|A| + δI),   |A| of the same eigenvectors as A.
+
+P is one of: the outer product H_o itself; its block diagonal over roles and layers (biases with
+their weights); KFAC and EKFAC of it; Adam's diagonal √v, v the mean square of a sample's gradient,
+brought to the trace of |A| for κ; nothing (I). Up to ``DENSE_UP_TO`` parameters all of it is exact;
+beyond it distances are estimated from random probes with 95 % intervals, and κ is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.linalg
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from curvatlas.analysis.atlas.exact import dense_parts
+from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
+from curvatlas.analysis.atlas.sketch import scatter
+from curvatlas.errors import ProblemError
+from curvatlas.figures.experiments import quality_figure
+from curvatlas.operators.curvature import CurvatureParts, GaussNewton, Hessian
+from curvatlas.operators.kfac import EKFAC, KFAC
+from curvatlas.operators.per_sample import pieces
+from curvatlas.precision import in_float64
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.results import Interval, Result
+from curvatlas.runs import Run
+from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.studies.claims import Claim, claim
+from curvatlas.studies.comparisons import Spread, spread_of
+from curvatlas.studies.growth import places_in, random_signs
+from curvatlas.surveying import Step, recorded
+from curvatlas.zoo import MLP, MLPConfig, reference_vit, train
+from curvatlas.zoo.datasets import Dataset, digits
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DENSE_UP_TO = 2048  # parameters: a dozen dense eigenproblems, a minute
+NAMES = {
+    "gauss_newton": "Gauss-Newton H_o",
+    "block_diagonal": "block diagonal of H_o",
+    "ekfac": "EKFAC",
+    "kfac": "KFAC",
+    "adam": "Adam's diagonal",
+    "identity": "nothing",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance(Result):
+    """‖P − A‖_F / ‖A‖_F, and the same with P at its best scale, min_c ‖cP − A‖_F / ‖A‖_F."""
+
+    value: float
+    interval: Interval  # 95 % over probes; the value itself where it is exact
+    at_best_scale: float
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.3f}" if low == high else f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Approximation(Result):
+    """One stand-in for the Hessian: how far it is, and how well it conditions."""
+
+    name: str
+    to_hessian: Distance | None  # None: it is no approximation (I)
+    to_outer: Distance | None
+    condition_hessian: float | None  # κ of P⁻¹|H|, None where it is not known (large models)
+    condition_outer: float | None  # κ of P⁻¹H_o
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussNewtonQuality(Result):
+    """What Gauss-Newton and its approximations miss of one problem's Hessian."""
+
+    size: int
+    loss: float
+    largest: float  # λmax(H)
+    largest_interval: Interval
+    largest_outer: float  # λmax(H_o)
+    largest_outer_interval: Interval
+    functional_share: dict[str, Distance]  # "model", then every role: ‖H_f‖_F / ‖H‖_F
+    approximations: dict[str, Approximation]
+    damping: float
+    exact: bool
+
+    @property
+    def ratio(self) -> float:
+        """λmax(H_o) / λmax(H): 1 where Gauss-Newton knows the sharpest direction."""
+        return self.largest_outer / self.largest if self.largest > 0 else math.nan
+
+    @property
+    def ratio_interval(self) -> Interval:
+        (low, high), (outer_low, outer_high) = self.largest_interval, self.largest_outer_interval
+        return outer_low / high if high > 0 else 0.0, outer_high / low if low > 0 else math.inf
+
+    def __getitem__(self, key: str) -> Any:
+        """A field, or an approximation by its name."""
+        return self.approximations[key] if key in self.approximations else super().__getitem__(key)
+
+    def __str__(self) -> str:
+        low, high = self.ratio_interval
+        model = self.functional_share["model"]
+        lines = [
+            f"λmax(H_o)/λmax(H) = {self.ratio:.3f} [{low:.3f}, {high:.3f}], "
+            f"‖H_f‖/‖H‖ = {model} ({self.size} parameters, loss {self.loss:.4g})",
+            "by role: "
+            + ", ".join(
+                f"{r} {d.value:.2f}" for r, d in self.functional_share.items() if r != "model"
+            ),
+            f"{'':22s} {'distance to H':>22s} {'to H_o':>22s} {'κ of P⁻¹|H|':>12s} {'P⁻¹H_o':>10s}",
+        ]
+        for name, one in self.approximations.items():
+            cells = [str(d) if d is not None else "–" for d in (one.to_hessian, one.to_outer)]
+            kappas = [_told(k) for k in (one.condition_hessian, one.condition_outer)]
+            lines.append(
+                f"{NAMES[name]:22s} {cells[0]:>22s} {cells[1]:>22s} "
+                f"{kappas[0]:>12s} {kappas[1]:>10s}"
+            )
+        return "\n".join(lines)
+
+    def plot(self) -> Figure:
+        """Shares of H_f by role, distances, and condition numbers."""
+        return quality_figure(self)
+
+
+def _told(kappa: float | None) -> str:
+    return "–" if kappa is None else f"{kappa:.3g}"
+
+
+def gauss_newton_quality(
+    problem: Problem,
+    *,
+    damping: float = 1e-3,
+    probes: int = 24,
+    seed: int = 0,
+    budget: int | str | None = None,
+    output: str | os.PathLike[str] | Run | None = None,
+) -> GaussNewtonQuality:
+    """λmax and norms that Gauss-Newton misses, by role, and how far KFAC, EKFAC and Adam are.
+
+    damping: δ / ‖A‖₂ of the condition numbers, at which null directions are cut.
+    probes: for distances of models beyond 2048 parameters; below, everything is exact.
+    output: a run folder, or an open ``Run``: finished parts are stored, the same call resumes.
+    """
+    if not isinstance(problem, Problem):
+        raise TypeError(f"gauss_newton_quality takes a Problem, got a {type(problem).__name__}.")
+    problem.require_one_process("gauss_newton_quality")
+    if not 0 < damping < 1:
+        raise ValueError(f"damping is a share of ‖A‖ between 0 and 1, got {damping!r}.")
+    if probes < 3:
+        raise ValueError(f"an interval over probes needs 3 or more, got {probes}.")
+    options = {"command": "gauss-newton", "damping": damping, "probes": probes, "seed": seed}
+
+    def measured() -> GaussNewtonQuality:
+        if problem.size <= DENSE_UP_TO:
+            return _exact(problem, damping, budget)
+        return _probed(problem, damping, probes, seed, budget)
+
+    def work(step: Step) -> GaussNewtonQuality:
+        result: GaussNewtonQuality = step("gauss_newton", measured)
+        return result
+
+    return recorded(problem, output, options, work)
+
+
+# --- exact --------------------------------------------------------------------------------------
+
+
+def _exact(problem: Problem, damping: float, budget: int | str | None) -> GaussNewtonQuality:
+    parts = dense_parts(CurvatureParts(problem, budget=budget))
+    hessian, outer = (_symmetric(parts[part]) for part in ("total", "outer"))
+    functional = _symmetric(parts["functional"])
+    del parts
+    targets = {"hessian": _Target(hessian, damping), "outer": _Target(outer, damping)}
+    approximations = {}
+    for name, make in _dense_approximations(problem, outer).items():
+        approximations[name] = _judged(name, make(), targets)
+    groups = _by_role(problem)
+    shares = {"model": _ratio(functional, hessian)}
+    for role, places in groups.items():
+        chosen = torch.cat(places)
+        shares[role] = _ratio(functional[chosen][:, chosen], hessian[chosen][:, chosen])
+    top, top_outer = targets["hessian"].largest, targets["outer"].largest
+    return GaussNewtonQuality(
+        size=problem.size,
+        loss=problem.value(),
+        largest=top,
+        largest_interval=(top, top),
+        largest_outer=top_outer,
+        largest_outer_interval=(top_outer, top_outer),
+        functional_share=shares,
+        approximations=approximations,
+        damping=damping,
+        exact=True,
+    )
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    matrix = in_float64(matrix).cpu()
+    return (matrix + matrix.T) / 2
+
+
+def _by_role(problem: Problem) -> dict[str, list[Tensor]]:
+    """Role → the places of its blocks in all layers, biases with their weights."""
+    groups: dict[str, list[Tensor]] = {}
+    for block in blocks_of(problem.anatomy, biases=False):
+        groups.setdefault(block.role, []).append(block.indices)
+    return groups
+
+
+def _ratio(top: Tensor, bottom: Tensor) -> Distance:
+    under = float(bottom.norm())
+    value = float(top.norm()) / under if under > 0 else math.nan
+    return Distance(value=value, interval=(value, value), at_best_scale=value)
+
+
+class _Target:
+    """A matrix A that is approximated, with |A| + δI."""
+
+    def __init__(self, matrix: Tensor, damping: float) -> None:
+        values, vectors = torch.linalg.eigh(matrix)
+        self.matrix, self.norm = matrix, float(matrix.norm())
+        self.largest, self.trace = float(values[-1]), float(values.abs().sum())
+        self.delta = damping * float(values.abs().max())
+        self.damped = ((vectors * (values.abs() + self.delta)) @ vectors.T).numpy()
+
+    def distance(self, other: Tensor) -> Distance:
+        inner, square = float((other * self.matrix).sum()), float(other.pow(2).sum())
+        value = float((other - self.matrix).norm()) / self.norm
+        cosine = inner / math.sqrt(square) / self.norm if square > 0 else 0.0
+        best = math.sqrt(max(1 - max(cosine, 0.0) ** 2, 0.0))
+        return Distance(value=value, interval=(value, value), at_best_scale=best)
+
+    def condition(self, other: Tensor, *, scaled: bool) -> float:
+        """κ of (P + δI)⁻¹ (|A| + δI); scaled: P first brought to the trace of |A|."""
+        matrix = other * (self.trace / float(other.trace())) if scaled else other
+        damped = matrix + self.delta * torch.eye(len(matrix), dtype=matrix.dtype)
+        values = scipy.linalg.eigvalsh(self.damped, damped.numpy(), check_finite=False)
+        return float(values[-1] / values[0])
+
+
+def _dense_approximations(problem: Problem, outer: Tensor) -> dict[str, Callable[[], Tensor]]:
+    def block_diagonal() -> Tensor:
+        result = torch.zeros_like(outer)
+        for block in blocks_of(problem.anatomy, biases=False):
+            places = block.indices
+            result[places[:, None], places] = outer[places[:, None], places]
+        return result
+
+    def kronecker(kind: type[KFAC]) -> Tensor:
+        return _symmetric(kind(problem).dense())
+
+    return {
+        "gauss_newton": lambda: outer,
+        "block_diagonal": block_diagonal,
+        "ekfac": lambda: kronecker(EKFAC),
+        "kfac": lambda: kronecker(KFAC),
+        "adam": lambda: adam_diagonal(problem).diag(),
+        "identity": lambda: torch.eye(len(outer), dtype=outer.dtype),
+    }
+
+
+def adam_diagonal(problem: Problem) -> Tensor:
+    """√v (P,), v the mean over samples of the squared gradient: Adam's, at batches of one."""
+    total = torch.zeros(problem.size, dtype=torch.float64)
+    count = 0
+    for piece in pieces(problem, 1):
+        total += in_float64(problem.with_batches([piece]).gradient()).cpu().square()
+        count += 1
+    return (total / count).sqrt()
+
+
+def _judged(name: str, matrix: Tensor, targets: dict[str, _Target]) -> Approximation:
+    plain = name == "identity"
+    scaled = name in ("adam", "identity")
+    hessian, outer = targets["hessian"], targets["outer"]
+    return Approximation(
+        name=name,
+        to_hessian=None if plain else hessian.distance(matrix),
+        to_outer=None if plain else outer.distance(matrix),
+        condition_hessian=hessian.condition(matrix, scaled=scaled),
+        condition_outer=outer.condition(matrix, scaled=scaled),
+    )
+
+
+# --- from probes --------------------------------------------------------------------------------
+
+
+def _probed(
+    problem: Problem, damping: float, probes: int, seed: int, budget: int | str | None
+) -> GaussNewtonQuality:
+    operator, layout = CurvatureParts(problem, budget=budget), problem.layout
+    signs = random_signs(operator, problem.size, probes, seed)  # (K, P)
+    columns_of = dict(zip(layout.names, layout.split(signs.T), strict=True))
+    images = operator.parts(columns_of, layout.names)
+    hessian, outer, functional = (images[p] for p in ("total", "outer", "functional"))
+    squares = {"hessian": _lengths(hessian), "outer": _lengths(outer)}
+    columns: dict[str, Tensor] = {"gauss_newton": outer}
+    for name, kind in (("ekfac", EKFAC), ("kfac", KFAC)):
+        columns[name] = (kind(problem) @ signs.T).T
+    columns["adam"] = signs * adam_diagonal(problem).to(signs)
+    approximations = {}
+    for name, image in columns.items():
+        distances = {}
+        for target, against in (("hessian", hessian), ("outer", outer)):
+            inner = in_float64((image * against).sum(1)).cpu().numpy()
+            lengths = _lengths(image)
+            distances[target] = _estimated(
+                _lengths(image - against), squares[target], inner, lengths
+            )
+        approximations[name] = _far(name, distances)
+    blocks = blocks_of(problem.anatomy, biases=False)
+    shares, diagonal_distances = _block_shares(operator, blocks, probes, seed, squares)
+    approximations["block_diagonal"] = _far("block_diagonal", diagonal_distances)
+    shares = {"model": _estimated(_lengths(functional), squares["hessian"]), **shares}
+    tops = [
+        eigenpairs(kind(problem, budget=budget), k=1, which="largest", tol=1e-3, seed=seed)
+        for kind in (Hessian, GaussNewton)
+    ]
+    ends = [(float(t.interval[0][0]), float(t.interval[1][0])) for t in tops]
+    return GaussNewtonQuality(
+        size=problem.size,
+        loss=problem.value(),
+        largest=float(tops[0].values[0]),
+        largest_interval=ends[0],
+        largest_outer=float(tops[1].values[0]),
+        largest_outer_interval=ends[1],
+        functional_share=shares,
+        approximations={name: approximations[name] for name in NAMES if name in approximations},
+        damping=damping,
+        exact=False,
+    )
+
+
+def _far(name: str, distances: dict[str, Distance]) -> Approximation:
+    return Approximation(
+        name=name,
+        to_hessian=distances["hessian"],
+        to_outer=distances["outer"],
+        condition_hessian=None,
+        condition_outer=None,
+    )
+
+
+def _lengths(rows: Tensor) -> Any:
+    return in_float64(rows.pow(2).sum(1)).cpu().numpy()
+
+
+def _estimated(top: Any, bottom: Any, inner: Any = None, lengths: Any = None) -> Distance:
+    """√(mean top / mean bottom) over probes, its interval by the jackknife in logarithms."""
+    count = len(top)
+    if not top.sum() > 0:
+        return Distance(value=0.0, interval=(0.0, 0.0), at_best_scale=0.0)
+    value = math.sqrt(top.mean() / bottom.mean())
+    others = 0.5 * np.log((top.sum() - top) / (bottom.sum() - bottom))
+    error = math.sqrt((count - 1) / count * float(((others - others.mean()) ** 2).sum()))
+    reach = math.exp(float(stats.t.ppf(0.975, count - 1)) * error)
+    best = value
+    if inner is not None and lengths is not None:
+        cosine = inner.mean() / math.sqrt(lengths.mean() * bottom.mean())
+        best = math.sqrt(max(1 - max(cosine, 0.0) ** 2, 0.0))
+    return Distance(value=value, interval=(value / reach, value * reach), at_best_scale=best)
+
+
+def _block_shares(
+    operator: CurvatureParts,
+    blocks: Sequence[AtlasBlock],
+    probes: int,
+    seed: int,
+    squares: dict[str, Any],
+) -> tuple[dict[str, Distance], dict[str, Distance]]:
+    """‖H_f‖/‖H‖ of every role, and the distances of H_o's block diagonal to H and to H_o.
+
+    With B the block diagonal of H_o:  ‖B − A‖² = ‖A‖² − 2 Σ_b ⟨A_bb, B_bb⟩ + Σ_b ‖B_bb‖².
+    """
+    count = min(probes, 8)  # of each block: there are many
+    sums: dict[str, dict[str, Any]] = {}
+    inner, own = np.zeros(count), np.zeros(count)
+    for number, block in enumerate(track(blocks, "blocks")):
+        draws = random_signs(operator, block.size, count, seed + 7919 * (number + 1))
+        columns = scatter(block, draws, operator)
+        names = [name for name in operator.problem.layout.names if name in columns]
+        places = places_in(block, names, operator.problem)
+        images = {
+            part: rows if places is None else rows.index_select(1, places)
+            for part, rows in operator.parts(columns, names).items()
+        }
+        table = sums.setdefault(block.role, {})
+        for part in ("total", "functional"):
+            table[part] = table.get(part, 0.0) + _lengths(images[part])
+        inner += in_float64((images["total"] * images["outer"]).sum(1)).cpu().numpy()
+        own += _lengths(images["outer"])
+    shares = {role: _estimated(t["functional"], t["total"]) for role, t in sums.items()}
+    distances = {}
+    for name, products in (("hessian", inner), ("outer", own)):
+        excess, whole = own - 2 * products, squares[name]
+        share = float(excess.mean() / whole.mean())
+        error = math.hypot(
+            _standard_error(excess) / float(whole.mean()),
+            share * _standard_error(whole) / float(whole.mean()),
+        )
+        reach = float(stats.t.ppf(0.975, count - 1)) * error
+        value, low, high = (
+            math.sqrt(max(v, 0.0)) for v in (1 + share, 1 + share - reach, 1 + share + reach)
+        )
+        cosine = products.mean() / math.sqrt(own.mean() * whole.mean())
+        best = math.sqrt(max(1 - min(max(cosine, 0.0), 1.0) ** 2, 0.0))
+        distances[name] = Distance(value=value, interval=(low, high), at_best_scale=best)
+    return shares, distances
+
+
+def _standard_error(values: Any) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+# --- a Transformer against an MLP ---------------------------------------------------------------
+
+STAGES = ("initialisation", "training")
+QUANTITIES: dict[str, Callable[[GaussNewtonQuality], float]] = {
+    "λmax(H_o)/λmax(H)": lambda one: one.ratio,
+    "‖H_f‖/‖H‖": lambda one: one.functional_share["model"].value,
+    "KFAC to H_o": lambda one: _distance(one, "kfac"),
+    "EKFAC to H_o": lambda one: _distance(one, "ekfac"),
+    "block diagonal to H_o": lambda one: _distance(one, "block_diagonal"),
+}
+
+
+def _distance(one: GaussNewtonQuality, name: str) -> float:
+    found = one.approximations[name].to_outer
+    return math.nan if found is None else found.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOfGaussNewton(Result):
+    """One seed: model → stage → quality, and the held-out accuracy after training."""
+
+    qualities: dict[str, dict[str, GaussNewtonQuality]]
+    accuracies: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussNewtonComparison(Result):
+    """A Transformer against an MLP of equal size, at initialisation and trained, over seeds."""
+
+    seeds: tuple[int, ...]
+    sizes: dict[str, int]
+    rows: dict[str, dict[str, Spread]]  # "Transformer at initialisation" → quantity → spread
+    claims: tuple[Claim, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Of the talk's words, λmax of Gauss-Newton is worse than for MLPs, at initialisation."""
+        return self.claims[0].verdict
+
+    def __str__(self) -> str:
+        names = list(self.rows)
+        table = [["", *names]]
+        table += [[q, *(str(self.rows[n][q]) for n in names)] for q in QUANTITIES]
+        widths = [max(len(row[k]) for row in table) for k in range(len(names) + 1)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
+        return "\n".join([*lines, *(str(one) for one in self.claims)])
+
+
+def compare_gauss_newton(
+    make: Callable[[int], nn.Module] | None = None,
+    data: Dataset | tuple[Tensor, Tensor] | None = None,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    steps: int = 200,
+    samples: int = 64,
+    damping: float = 1e-3,
+    output: str | os.PathLike[str] | Run | None = None,
+) -> GaussNewtonComparison:
+    """Is Gauss-Newton worse for Transformers than for MLPs? The talk says so; this measures it.
+
+    make: seed → a Transformer that classifies (default: a ViT of width 8 for digits). data: real
+    inputs and classes (default: digits). The MLP has two hidden layers and as many parameters.
+    steps: of training, of both alike. samples: of the data that curvature is measured on.
+    output: a run folder or an open ``Run``: every finished seed is kept, the same call resumes.
+    """
+    if len(seeds) < 2:
+        raise ValueError(f"an interval over seeds needs at least 2 seeds, got {len(seeds)}.")
+    maker = make or (lambda seed: reference_vit(seed=seed, d_model=8))
+    chosen = digits() if data is None else data
+    train_set = chosen.train if isinstance(chosen, Dataset) else chosen
+    inputs, labels = train_set[0], train_set[1]
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or labels.ndim != 1:
+        raise ProblemError(
+            "a matched MLP reads numbers and gives one class a sample: compare on images or other "
+            "real inputs with one label each, not on tokens."
+        )
+    model = maker(seeds[0])
+    size = sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        classes = int(model(inputs[:1]).shape[-1])
+    config = MLPConfig(inputs=inputs[0].numel(), outputs=classes).of_size(size)
+
+    def mlp(seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return MLP(config)
+
+    makers = {"Transformer": maker, "MLP": mlp}
+    options = {
+        "command": "gauss-newton-comparison",
+        "seeds": list(seeds),
+        "steps": steps,
+        "samples": samples,
+        "damping": damping,
+    }
+
+    def one(seed: int) -> SeedOfGaussNewton:
+        qualities: dict[str, dict[str, GaussNewtonQuality]] = {}
+        accuracies: dict[str, float] = {}
+        for name, maker in makers.items():
+            network = maker(seed)
+            few = inputs[:samples], labels[:samples]
+            stages: dict[str, GaussNewtonQuality] = {}
+            for stage in STAGES:
+                if stage == "training":
+                    history = train(network, chosen, steps=steps, seed=seed)
+                    accuracies[name] = history.validation_accuracy or math.nan
+                problem = Problem(network.eval(), "cross_entropy", few)
+                stages[stage] = gauss_newton_quality(problem, damping=damping, seed=seed)
+            qualities[name] = stages
+        return SeedOfGaussNewton(qualities=qualities, accuracies=accuracies)
+
+    def work(step: Step) -> GaussNewtonComparison:
+        runs = [
+            step(f"seed{seed}.gauss_newton", functools.partial(one, seed))
+            for seed in track(list(seeds), "seeds")
+        ]
+        sizes = {"Transformer": size, "MLP": config.parameters}
+        result: GaussNewtonComparison = step(
+            "gauss_newton.comparison", lambda: _compared(tuple(seeds), sizes, runs)
+        )
+        return result
+
+    problem = Problem(model, "cross_entropy", (inputs[:samples], labels[:samples]))
+    return recorded(problem, output, options, work)
+
+
+def _compared(
+    seeds: tuple[int, ...], sizes: dict[str, int], runs: Sequence[SeedOfGaussNewton]
+) -> GaussNewtonComparison:
+    rows = {
+        f"{name} at {stage}": {
+            quantity: spread_of(read(run.qualities[name][stage]) for run in runs)
+            for quantity, read in QUANTITIES.items()
+        }
+        for name in sizes
+        for stage in STAGES
+    }
+    claims = []
+    told = {
+        "λmax(H_o)/λmax(H)": ("λmax of Gauss-Newton", "|1 − λmax(H_o)/λmax(H)|", _miss),
+        "‖H_f‖/‖H‖": ("Gauss-Newton", "‖H_f‖/‖H‖", QUANTITIES["‖H_f‖/‖H‖"]),
+        "KFAC to H_o": ("KFAC", "‖KFAC − H_o‖/‖H_o‖", QUANTITIES["KFAC to H_o"]),
+    }
+    for what, figure, read in told.values():
+        for stage in STAGES:
+            differences = [
+                read(run.qualities["Transformer"][stage]) - read(run.qualities["MLP"][stage])
+                for run in runs
+            ]
+            found = claim(
+                f"{what} is worse than for MLPs at {stage}",
+                f"{what} is worse for the Transformer than for an MLP of equal size at {stage}",
+                "Ormaniec et al., talk",
+                f"{figure}, Transformer − MLP",
+                differences,
+                0.0,
+                {},
+                ratio=False,
+            )
+            claims.append(found)
+    return GaussNewtonComparison(seeds=seeds, sizes=sizes, rows=rows, claims=tuple(claims))
+
+
+def _miss(one: GaussNewtonQuality) -> float:
+    return abs(1 - one.ratio)
