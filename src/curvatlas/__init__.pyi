@@ -191,6 +191,14 @@ from .studies.claims import (
     examine_claims as examine_claims,
 )
 from .studies.demo import demo_hessian_analysis as demo_hessian_analysis
+from .studies.gauss_newton import (
+    Approximation as Approximation,
+    Distance as Distance,
+    GaussNewtonComparison as GaussNewtonComparison,
+    GaussNewtonQuality as GaussNewtonQuality,
+    compare_gauss_newton as compare_gauss_newton,
+    gauss_newton_quality as gauss_newton_quality,
+)
 from .studies.growth import (
     Growth as Growth,
     growth as growth,

@@ -25,7 +25,7 @@ from curvatlas.cli.checks import bench, check, compare, doctor, report, verify
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.options import with_groups
-from curvatlas.cli.papers import growth, sinks
+from curvatlas.cli.papers import gauss_newton, growth, sinks
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
 from curvatlas.errors import PeerError, UserCodeError, is_wrong_input
 
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "landscape": landscape,
     "growth": growth,
     "sinks": sinks,
+    "gauss-newton": gauss_newton,
     "scaling": scaling,
     "train": train,
     "verify": verify,

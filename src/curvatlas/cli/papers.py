@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -159,5 +160,75 @@ def sinks(
             return
         chosen = range(inputs.seed, inputs.seed + seeds)
         console.say(sinks_over_seeds(make, seeds=chosen, output=run, **how))
+
+    carry_out(run, work, console)
+
+
+def gauss_newton(
+    *,
+    inputs: Inputs,
+    output: Output = None,
+    damping: Annotated[
+        float, typer.Option(help="δ / ‖A‖ of the condition numbers, in (0, 1).")
+    ] = 1e-3,
+    probes: Annotated[
+        int, typer.Option(min=3, help="Random vectors for models of more than 2048 parameters.")
+    ] = 24,
+    against_mlp: Annotated[
+        bool, typer.Option("--against-mlp", help="Compare with an MLP of equal size, over seeds.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of that comparison.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of both in it.")] = 200,
+    train_samples: Annotated[
+        int, typer.Option(min=2, help="Samples that both are trained on in it.")
+    ] = 1024,
+    samples: Samples = 64,
+    memory: Memory = None,
+    console: Console,
+) -> None:
+    """Measure what Gauss-Newton, KFAC, EKFAC and Adam miss of the Hessian, by role."""
+    if not 0 < damping < 1:
+        raise typer.BadParameter(f"--damping lies between 0 and 1, got {damping:g}.")
+    from curvatlas.budget import parse_bytes
+    from curvatlas.cli.execution import carry_out
+    from curvatlas.cli.inputs import prepare
+    from curvatlas.studies.gauss_newton import (
+        compare_gauss_newton,
+        gauss_newton_quality,
+        matched_inputs,
+    )
+
+    size = None if memory is None else parse_bytes(memory)
+    prepared = prepare(inputs, train_samples if against_mlp else samples)
+    make = _at_seeds(inputs, prepared, seeds if against_mlp else None)
+    batches = list(prepared.problem.batches())
+    data = matched_inputs(batches) if against_mlp else None
+    compared = {"seeds": seeds, "steps": steps, "curvature_samples": samples}
+    run = prepared.open_run(
+        "gauss-newton",
+        output,
+        damping=damping,
+        probes=probes,
+        **(compared if against_mlp else {}),
+    )
+
+    def work() -> None:
+        console.say(f"curvatlas gauss-newton {inputs.model} {inputs.data}, into {run.path}")
+        console.say(run.step("model.subject", prepared.subject))
+        if data is None:
+            how: Any = {"damping": damping, "probes": probes, "seed": inputs.seed}
+            console.say(gauss_newton_quality(prepared.problem, budget=size, output=run, **how))
+            return
+        console.say(
+            compare_gauss_newton(
+                lambda seed: copy.deepcopy(make(seed).model),  # each is trained
+                data,
+                seeds=range(inputs.seed, inputs.seed + seeds),
+                steps=steps,
+                samples=samples,
+                damping=damping,
+                output=run,
+            )
+        )
 
     carry_out(run, work, console)

@@ -18,7 +18,7 @@ from curvatlas.files import read_bytes, write_bytes
 from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
-from curvatlas.report.sections.experiments import growth, sinks
+from curvatlas.report.sections.experiments import gauss_newton, growth, sinks
 from curvatlas.report.sections.findings import findings, recommendations, verdicts
 from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.setting import cautions, others, reproduction, subject
@@ -36,6 +36,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     landscape,
     growth,
     sinks,
+    gauss_newton,
     training,
     dynamics,
     scaling,

@@ -20,9 +20,10 @@ _OWN_PLOTS = {
     "ScalingGrid": "scaling",
     "Growth": "growth",
     "Sinks": "sinks",
+    "GaussNewtonQuality": "quality",
 }
 # what a command draws by itself: one picture a run, since a figure takes about a second
-MAIN = ("overview", "convergence", "scaling", "growth", "sinks")
+MAIN = ("overview", "convergence", "scaling", "growth", "sinks", "quality")
 
 
 def write_figures(
@@ -35,7 +36,8 @@ def write_figures(
     """The figures of a run as PNG and SVG in ``folder``; returns the files.
 
     parts: of the Hessian, for the spectra. kinds: overview, spectrum, map, propagation,
-    convergence, scaling, growth, sinks (default: all that the run has).
+    convergence, scaling, growth, sinks,
+    quality (default: all that the run has).
     """
     try:
         import matplotlib as mpl

@@ -137,7 +137,7 @@ class GaussNewtonQuality(Result):
             )
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Shares of H_f by role, distances, and condition numbers."""
         return quality_figure(self)
 
@@ -503,11 +503,7 @@ def compare_gauss_newton(
     chosen = digits() if data is None else data
     train_set = chosen.train if isinstance(chosen, Dataset) else chosen
     inputs, labels = train_set[0], train_set[1]
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or labels.ndim != 1:
-        raise ProblemError(
-            "a matched MLP reads numbers and gives one class a sample: compare on images or other "
-            "real inputs with one label each, not on tokens."
-        )
+    _require_numbers(inputs, labels)
     model = maker(seeds[0])
     size = sum(p.numel() for p in model.parameters())
     with torch.no_grad():
@@ -557,6 +553,22 @@ def compare_gauss_newton(
 
     problem = Problem(model, "cross_entropy", (inputs[:samples], labels[:samples]))
     return recorded(problem, output, options, work)
+
+
+def _require_numbers(inputs: Any, labels: Any) -> None:
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or labels.ndim != 1:
+        raise ProblemError(
+            "a matched MLP reads numbers and gives one class a sample: compare on images or other "
+            "real inputs with one label each, not on tokens."
+        )
+
+
+def matched_inputs(batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The inputs and labels of all batches, which an MLP can read too."""
+    for batch in batches:
+        _require_numbers(batch.inputs, batch.targets)
+    inputs, labels = ([getattr(b, field) for b in batches] for field in ("inputs", "targets"))
+    return torch.cat(inputs), torch.cat(labels)
 
 
 def _compared(

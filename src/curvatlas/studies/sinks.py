@@ -241,7 +241,7 @@ class Sinks(Result):
             lines.append(f"rank correlation of mass and ‖{role}‖ over heads: {told}")
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """λmax over bulk and norms along the sink, and the heads' norms against their mass."""
         return sink_curves(self)
 

@@ -1,4 +1,4 @@
-"""The papers' experiments on this model: growth with a scale, attention sinks."""
+"""The papers' experiments on this model: growth with a scale, sinks, Gauss-Newton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvatlas.report.contents import (
     quantity,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, switch, table, tag
+from curvatlas.report.markup import Markup, join, sentence, switch, table, tag
 
 _MOST_LINES = 6
 _MOST_ROWS = 60
@@ -196,4 +196,78 @@ def _heads(content: dict[str, Any]) -> Markup | None:
         ),
         tag("p", "Rank correlation of sink mass and norm over heads:") if correlations else None,
         tag("ul", correlations) if correlations else None,
+    )
+
+
+_NAMES = {
+    "gauss_newton": "Gauss-Newton H_o",
+    "block_diagonal": "block diagonal of H_o",
+    "ekfac": "EKFAC",
+    "kfac": "KFAC",
+    "adam": "Adam's diagonal",
+    "identity": "nothing",
+}
+
+
+def gauss_newton(contents: Contents) -> Section | None:
+    """What Gauss-Newton and its approximations miss, and how that compares with an MLP."""
+    bodies = [_quality(entry.content) for entry in contents.of_kind("GaussNewtonQuality")]
+    bodies += [_comparison(entry.content) for entry in contents.of_kind("GaussNewtonComparison")]
+    if not bodies:
+        return None
+    return Section("gauss-newton", "How good is Gauss-Newton", join(*bodies))
+
+
+def _quality(content: dict[str, Any]) -> Markup:
+    top, outer = (as_number(content.get(key)) for key in ("largest", "largest_outer"))
+    shares = content.get("functional_share") or {}
+    ratio = None if not top or outer is None else outer / top
+    whole = with_interval(*quantity(shares.get("model") or {}))
+    rows: list[list[object]] = []
+    for name, one in (content.get("approximations") or {}).items():
+        row: list[object] = [_NAMES.get(name, name)]
+        for key in ("to_hessian", "to_outer"):
+            distance = one.get(key)
+            row.append(with_interval(*quantity(distance)) if distance else "–")
+        row += [as_number(one.get(f"condition_{which}")) for which in ("hessian", "outer")]
+        rows.append(row)
+    roles: list[list[object]] = [
+        [role, with_interval(*quantity(share))] for role, share in shares.items() if role != "model"
+    ]
+    head: list[object] = ["P", "distance to H", "distance to H_o", "κ of P⁻¹|H|", "κ of P⁻¹H_o"]
+    damping = as_number(content.get("damping")) or 0.0
+    return join(
+        tag("p", sentence("λmax(H_o) / λmax(H) is {}.", with_interval(ratio, None))),
+        tag("p", sentence("Gauss-Newton leaves out ‖H_f‖ / ‖H‖ = {}.", whole)),
+        table(head, rows, caption=f"What stands in for the Hessian (damping {damping:g})"),
+        table(["role", "‖H_f‖ / ‖H‖"], roles, caption="What Gauss-Newton leaves out, by role"),
+    )
+
+
+def _comparison(content: dict[str, Any]) -> Markup:
+    rows_of = content.get("rows") or {}
+    quantities = list(dict.fromkeys(q for row in rows_of.values() for q in row))
+    rows: list[list[object]] = [
+        [
+            name,
+            *(
+                with_interval(as_number(row[q].get("mean")), as_interval(row[q].get("interval")))
+                for q in quantities
+            ),
+        ]
+        for name, row in rows_of.items()
+    ]
+    claims: list[list[object]] = [
+        [
+            str(one.get("statement")),
+            tag("strong", str(one.get("verdict"))),
+            with_interval(
+                as_number(one["value"].get("mean")), as_interval(one["value"].get("interval"))
+            ),
+        ]
+        for one in content.get("claims", [])
+    ]
+    return join(
+        table(["", *quantities], rows, caption="A Transformer and an MLP of equal size"),
+        table(["claim", "verdict", "Transformer − MLP"], claims, caption="Worse than for MLPs?"),
     )
