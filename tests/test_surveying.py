@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from torch import nn
 
 import curvatlas as ca
 from cli_models import make_block_model, make_tokens
-from curvatlas import cli, runs
+from curvatlas import cli, runs, surveying
+from curvatlas.analysis.propagation.result import CurvatureFlow
+from curvatlas.results import same
 from curvatlas.runs import Run
 
+# steps that wait for others, and so may come after dearer ones
+_WAITING = ("trace of H_f", "sharpness by layer", "map over pairs of roles")
 _FEW: dict[str, Any] = {"eigenvalues": 2, "skip": ["map"]}
 
 
@@ -160,3 +165,46 @@ def test_a_model_is_no_problem(tmp_path: Path) -> None:
 def test_a_folder_of_other_options_is_refused(surveyed: runs.LoadedRun) -> None:
     with pytest.raises(ValueError, match="seed differ"):
         ca.survey(_problem(), output=surveyed.path, seed=1, **_FEW)
+
+
+def test_a_propagation_that_was_stopped_goes_on_with_the_group_it_was_at(
+    surveyed: runs.LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    analyze = surveying.CurvaturePropagationAnalyzer.analyze_curvature_flow
+    calls = 0
+
+    def stopped(self: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return analyze(self, *args, **options)
+
+    monkeypatch.setattr(surveying.CurvaturePropagationAnalyzer, "analyze_curvature_flow", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        ca.survey(_problem(), output=tmp_path / "run", **_FEW)
+    assert "This run is interrupted" in (tmp_path / "run" / "report.html").read_text("utf-8")
+    run = ca.survey(_problem(), output=tmp_path / "run", **_FEW)
+    whole = surveyed.result("model.propagation", CurvatureFlow)
+    assert same(run["model.propagation"], whole)
+    size = math.ceil(whole.samples / 8)
+    assert calls - 3 == math.ceil(whole.samples / size) - 2
+
+
+def test_dear_steps_come_last_and_each_says_how_many_there_are(tmp_path: Path) -> None:
+    told: list[str] = []
+    ca.survey(_problem(), output=tmp_path / "run", detail=lambda text: told.append(str(text)))
+    steps = [text for text in told if text.startswith("step ")]
+    assert [text.split(":")[0] for text in steps] == [f"step {i} of 13" for i in range(2, 14)]
+    plan = ca.plan_survey(_problem())
+    names = [step.name for step in plan.steps]
+    assert [text.split(": ")[1].rsplit(", about", 1)[0] for text in steps] == names
+    free = [step.seconds for step in plan.steps[3:] if step.name not in _WAITING]
+    assert free == sorted(free)
+    assert plan.seconds == pytest.approx(sum(step.seconds for step in plan.steps))
+
+
+def test_effort_that_is_given_is_the_budget_of_a_density() -> None:
+    operator = ca.Hessian(_problem())
+    assert ca.spectral_density(operator, probes=10, steps=100).products <= 10 * 100
+    assert ca.trace(operator, rtol=1e-12).products <= 300 + operator.shape[0]

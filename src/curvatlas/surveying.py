@@ -58,6 +58,7 @@ _EIGENPAIR_TOLERANCE = 1e-4
 _TRACE_ERROR = 0.05  # relative, to be reached
 _MAP_ERROR = 0.1
 _DENSE_MAP_PARAMETERS = 512  # beyond that the map is estimated, with intervals
+_DENSE_FLOW_SAMPLES = 4  # beyond that probes tell the norms to 2 % at a thirtieth of the time
 _FLOW_GROUPS = 8  # of the samples: each an account of its own, so that their scatter is seen
 _NORMAL = 1.96
 _DEAREST_DIAGONAL = 64  # products that an exact diagonal of H_o may cost
@@ -105,7 +106,7 @@ def survey(
     memory: bytes or a text such as "2GB". time: seconds or a text such as "5m"; when it is used
     up, the run is returned with status "interrupted" and a page of what is there.
     name, data: what the page calls the model and the data. say: called with each result as it is
-    ready, for example ``print``; detail: with the name of each step.
+    ready, for example ``print``; detail: with each step's number, name and the time that is left.
     """
     _check_options(problem, stage, skip, eigenvalues, density_products, products)
     situation = Situation(optimizer=optimizer, learning_rate=learning_rate)
@@ -387,8 +388,8 @@ class _Survey:
             words = f"step {index + 2} of {len(steps) + 1}"
             left = sum(one.gradients for one in steps[index:] if not self._stored(one.name))
             if not self._stored(step.name):
-                told = f"{words}: {step.words}, about {_span(left * self._seconds(steps))} left"
-                self.say(told) if left * self._seconds(steps) > 5 else self.detail(told)
+                left_over = _span(left * self._seconds(steps))
+                self.detail(f"{words}: {step.words}, about {left_over} left")
             watch = self.clock.check if parallel.world_size() == 1 else None
             with within_step(words, watch):
                 step.work()
@@ -560,10 +561,15 @@ class _Survey:
         """Curvature by depth on all samples, group by group."""
 
         def flow(checkpoint: Path) -> CurvatureFlow:
-            analyzer = CurvaturePropagationAnalyzer(
-                self.problem.model, self.problem.loss, budget=self.memory.graphs, seed=self.seed
-            )
             groups = list(_groups(self.problem))
+            many = sum(self.problem.units(group) for group in groups) > _DENSE_FLOW_SAMPLES
+            analyzer = CurvaturePropagationAnalyzer(
+                self.problem.model,
+                self.problem.loss,
+                budget=self.memory.graphs,
+                method="matrix-free" if many else "auto",
+                seed=self.seed,
+            )
             file = Checkpoint(checkpoint, {"estimate": "propagation", "groups": len(groups)})
             flows = _unpacked(file.load())
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from curvatlas.analysis.conditioning import EffectiveConditioning, LayerSharpnes
 from curvatlas.analysis.diagnostics import (
     ConvergenceDiagnostics,
     GradientNoise,
+    Situation,
     is_post_norm,
     recommend,
 )
@@ -183,3 +185,70 @@ def test_training_beyond_the_edge_is_noticed() -> None:
     )
     assert found.stability[0] > 1
     assert "learning rate" in {item.topic for item in found.recommendations}
+
+
+def test_advice_knows_the_optimizer_and_whether_the_model_is_trained() -> None:
+    rough = look(
+        heterogeneity=40.0,
+        heterogeneity_interval=(38.0, 42.0),
+        smallest=-4.0,
+        smallest_interval=(-4.1, -3.9),
+        learning_rate=0.3,
+    )
+
+    def topics(**situation: Any) -> set[str]:
+        return {item.topic for item in recommend([rough], situation=Situation(**situation))}
+
+    plain = {"optimizer": "sgd", "learning_rate": 0.3}
+    assert topics(**plain, trained=True) == {
+        "learning rate", "adaptive optimizer", "negative curvature",
+    }  # fmt: skip
+    assert topics(**plain, trained=False) == {"learning rate", "adaptive optimizer"}
+    # λmax of H says nothing about Adam's edge, and nobody who uses it is told to.
+    assert topics(optimizer="adamw", learning_rate=0.3, trained=True) == {"negative curvature"}
+    assert topics(optimizer="adamw", learning_rate=0.3, trained=False) == set()
+
+
+def test_every_advice_says_what_would_change_and_how_to_check_it() -> None:
+    rough = look(heterogeneity=40.0, heterogeneity_interval=(38.0, 42.0), learning_rate=0.3)
+    for item in recommend([rough]):
+        assert item.effect
+        assert item.check
+        assert f"{item.value:.3g}" in item.uncertainty
+    (rate,) = [item for item in recommend([rough]) if item.topic == "learning rate"]
+    assert f"{abs(1 - 0.3 * rough.largest):.3g} a step" in rate.effect
+
+
+def test_a_share_that_is_hardly_known_is_no_evidence() -> None:
+    saddle = {"smallest": -4.0, "smallest_interval": (-4.1, -3.9), "negative_mass": 0.5}
+    (vague,) = recommend([look(**saddle, negative_mass_interval=(0.14, 0.87))])
+    assert "%" not in vague.evidence
+    (known,) = recommend([look(**saddle, negative_mass_interval=(0.45, 0.55))])
+    assert "50% of all are negative" in known.evidence
+
+
+def test_momentum_moves_the_edge() -> None:
+    now = look(learning_rate=0.3)
+    calm = Situation(optimizer="sgd", learning_rate=0.3, momentum=0.9)
+    assert [item.topic for item in recommend([now])] == ["learning rate"]
+    assert 0.3 * now.largest < 2 * 1.9
+    assert recommend([now], situation=calm) == ()
+
+
+def test_whether_a_classifier_is_trained_is_read_from_its_loss() -> None:
+    problem = Problem(tiny(), "cross_entropy", batch(10))
+    blind = math.log(batch_classes(problem))
+    for loss, trained in ((0.95 * blind, False), (0.5 * blind, True)):
+        found = Situation().at(problem, loss)
+        assert found.trained is trained
+        assert "blind guessing" in found.because
+
+
+def batch_classes(problem: Problem) -> int:
+    (one,) = problem.batches()
+    return int(problem.model(one.inputs).shape[-1])
+
+
+def test_an_unknown_optimizer_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"optimizer is one of sgd.* got 'adamz'"):
+        Situation(optimizer="adamz")

@@ -193,13 +193,14 @@ def test_analyze_recommends_only_with_evidence(curvatlas: Call, tmp_path: Path) 
     advice = json.loads(out)["results"]["model.advice"]
     ends = json.loads(out)["results"]["model.total.eigenpairs"]["values"]
     assert advice["conditioning"]["largest"] == pytest.approx(ends[0], rel=1e-9)
-    negative = [r for r in advice["recommendations"] if r["topic"] == "negative curvature"]
-    assert bool(negative) == (-ends[-1] > 0.1 * ends[0])
+    # Blind guessing has the loss log 10: an untrained model is not told to leave a saddle.
+    assert advice["situation"]["trained"] is False
+    assert not [r for r in advice["recommendations"] if r["topic"] == "negative curvature"]
     for one in advice["recommendations"]:
         assert one["evidence"]
         assert one["value"] > one["threshold"]
     page = (tmp_path / "run/report.html").read_text("utf-8")
-    assert ('id="recommendations"' in page) == bool(advice["recommendations"])
+    assert "not trained yet (loss" in page
     code, out, _ = curvatlas(*command, "--output", "short", "--skip", "advice")
     assert "model.advice" not in json.loads(out)["results"]
 

@@ -85,6 +85,10 @@ class Console:
         if self.verbose:
             print(text, file=sys.stderr, flush=True)
 
+    def follow(self, text: object) -> None:
+        """How far a survey is ("step 5 of 14 …") for all, its other details for the curious."""
+        (self.say if str(text).startswith("step ") else self.detail)(text)
+
     def answer(self, value: Any, text: object) -> None:
         """What the command is for: JSON when asked, else the text, also when quiet."""
         if self.as_json:

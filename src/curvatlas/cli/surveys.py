@@ -68,7 +68,7 @@ def demo(
             name="reference ViT",
             data=f"{batch.size} digits of 8 × 8 pixels",
             say=console.say,
-            detail=console.detail,
+            detail=console.follow,
         )
 
     def training() -> TrainedWeights:
@@ -182,7 +182,7 @@ def analyze(
             name=prepared.model_name,
             data=prepared.data_name,
             say=console.say,
-            detail=console.detail,
+            detail=console.follow,
         )
 
     carry_out(run, work, console)

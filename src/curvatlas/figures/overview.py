@@ -37,12 +37,14 @@ def visualize_overview(
     densities: Mapping[str, SpectralDensity],
     atlas: Atlas | None = None,
     flows: Mapping[str, CurvatureFlow] | None = None,
+    atlas_words: str = "",
     title: str = "",
     path: PathLike | None = None,
 ) -> Figure:
     """Densities of H by stage, the map of the last stage, curvature by depth at every stage.
 
     Keys are the words of the legend, such as "at initialisation"; what is missing is left out.
+    atlas_words: the stage of the map, for its title.
     """
     panels = [bool(densities), atlas is not None, bool(flows)]
     if not any(panels):
@@ -54,7 +56,7 @@ def visualize_overview(
     if densities:
         _draw_densities(next(axes), densities)
     if atlas is not None:
-        _draw_map(figure, next(axes), atlas)
+        _draw_map(figure, next(axes), atlas, f"where it lives {atlas_words}".strip())
     if flows:
         _draw_flows(next(axes), flows)
     figure.suptitle(title, fontsize=11)
@@ -93,7 +95,7 @@ def _power(value: float) -> str:
     return f"{'−' if value < 0 else ''}$10^{{{round(np.log10(abs(value)))}}}$"
 
 
-def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
+def _draw_map(figure: Any, axes: Any, atlas: Atlas, title: str) -> None:
     view = "block" if len(atlas.names) <= _MOST_NAMES else "role"
     chosen = atlas.view(view)
     values = chosen.values.double().numpy()
@@ -105,7 +107,7 @@ def _draw_map(figure: Any, axes: Any, atlas: Atlas) -> None:
     places, labels = thinned(_short(chosen.names), _MOST_NAMES)
     axes.set_xticks(places, labels, rotation=90, fontsize=7.5)
     axes.set_yticks(places, labels, fontsize=7.5)
-    axes.set_title("where it lives")
+    axes.set_title(title)
     figure.colorbar(image, ax=axes, shrink=0.75, label="log$_{10}$ ‖H$_{ij}$‖$_F$")
 
 

@@ -83,10 +83,12 @@ def _overview(contents: Contents, run: LoadedRun) -> Any:
         found = [entry for entry in contents.of_kind(kind) if entry.part == "total"]
         return {stage_words(entry.stage) or "H": run[entry.name] for entry in found}
 
-    atlases = list(by_stage("Atlas").values())
+    atlases = by_stage("Atlas")
+    words = list(atlases)[-1] if len(atlases) > 1 else ""
     return visualize_overview(
         densities=by_stage("SpectralDensity"),
-        atlas=atlases[-1] if atlases else None,
+        atlas=list(atlases.values())[-1] if atlases else None,
+        atlas_words=words,
         flows=by_stage("CurvatureFlow"),
         title=subject_name(contents),
     )

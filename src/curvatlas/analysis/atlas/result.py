@@ -394,6 +394,7 @@ class Atlas(Result):
         lines = [
             f"{len(self.sizes)} blocks, ‖H‖_F = {model['model']:.4g} [{low:.4g}, {high:.4g}], "
             f"{self.method}, {self.products} products, entries ± {self.error:.1%}"
+            f"{f', the worst ± {self.worst_error:.0%}' if self.worst_error > 0 else ''}"
             f"{'' if self.converged else f' (asked for {self.rtol:.0%})'}",
         ]
         for view in ("block", "layer", "role"):

@@ -229,7 +229,10 @@ def propagation(contents: Contents) -> Section | None:
     if not entries:
         return None
     scale = log_scale([end for entry in entries for end in _ends(entry.content)])
-    bodies = [join(stage_heading(entry.stage), _flow(entry.content, scale)) for entry in entries]
+    stream = log_scale([number for entry in entries for number in _stream_numbers(entry.content)])
+    bodies = [
+        join(stage_heading(entry.stage), _flow(entry.content, scale, stream)) for entry in entries
+    ]
     lead = tag(
         "p",
         "The second derivative of the loss at the input of each sublayer has two sources: what "
@@ -254,9 +257,19 @@ def _ends(content: dict[str, Any]) -> list[float]:
     return found
 
 
-def _flow(content: dict[str, Any], scale: Scale) -> Markup:
+def _stream_numbers(content: dict[str, Any]) -> list[float]:
+    """Every number that the chart of a flow by activation shows."""
+    found = []
+    for entry in _sublayers(content, "activations"):
+        value, interval = _norm(entry, "total")
+        slope = as_number(entry.get("gradient_scale"))
+        found += [v for v in (value, slope, *(interval or ())) if v is not None]
+    return found
+
+
+def _flow(content: dict[str, Any], scale: Scale, stream: Scale) -> Markup:
     sublayers = _sublayers(content)
-    pictures = [_terms(sublayers, scale), _stream(_sublayers(content, "activations"))]
+    pictures = [_terms(sublayers, scale), _stream(_sublayers(content, "activations"), stream)]
     exact = "exactly, by matrices" if content.get("method") == "dense" else "by random probes"
     said = tag(
         "p",
@@ -326,7 +339,7 @@ def _terms(sublayers: list[dict[str, Any]], scale: Scale) -> Markup | None:
     return _by_sublayer(series, names, scale, "Curvature by sublayer", description)
 
 
-def _stream(activations: list[dict[str, Any]]) -> Markup | None:
+def _stream(activations: list[dict[str, Any]], scale: Scale) -> Markup | None:
     if len(activations) < 2:
         return None
     names = [str(entry.get("name")) for entry in activations]
@@ -339,7 +352,7 @@ def _stream(activations: list[dict[str, Any]]) -> Markup | None:
     return chart(
         series,
         x_scale=Scale(kind="linear", low=-0.5, high=len(names) - 0.5),
-        y_scale=log_scale,
+        y_scale=scale,
         x_label="activation, from the embedding to the head",
         y_label="norm",
         title="Curvature and gradient by depth",

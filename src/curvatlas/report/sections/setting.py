@@ -53,6 +53,9 @@ def _basis(contents: Contents, first: dict[str, Any]) -> Markup:
         if entry.content.get("amplification_interval") is None
     ]
     exception = f" (except {fewer[0]})" if fewer else ""
+    if not contents.of_kind("Eigenpairs", "SpectralDensity", "Atlas"):
+        words = f"Curvature is that of the mean loss over {targets:,.0f} targets of these data."
+        return tag("p", words, class_="basis")
     return tag(
         "p",
         f"Every number on this page is that of the mean loss over the same {first.get('data')} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from curvatlas.report.charts import (
@@ -20,8 +21,9 @@ from curvatlas.report.contents import (
     numbers,
     quantity,
     stage_heading,
+    with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, tag
+from curvatlas.report.markup import Markup, join, number, sentence, tag
 
 _MOST_POINTS = 400
 
@@ -55,8 +57,8 @@ def _history(history: dict[str, Any]) -> Markup | None:
         [series],
         x_scale=linear_scale([0.0, float(len(losses))], zero=True),
         y_scale=log_scale(means) if positive else linear_scale(means),
-        x_label="step",
-        y_label="loss",
+        x_label="training step",
+        y_label="loss of the batch",
         title="Training loss",
         description="Of each batch." if every == 1 else f"Mean over {every} steps at a time.",
     )
@@ -72,19 +74,100 @@ _MOST_EVENTS = 30
 _MOST_LINES = 6
 
 
+# field of a record → title, label of the axis, what it shows; other fields are called by their name
+_CHARTS = {
+    "loss": ("Loss", "loss on the monitor's data", "Of the data that curvature was measured on."),
+    "learning_rate": ("Learning rate", "learning rate η", "As the optimizer had it."),
+    "sharpness": ("Sharpness", "λmax of H", "The sharpest direction; bars are certain bounds."),
+    "edge": (
+        "The optimizer's own edge of stability",
+        "λmax(P⁻¹H)",
+        "H as the optimizer's scaling P sees it: above the dashed line its own updates grow.",
+    ),
+    "most_negative": ("Most negative curvature", "λmin of H", "Below zero: a saddle."),
+    "trace": ("Total curvature", "tr H", "Bars are 95 % intervals of the probes."),
+    "negative_mass": (
+        "Negative eigenvalues",
+        "share below zero",
+        "Bars are 95 % intervals of the probes.",
+    ),
+    "gradient_norm": ("Gradient norm", "‖∇L‖", "On the monitor's data."),
+    "gradient_alignment": (
+        "Gradient in the sharpest directions",
+        "share of ‖∇L‖²",
+        "One: the gradient lies in the top eigenspace.",
+    ),
+    "drift": ("Turning of the sharpest directions", "1 − overlap", "Since the snapshot before."),
+    "role_sharpness": ("Sharpness by role", "λmax of H[role, role]", "A point where measured."),
+    "role_trace": ("Curvature by role", "tr H[role, role]", "A point where measured."),
+    "role_gradient": ("Gradient by role", "‖∇L‖ of the role", "A point where measured."),
+}
+_BOOKKEEPING = ("step", "products", "seconds")
+
+
+def _labels(name: str) -> tuple[str, str, str]:
+    words = name.replace("_", " ")
+    return _CHARTS.get(name, (capitalised(words), words, "Over training steps."))
+
+
 def dynamics(contents: Contents) -> Section | None:
     """Results with a list of records that carry a ``step``: numbers become curves with their
-    ``<name>_interval``, ``events`` a list in words."""
+    ``<name>_interval`` and ``<name>_threshold``, ``events`` a list in words."""
     bodies = []
     for entry in contents.entries:
         records = _records(entry.content)
         if records:
-            bodies.append(
-                join(stage_heading(entry.stage), _figures(records), _events(entry.content))
-            )
+            events = _events(entry.content)
+            said = [tag("li", one) for one in _course(records)]
+            course = tag("ul", said, class_="findings") if said else None
+            figures = _figures(records, _marks(entry.content))
+            bodies.append(join(stage_heading(entry.stage), course, events, figures))
     if not bodies:
         return None
     return Section("dynamics", "Training dynamics", join(*bodies))
+
+
+def _course(records: list[dict[str, Any]]) -> Iterator[Markup]:
+    """What the curves say, in words: where loss, sharpness and the optimizer's edge went."""
+    first, last = records[0], records[-1]
+    for name, words in (("loss", "The loss"), ("sharpness", "λmax of H"), ("trace", "tr H")):
+        ends = [quantity(record, name) for record in (first, last)]
+        if any(value is None for value, _ in ends):
+            continue
+        before, after = (with_interval(*end) for end in ends)
+        steps = f"over steps {first['step']} to {last['step']}"
+        yield sentence(f"{words} went from {{}} to {{}} {steps}.", before, after)
+    ratios = [
+        (value / limit, record["step"])
+        for record in records
+        if (value := quantity(record, "edge")[0]) is not None
+        and (limit := quantity(record, "edge_threshold")[0])
+    ]
+    over = [step for ratio, step in ratios if ratio > 1]
+    if over:
+        yield sentence(
+            f"The optimizer was beyond its edge of stability in {{}} snapshots, first at step "
+            f"{over[0]}.",
+            f"{len(over)} of {len(ratios)}",
+        )
+    elif ratios:
+        nearest, step = max(ratios)
+        yield sentence(
+            f"The optimizer stayed below its edge of stability: nearest at step {step}, with {{}} "
+            "of it.",
+            f"{nearest:.0%}",
+        )
+
+
+def _marks(content: dict[str, Any]) -> list[tuple[float, str]]:
+    """Where events happened, for the charts."""
+    events = content.get("events")
+    found = []
+    for event in events if isinstance(events, list) else []:
+        step = as_number(event.get("step")) if isinstance(event, dict) else None
+        if step is not None:
+            found.append((step, _words(event)))
+    return found[:_MOST_EVENTS]
 
 
 def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -101,15 +184,17 @@ def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def _figures(records: list[dict[str, Any]]) -> Markup:
+def _figures(records: list[dict[str, Any]], marks: list[tuple[float, str]]) -> Markup:
+    there = dict.fromkeys(key for record in records for key in record)
     names = [
         key
-        for key in dict.fromkeys(key for record in records for key in record)
-        if key != "step"
+        for key in sorted(there, key=lambda k: list(_CHARTS).index(k) if k in _CHARTS else 99)
+        if key not in _BOOKKEEPING
         and not key.endswith("_threshold")
+        and not any(_holds_parts(r.get(key)) for r in records)
         and sum(quantity(r, key)[0] is not None for r in records) > 1
     ]
-    pictures = [_figure(records, name) for name in names[:_MOST_FIGURES]]
+    pictures = [_figure(records, name, marks) for name in names[:_MOST_FIGURES]]
     pictures += [_by_part(records, name) for name in _parted(records)]
     return tag("div", pictures, class_="pair")
 
@@ -117,20 +202,27 @@ def _figures(records: list[dict[str, Any]]) -> Markup:
 def _parted(records: list[dict[str, Any]]) -> list[str]:
     """Fields that hold a number for each role (or other part) in at least two records."""
 
-    def holds_parts(value: Any) -> bool:
-        return isinstance(value, dict) and any(as_number(v) is not None for v in value.values())
-
     names = dict.fromkeys(key for record in records for key in record)
-    return [n for n in names if sum(holds_parts(r.get(n)) for r in records) > 1]
+    return [n for n in names if sum(_holds_parts(r.get(n)) for r in records) > 1]
+
+
+def _holds_parts(value: Any) -> bool:
+    """A number for each part; an estimate is a dictionary too, but has a kind or an interval."""
+    if not isinstance(value, dict) or "kind" in value or "interval" in value:
+        return False
+    return any(as_number(v) is not None for v in value.values())
 
 
 def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
     """One line a part; the parts with the largest numbers when there are too many to tell apart."""
     lines: dict[str, list[tuple[float, float]]] = {}
+    newest: dict[str, float] = {}
     for record in records:
         for part, raw in (record.get(name) or {}).items():
             value = as_number(raw)
-            if value is not None:
+            # A role that was not measured again carries its last number: that is no point.
+            if value is not None and newest.get(part) != value:
+                newest[part] = value
                 lines.setdefault(part, []).append((as_number(record["step"]) or 0.0, value))
     largest = sorted(lines, key=lambda part: -max(abs(v) for _, v in lines[part]))[:_MOST_LINES]
     series = [
@@ -138,25 +230,24 @@ def _by_part(records: list[dict[str, Any]], name: str) -> Markup:
             name=part.replace("_", " "),
             x=[x for x, _ in lines[part]],
             y=[y for _, y in lines[part]],
-            style="line",
             colour=index,
         )
         for index, part in enumerate(largest)
     ]
-    words = name.replace("_", " ")
-    shown = f"the {len(largest)} largest of {len(lines)}" if len(lines) > len(largest) else "all"
+    title, label, description = _labels(name)
+    shown = f"The {len(largest)} largest of {len(lines)}." if len(lines) > len(largest) else ""
     return chart(
         series,
         x_scale=linear_scale,
         y_scale=fitting_scale,
-        x_label="step",
-        y_label=words,
-        title=capitalised(words),
-        description=f"Over training steps, {shown}.",
+        x_label="training step",
+        y_label=label,
+        title=title,
+        description=f"{description} {shown}".strip(),
     )
 
 
-def _figure(records: list[dict[str, Any]], name: str) -> Markup:
+def _figure(records: list[dict[str, Any]], name: str, marks: list[tuple[float, str]]) -> Markup:
     steps, values, intervals = [], [], []
     for record in records:
         value, interval = quantity(record, name)
@@ -164,22 +255,25 @@ def _figure(records: list[dict[str, Any]], name: str) -> Markup:
             steps.append(as_number(record["step"]) or 0.0)
             values.append(value)
             intervals.append(interval or (value, value))
-    words = name.replace("_", " ")
-    series = [Series(name=words, x=steps, y=values, intervals=intervals)]
+    title, label, description = _labels(name)
+    series = [Series(name=title.lower(), x=steps, y=values, intervals=intervals)]
     limits = [quantity(record, f"{name}_threshold")[0] for record in records]
     if any(limit is not None for limit in limits):
         pairs = [(r, limit) for r, limit in zip(records, limits, strict=True) if limit is not None]
         x, y = [as_number(r["step"]) or 0.0 for r, _ in pairs], [limit for _, limit in pairs]
-        series.append(Series(name="threshold", x=x, y=y, style="line", colour=1))
+        series.append(Series(name="where it becomes unstable", x=x, y=y, style="line", colour=1))
     signed = min(values) < 0 < max(values) and max(map(abs, values)) > 1e3 * min(map(abs, values))
+    # The values decide, not the ends of their intervals: a share near one half stays linear.
+    fitting = log_scale if min(values) > 0 and max(values) > 20 * min(values) else linear_scale
     return chart(
         series,
         x_scale=linear_scale,
-        y_scale=symlog_scale if signed else fitting_scale,
-        x_label="step",
-        y_label=words,
-        title=capitalised(words),
-        description="Over training steps.",
+        y_scale=symlog_scale if signed else fitting,
+        x_label="training step",
+        y_label=label,
+        title=title,
+        description=description,
+        marks=marks,
     )
 
 
@@ -193,6 +287,9 @@ def _events(content: dict[str, Any]) -> Markup | None:
 
 def _words(event: Any) -> str:
     if isinstance(event, dict):
+        if event.get("message"):
+            name = str(event.get("name") or "event").replace("_", " ")
+            return f"Step {event.get('step')}, {name}: {event['message']}"
         shown = (f"{k.replace('_', ' ')}: {v}" for k, v in event.items() if k != "kind")
         return ", ".join(shown)
     return str(event)
