@@ -87,6 +87,15 @@ def test_every_command_refuses_an_unknown_option_in_one_line(
         (("atlas", "no_such_module:f", "digits"), "no_such_module"),
         (("atlas", "vit", "digits", "--rtol", "0"), "--rtol"),
         (("atlas", "vit", "digits", "--memory", "much"), "much"),
+        (("growth", "vit", "digits", "--scales", "1,2"), "3 or more scales"),
+        (("growth", "vit", "digits", "--scales", "1,x"), "--scales"),
+        (("growth", "vit", "digits", "--fit", "1"), "--fit"),
+        (("growth", "vit", "digits", "--scale", "gate"), "gate"),
+        (("sinks", "vit", "digits", "--levels", "1"), "--levels"),
+        (("sinks", "vit", "digits", "--seeds", "1"), "at least 2 seeds"),
+        (("gauss-newton", "vit", "digits", "--damping", "2"), "--damping"),
+        (("gauss-newton", "gpt", "text", "--against-mlp", "--train-samples", "4"), "tokens"),
+        (("gauss-newton", "vit", "digits", "--against-mlp", "--seeds", "1"), "at least 2 seeds"),
         (("scaling", "--widths", "4,x"), "--widths"),
         (("scaling", "--sizes", ""), "--sizes"),
         (("scaling", "--sizes", "100,99999"), "99999"),
@@ -300,3 +309,26 @@ def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
     code, _, _ = curvatlas(*_quick(data, "--output", "run", "--skip", "trace"))
     assert code == 0
     assert runs.load("run").manifest.options["effort"]["memory"] == planned
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "section", "kind"),
+    [
+        ("growth", ("--scales", "0.1,0.2,0.4", "--roles", "query"), "growth", "Growth"),
+        ("sinks", ("--levels", "0,2", "--probes", "3"), "sinks", "Sinks"),
+        ("sinks", ("--levels", "0,2", "--probes", "3", "--seeds", "2"), "sinks", "SinkStudy"),
+        ("gauss-newton", (), "gauss-newton", "GaussNewtonQuality"),
+    ],
+)
+def test_the_papers_experiments_take_a_model_and_data_and_make_a_page(
+    curvatlas: Call, tmp_path: Path, command: str, options: tuple[str, ...], section: str, kind: str
+) -> None:
+    arguments = (command, "cli_models:make_block_model", "cli_models:make_tokens", *options,
+                 "--output", "run", "--json")  # fmt: skip
+    code, out, _ = curvatlas(*arguments)
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["status"] == "complete"
+    assert kind in {result["kind"] for result in answer["results"].values()}
+    assert f'id="{section}"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert curvatlas(*arguments)[1] == out  # read back, nothing computed again
