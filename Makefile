@@ -51,7 +51,7 @@ drill: $(VENV)/.ready
 sweep: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py --labels --cases 200
-	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py --layers --cases 450
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python scripts/sweep.py --layers --cases 550
 
 # Independent oracle: JAX in an environment of its own writes tests/fixtures.
 fixtures:

@@ -2,7 +2,7 @@
 
     python scripts/sweep.py --cases 500          # products against float64 double backward
     python scripts/sweep.py --labels --cases 200 # the loss of labelled batches against the model's
-    python scripts/sweep.py --layers --cases 450 # hand-written layers of every family
+    python scripts/sweep.py --layers --cases 550 # hand-written layers of every family
 
 Every case ends as equal, refused (an error that says what to do), warned (another number, said),
 WRONG or CRASHED; the last two are printed with what makes them again, and the exit code is 1.

@@ -191,6 +191,15 @@ LANGUAGE: dict[str, Options] = {
     "SmolLM3": lambda draw, s: s.grouped(draw, no_rope_layers=[int(draw.coin()), 1]),
     "Olmo": lambda draw, s: s.grouped(draw),
     "Olmo2": lambda draw, s: s.grouped(draw),
+    "Olmo3": lambda draw, s: s.windowed(draw),
+    "Ministral": lambda draw, s: s.windowed(draw, head_dim=s.head),
+    "Nemotron": lambda draw, s: s.grouped(draw, head_dim=s.head, mlp_bias=draw.coin()),
+    "Arcee": lambda draw, s: s.grouped(draw, mlp_bias=draw.coin()),
+    "Helium": lambda draw, s: s.grouped(draw, head_dim=s.head, mlp_bias=draw.coin()),
+    "Ernie4_5": lambda draw, s: s.grouped(draw, use_bias=draw.coin(), head_dim=s.head),
+    "Glm": lambda draw, s: s.grouped(draw, head_dim=s.head + 4),
+    "Glm4": lambda draw, s: s.grouped(draw, head_dim=s.head),
+    "BioGpt": lambda draw, s: s.usual(),
     "Granite": lambda draw, s: s.grouped(
         draw, attention_multiplier=0.3, residual_multiplier=0.7, mlp_bias=draw.coin()
     ),
@@ -247,6 +256,7 @@ VISION: dict[str, Options] = {
     ),
     "CLIPVision": lambda draw, s: s.usual(),
     "SiglipVision": lambda draw, s: s.usual(),
+    "MetaClip2Vision": lambda draw, s: s.usual(),
 }
 OTHERS = ("torch encoder", "zoo GPT", "zoo ViT")
 FAMILIES = (*LANGUAGE, *VISION, *OTHERS)

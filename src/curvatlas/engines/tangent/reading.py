@@ -216,7 +216,8 @@ def map_norm(module: nn.Module) -> MappedNorm:
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
     name, offset = type(module).__name__, 0.0
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+    plain = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+    if plain and type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
         shape = tuple(module.normalized_shape)
         if len(shape) != 1:
             raise UnmappedModuleError(
@@ -699,12 +700,12 @@ def _bert_options(module: Any) -> dict[str, Any]:
 
 
 def _bart_options(module: Any) -> dict[str, Any]:
-    """OPT's decoder layers and the encoder layers of BART's kin, pre- or post-norm."""
+    """Decoder layers of OPT and BioGPT, encoder layers of BART's kin, pre- or post-norm."""
     name = type(module).__name__
-    first = name in ("MBartEncoderLayer", "PegasusEncoderLayer", "WhisperEncoderLayer")
+    first = name not in _kin("EncoderLayer", "Bart BlenderbotSmall Marian Mvp PLBart").split()
     return {
         "norm_first": bool(getattr(module, "do_layer_norm_before", first)),
-        "causal": name == "OPTDecoderLayer",
+        "causal": name.endswith("DecoderLayer"),
     }
 
 
@@ -790,13 +791,24 @@ def _gptj_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any
     return [], Rotation((cosines, sines), interleaved=True)
 
 
+def _neighbours_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """Tables of half-split pairs whose first half turns neighbouring coordinates."""
+    tables = arguments.pop("position_embeddings", None)
+    if tables is None:
+        return [], None
+    cosines, sines = (table.detach()[..., : table.shape[-1] // 2] for table in tables)
+    if len(cosines) == 1:
+        cosines, sines = cosines[0], sines[0]
+    return [], Rotation((cosines, sines), interleaved=True)
+
+
 def _kin(suffix: str, names: str) -> str:
     return " ".join(name + suffix for name in names.split())
 
 
 _BERT = "Bert Roberta XLMRoberta Camembert Electra"
-_BART = "OPTDecoder BartEncoder MarianEncoder MBartEncoder PegasusEncoder WhisperEncoder"
-_VIT = "ViT DeiT ViTMAE ViTMSN"
+_BART = "Bart Blenderbot BlenderbotSmall M2M100 Marian MBart Mvp Pegasus PLBart Whisper"
+_VIT = "ViT DeiT ViTMAE ViTMSN DPTViT IJepa Yolos"
 _LLAMA = "Llama Mistral Qwen2 Olmo"
 _SEPARATE = "self_attn.{letter}_proj self_attn.o_proj"
 _GATED = f"{_SEPARATE} mlp.up_proj mlp.down_proj"
@@ -869,7 +881,9 @@ _LAYERS = (
         call=_mpt_call,
     ),
     _Layer(
-        _kin("Layer", _BERT),
+        _kin(
+            "Layer", f"{_BERT} BertGeneration Data2VecText Ernie LayoutLM MarkupLM RemBert Splinter"
+        ),
         "attention.self.{name} attention.output.dense intermediate.dense output.dense "
         "attention.output.LayerNorm output.LayerNorm",
         "intermediate.intermediate_act_fn",
@@ -897,7 +911,7 @@ _LAYERS = (
         gate="mlp.Wi",
     ),
     _Layer(
-        _kin("Layer", _BART),
+        f"{_kin('EncoderLayer', _BART)} OPTDecoderLayer BioGptDecoderLayer",
         "self_attn.{letter}_proj self_attn.out_proj fc1 fc2 self_attn_layer_norm final_layer_norm",
         "activation_fn",
         options=_bart_options,
@@ -922,12 +936,15 @@ _LAYERS = (
         after="layer_scale1.lambda1 layer_scale2.lambda1",
     ),
     _Layer(
-        _kin("EncoderLayer", "CLIP Siglip Siglip2"),
+        _kin("EncoderLayer", "CLIP Idefics3 MetaClip2 Siglip Siglip2 SmolVLM"),
         "self_attn.{letter}_proj self_attn.out_proj mlp.fc1 mlp.fc2 layer_norm1 layer_norm2",
         "mlp.activation_fn",
     ),
     _Layer(
-        _kin("DecoderLayer", f"{_LLAMA} Qwen3 Gemma SmolLM3"),
+        _kin(
+            "DecoderLayer",
+            f"{_LLAMA} Arcee Cwm EuroBert Gemma Jais2 Ministral Nemotron Qwen3 SeedOss SmolLM3",
+        ),
         f"{_GATED} input_layernorm post_attention_layernorm",
         "mlp.act_fn",
         gate="mlp.gate_proj",
@@ -956,6 +973,16 @@ _LAYERS = (
         gate="mlp.gate_proj",
         qk_norm="self_attn.{letter}_norm",
         after="post_attention_layernorm post_feedforward_layernorm",
+    ),
+    _Layer(
+        _kin("DecoderLayer", "Ernie4_5 Glm Glm4 Helium"),
+        f"{_SEPARATE} mlp.up_proj|mlp.gate_up_proj mlp.down_proj "
+        "input_layernorm post_attention_layernorm",
+        "mlp.act_fn|mlp.activation_fn",
+        gate="mlp.gate_proj|mlp.gate_up_proj",
+        after="post_self_attn_layernorm post_mlp_layernorm",
+        options=lambda module: {"rope_interleaved": True},
+        call=_neighbours_call,
     ),
     _Layer(
         "Phi3DecoderLayer",
