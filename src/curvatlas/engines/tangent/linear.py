@@ -254,7 +254,9 @@ class Linear:
             assert self.delta is not None
             add_product(target, self.delta.T, moved)
         if room is None:
-            copied = wide and not backward.into and backward.space.keep
+            # the next wide layer takes the same buffer, before the caller has read this rate
+            given = all(name in backward.into for name in self.weight_names)
+            copied = wide and not given and backward.space.keep
             backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
 
 

@@ -216,8 +216,8 @@ def map_norm(module: nn.Module) -> MappedNorm:
     weight = getattr(module, "weight", None)
     bias = getattr(module, "bias", None)
     name, offset = type(module).__name__, 0.0
-    plain = isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    if plain and type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
+    own = type(module).forward not in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and not own:
         shape = tuple(module.normalized_shape)
         if len(shape) != 1:
             raise UnmappedModuleError(
@@ -669,6 +669,17 @@ def _falcon_options(module: Any) -> dict[str, Any]:
     return options | ({"call_mask": True, **_NO_ROTATION} if config.alibi else {})
 
 
+def _partial_options(module: Any) -> dict[str, Any]:
+    """A part of each head turns; an odd part would be broadcast against its tables."""
+    size = module.self_attn.rotary_ndims
+    if size % 2:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} turns {size} coordinates of each head, an odd number: its "
+            "rotation is not defined."
+        )
+    return {}
+
+
 def _gemma_options(module: Any) -> dict[str, Any]:
     """Gemma 2 caps its logits; Gemma 3 keeps the option and does not use it."""
     capped = type(module).__name__ == "Gemma2DecoderLayer"
@@ -996,6 +1007,7 @@ _LAYERS = (
         "self_attn.{letter}_proj self_attn.dense mlp.fc1 mlp.fc2 input_layernorm input_layernorm",
         "mlp.activation_fn",
         qk_norm="self_attn.{letter}_layernorm",
+        options=_partial_options,
     ),
     _Layer(
         "Starcoder2DecoderLayer",
@@ -1008,6 +1020,7 @@ _LAYERS = (
         "mlp.act_fn",
         gate="mlp.gate_proj",
         qk_norm="self_attn.{letter}_layernorm",
+        options=_partial_options,
     ),
     _Layer(
         _kin("DecoderLayer", "Cohere Cohere2"),
