@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import LinearisedBlock
+from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
+from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.losses import TokenSquaredError
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, relative_error
@@ -236,3 +237,18 @@ def test_relu_at_exactly_zero_counts_as_off() -> None:
         weights["up_bias"].zero_()
     grads, _ = LinearisedBlock(spec, weights, x).gradient(torch.ones_like(x))
     assert float(grads["up_weight"].abs().max()) == 0.0
+
+
+def test_rates_with_and_without_a_place_of_their_own_are_the_same() -> None:
+    spec = BlockSpec(d_model=4, n_heads=2, d_ff=9, norm_first=True, parallel=True)
+    weights = {
+        name: torch.randn(shape, dtype=torch.float64) for name, shape in weight_shapes(spec).items()
+    }
+    x, rate = torch.randn(2, 2, 3, 4, dtype=torch.float64).unbind()
+    want, _ = LinearisedBlock(spec, weights, x).pull(rate[None])
+    places = {"output_weight": torch.empty(1, 4, 4, dtype=torch.float64)}
+    here = LinearisedBlock(spec, weights, x, space=Buffers(keep=True))
+    for _ in range(2):
+        got, _ = here.pull(rate[None], into=places)
+        for name, value in want.items():  # all of them, once the whole pass is over
+            torch.testing.assert_close(got[name], value, rtol=1e-13, atol=1e-14, msg=name)
