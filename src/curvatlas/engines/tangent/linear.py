@@ -13,7 +13,9 @@ directions. ``None`` stands for zero everywhere, and costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +76,7 @@ class Buffers:
 
     def __init__(self, *, keep: bool) -> None:
         self.keep = keep
+        self.generation = 0  # how often a buffer was replaced by a larger one
         self._buffers: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
@@ -94,6 +97,7 @@ class Buffers:
             self._views = {k: v for k, v in self._views.items() if k[0] != key}
             self._buffers.pop(key, None)
             buffer = None
+            self.generation += 1
             buffer = torch.empty(size, dtype=like.dtype, device=like.device)
             self._buffers[key] = buffer
         return buffer[:size]
@@ -102,6 +106,41 @@ class Buffers:
     def bytes(self) -> int:
         """Memory held."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+
+_TRANSPOSED = 2**14  # entries transposed at once: both sides of 8 float32 columns stay in the cache
+_KEPT_ROWS = 2**26  # bytes of columns whose transposed copy is kept from product to product
+_MAPPED = 2**25  # bytes that glibc maps anew each time, however often they are asked for
+
+
+def as_rows(columns: Tensor, space: Buffers) -> Tensor:
+    """Columns (P, K) as rows (K, P): the same memory, or a copy, in kept memory unless large."""
+    if columns.T.is_contiguous():
+        return columns.T
+    size, count = columns.shape
+    if columns.numel() * columns.element_size() > _KEPT_ROWS:
+        return columns.T.contiguous()
+    rows = space.take("columns as rows", count, size, like=columns)
+    for start in range(0, size, _TRANSPOSED):
+        places = slice(start, start + _TRANSPOSED)
+        rows[:, places].copy_(columns[places].T)
+    return rows
+
+
+def empty_rows(rows: Tensor) -> Tensor:
+    """New memory of the shape of ``rows`` (K, P), in huge pages where it is large.
+
+    A product that is mapped anew takes a page fault every 4 KB: 2.3 ms a column of a million
+    float32 numbers, against 0.7 ms in pages of 2 MB.
+    """
+    size = rows.numel() * rows.element_size()
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if size < _MAPPED or advice is None or not rows.is_cpu:
+        return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(advice)
+    return torch.frombuffer(memory, dtype=rows.dtype).view(rows.shape)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
-from curvatlas.engines.tangent.linear import Buffers, restart_numbers
+from curvatlas.engines.tangent.linear import Buffers, as_rows, empty_rows, restart_numbers
 from curvatlas.engines.tangent.reading import (
     BlockCall,
     Pick,
@@ -39,7 +39,8 @@ from curvatlas.engines.tangent.reading import (
 )
 from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
 from curvatlas.engines.tangent.structure import BlockSpec
-from curvatlas.engines.tangent.tail import AutogradTail, Tail
+from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
+from curvatlas.engines.tangent.tape import Tapes
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import listed
@@ -599,6 +600,11 @@ class TangentLinearisation:
                 for tensor in tensors_in(self.chains, without=problem.own_tensors())
             }.values()
         )
+        by_hand = all(
+            isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
+            for chain in self.chains
+        )
+        self._space, self._tapes = space, Tapes(space, record=by_hand)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
 
@@ -642,10 +648,13 @@ class TangentLinearisation:
 
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
-        rows = columns.T.contiguous()
-        total = torch.empty_like(rows)
-        self._fill(self._views(rows), self._views(total), self.part)
+        rows = as_rows(columns, self._space)
+        total = empty_rows(rows)
+        self._tapes.run(self.part, self._fill_flat, rows, total)
         return total
+
+    def _fill_flat(self, rows: Tensor, total: Tensor) -> None:
+        self._fill(self._views(rows), self._views(total), self.part)
 
     def _views(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows (K, P) by parameter: views (K, *shape)."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +26,13 @@ from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check_spec
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers, restart_numbers
+from curvatlas.engines.tangent.linear import (
+    BackwardPass,
+    Buffers,
+    as_rows,
+    empty_rows,
+    restart_numbers,
+)
 from curvatlas.engines.tangent.losses import (
     LinearHeadCrossEntropy,
     OutputLoss,
@@ -38,6 +44,7 @@ from curvatlas.engines.tangent.losses import (
 )
 from curvatlas.engines.tangent.reading import FlatOrder, map_stack
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.engines.tangent.tape import Tapes
 from curvatlas.linear_operator import Part, Tags, check_columns
 from curvatlas.precision import in_float64
 
@@ -219,6 +226,7 @@ class LinearisedStack(DecomposedHessian):
         targets = with_sample_axis(targets, stack.readout)
         self.include_input = include_input
         self.space = Buffers(keep=True)
+        self._tapes = Tapes(self.space)
         shapes = stack.named_weights if include_weights else {}
         self._shapes = {name: tuple(weight.shape) for name, weight in shapes.items()}
         if include_input:
@@ -294,8 +302,13 @@ class LinearisedStack(DecomposedHessian):
         return all(chain.convex for chain in self.chains)
 
     def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
-        rows = self._rows(columns)
-        flat = torch.empty_like(rows)
+        rows = as_rows(columns, self.space)
+        flat = empty_rows(rows)
+        self._tapes.run(part, partial(self._fill, part), rows, flat)
+        return flat.T
+
+    def _fill(self, part: Part, rows: Tensor, flat: Tensor) -> None:
+        """One of the three matrices times ``rows`` (K, P), into ``flat``."""
         tangents = {index: _views(rows, pieces) for index, pieces in self._groups.items()}
         for number, chain in enumerate(self.chains):
             states, readout = chain.push(tangents, self._input(rows, number))
@@ -304,20 +317,6 @@ class LinearisedStack(DecomposedHessian):
                 rate = chain.curvature(readout.output)
             curved = part != "outer"
             self._pull(number, rate, states if curved else None, readout if curved else None, flat)
-        return flat.T
-
-    def _rows(self, columns: Tensor) -> Tensor:
-        """Columns (P, K) as rows (K, P), in kept memory unless they are large."""
-        if columns.T.is_contiguous():
-            return columns.T
-        size, count = columns.shape
-        if columns.numel() * columns.element_size() > _KEPT_ROWS:
-            return columns.T.contiguous()
-        rows = self.space.take("stack.rows", count, size, like=columns)
-        for start in range(0, size, _TRANSPOSED):
-            places = slice(start, start + _TRANSPOSED)
-            rows[:, places].copy_(columns[places].T)
-        return rows
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -378,9 +377,6 @@ class LinearisedStack(DecomposedHessian):
         inputs = rows[:, start:].view(rows.shape[0], *self._shapes[INPUT])
         return inputs[:, self._samples[number]]
 
-
-_KEPT_ROWS = 2**26  # bytes of columns whose transposed copy is kept from product to product
-_TRANSPOSED = 2**14  # rows transposed at once: both sides of 8 float32 columns stay in the cache
 
 _Piece = tuple[str, tuple[int, ...], int, int]  # name, shape, first and last place
 
