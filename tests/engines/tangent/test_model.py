@@ -82,6 +82,14 @@ def _family(kind: str, **options: Any) -> tuple[nn.Module, Any, None]:
     return tiny_model(kind, **options), [_language()], None
 
 
+def _adapted(kind: str, targets: list[str], *, frozen: bool) -> tuple[nn.Module, Any, None]:
+    peft = pytest.importorskip("peft")
+    model, data, loss = _family(kind)
+    options = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    adapted: nn.Module = peft.get_peft_model(model, options)
+    return adapted if frozen else adapted.requires_grad_(True), data, loss
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "gpt": _gpt,
     "gpt tied": lambda: _gpt(tied=True),
@@ -99,6 +107,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "albert": lambda: _family("albert"),
     "opt": lambda: _family("opt"),
     "bart": lambda: _family("bart"),
+    "gpt2 with lora": lambda: _adapted("gpt2", ["c_attn", "c_fc"], frozen=True),
+    "llama with lora": lambda: _adapted("llama", ["q_proj", "v_proj", "down_proj"], frozen=False),
 }
 
 

@@ -12,7 +12,7 @@ them from the layer's own parameters, and back:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,15 @@ class EffectiveWeight:
         """The parameters W depends on."""
         names = (self.base, *(name for term in self.terms for name in (term.left, term.right)))
         return tuple(name for name in names if name is not None)
+
+    def renamed(self, name: Callable[[str], str]) -> EffectiveWeight:
+        """The same of parameters with other names."""
+        terms = tuple(
+            LowRank(t.scale, name(t.left), None if t.right is None else name(t.right))
+            for t in self.terms
+        )
+        base = None if self.base is None else name(self.base)
+        return EffectiveWeight(base, terms, self.transposed)
 
     def value(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """W; the parameter itself where nothing adapts it."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
@@ -82,10 +83,13 @@ class KnownLayer:
     spec: BlockSpec
     pick: Pick
     places: Mapping[str, Place]  # our weight → where it stands
+    adapted: Mapping[str, EffectiveWeight]  # name without adapter → what it is made of
 
-    @property
+    @functools.cached_property
     def parameters(self) -> frozenset[str]:
-        return frozenset(place.parameter for place in self.places.values())
+        """The model's parameters in here."""
+        plain = {place.parameter for place in self.places.values()} - self.adapted.keys()
+        return plain.union(*(weight.parameters for weight in self.adapted.values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +129,7 @@ def read_model(model: nn.Module) -> ModelReading:
             continue
         spec, pick = read_module(module)
         if spec.residual:  # bare attention is a part of layers that nobody described
-            places = _places(path, module, pick, aliases)
-            layers.append(KnownLayer(path, module, spec, pick, places))
+            layers.append(_known_layer(path, module, spec, pick, aliases))
     if not layers:
         raise UnmappedModuleError(
             f"{type(model).__name__} has no layer that is written out by hand."
@@ -143,35 +146,39 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(not getattr(hook, "__module__", "").startswith("curvatlas.") for hook in hooks)
 
 
-def _places(
-    path: str, module: nn.Module, pick: Pick, aliases: Mapping[str, str]
-) -> dict[str, Place]:
+def _known_layer(
+    path: str, module: nn.Module, spec: BlockSpec, pick: Pick, aliases: Mapping[str, str]
+) -> KnownLayer:
     """Where ``pick`` takes each weight from: it is applied to position numbers."""
-    numbers, owner = {}, {}
-    for name, parameter in module.named_parameters():
-        numbers[name] = torch.arange(parameter.numel()).view(parameter.shape)
-        owner[numbers[name].untyped_storage().data_ptr()] = f"{path}.{name}" if path else name
+    prefix = f"{path}." if path else ""
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    numbers, owner, adapted = {}, {}, {}
+    for name, weight in effective_parameters(module).items():
+        shape = shapes[weight.base or weight.terms[0].left]
+        numbers[name] = torch.arange(math.prod(shape)).view(shape)
+        first = f"{prefix}{name}"
+        if weight.terms or weight.base != name:
+            adapted[first] = weight.renamed(lambda own: aliases[f"{prefix}{own}"])
+        else:
+            first = aliases[first]
+        owner[numbers[name].untyped_storage().data_ptr()] = first
     places: dict[str, Place] = {}
     for ours, picked in pick(numbers).items():
         entries: Tensor | None = None
-        name = owner.get(picked.untyped_storage().data_ptr(), "")
-        if not name:  # a copy: its numbers still tell, but not of which parameter
+        holder = owner.get(picked.untyped_storage().data_ptr(), "")
+        if not holder:  # a copy: its numbers still tell, but not of which parameter
             entries = picked.reshape(-1)
-            name = _owner_of_copy(path, numbers, pick, ours)
+            own = numbers[_owner_of_copy(path, numbers, pick, ours)]
+            holder = owner[own.untyped_storage().data_ptr()]
         places[ours] = Place(
-            aliases[name],
-            tuple(picked.shape),
-            picked.stride(),
-            int(picked.storage_offset()),
-            entries,
+            holder, tuple(picked.shape), picked.stride(), int(picked.storage_offset()), entries
         )
     covered = sum(math.prod(place.shape) for place in places.values())
-    if covered != sum(parameter.numel() for parameter in module.parameters()):
+    if covered != sum(value.numel() for value in numbers.values()):
         taken = {place.parameter for place in places.values()}
-        names = [f"{path}.{name}" for name in numbers]
-        left = [name for name in names if aliases[name] not in taken] or names
+        left = [name for name in owner.values() if name not in taken] or list(owner.values())
         raise UnmappedModuleError(f"{path} has parameters that no block has: {listed(left)}.")
-    return places
+    return KnownLayer(path, module, spec, pick, places, adapted)
 
 
 def _owner_of_copy(path: str, numbers: Mapping[str, Tensor], pick: Pick, ours: str) -> str:
@@ -180,8 +187,7 @@ def _owner_of_copy(path: str, numbers: Mapping[str, Tensor], pick: Pick, ours: s
     owners = torch.unique(pick(marked)[ours])
     if len(owners) != 1:
         raise UnmappedModuleError(f"{path}: {ours} is made of several parameters.")
-    name = list(numbers)[int(owners)]
-    return f"{path}.{name}" if path else name
+    return list(numbers)[int(owners)]
 
 
 # ---- one run of the model as it is --------------------------------------------------------------
@@ -337,6 +343,8 @@ class Chain:
         self._results = {call.layer.path: call.result for call in watch.calls}
         self.stem = self._stem(first, [c for place, c in watch.others if place == 0])
         self.blocks: list[LinearisedBlock] = []
+        self._adapted: dict[str, EffectiveWeight] = {}
+        self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
         self.layers = [call.layer for call in watch.calls]
         z = self._linearise(watch.calls)
         self.shape = z.shape  # (n, L, d)
@@ -350,6 +358,10 @@ class Chain:
     def _linearise(self, calls: Sequence[LayerCall]) -> Tensor:
         """Every block at the output of the one before it; the last one's output."""
         values = {n: p.detach() for n, p in self._problem.named_weights().items()}
+        for call in calls:
+            self._adapted |= call.layer.adapted
+        self._values = {n: values[n] for w in self._adapted.values() for n in w.parameters}
+        values |= {name: weight.value(values) for name, weight in self._adapted.items()}
         z, again = self.stem.output, None
         joint: dict[str, Mapping[str, Tensor]] = {}
         for index, call in enumerate(calls):
@@ -471,10 +483,24 @@ class Chain:
 
     def _record(self) -> None:
         rate = self.tail.delta
-        for block in reversed(self.blocks):
-            _, delta_x = block.gradient(rate[0].view(block.shape), wanted=())
+        for layer, block in zip(reversed(self.layers), reversed(self.blocks), strict=True):
+            # All or none: what is wanted decides which layers are taken together.
+            wanted = list(layer.places) if layer.adapted else []
+            slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
             rate = delta_x.view(1, -1, delta_x.shape[-1])
+            for ours, slope in slopes.items():
+                if layer.places[ours].parameter in self._adapted:
+                    self._add_slope(layer.places[ours], slope)
         self.stem.record(rate)
+
+    def _add_slope(self, place: Place, slope: Tensor) -> None:
+        """Keep ∂ℓ/∂W of a part of an adapted weight."""
+        weight = self._adapted[place.parameter].value(self._values)
+        delta = self._deltas.setdefault(place.parameter, torch.zeros_like(weight))
+        if place.entries is None:
+            place.view(delta.unsqueeze(0))[0].add_(slope)
+        else:
+            delta.view(-1).index_add_(0, place.entries, slope.reshape(-1))
 
     # --- products -------------------------------------------------------------------------------
 
@@ -495,6 +521,31 @@ class Chain:
 
     def product(self, columns: Columns, slots: Slots, part: Part) -> None:
         """Write or add H, H_o or H_f times ``columns`` to the slots."""
+        if not self._adapted:
+            self._product(columns, slots, part)
+            return
+        count = len(next(iter(columns.values())))
+        moved, into = dict(columns), dict(slots.into)
+        for name, weight in self._adapted.items():
+            tangent = weight.tangent(self._values, columns)
+            if tangent is not None:
+                moved[name] = tangent.contiguous()
+            if not slots.into.keys().isdisjoint(weight.parameters):
+                delta = self._deltas[name]
+                into[name] = delta.new_zeros(count, *delta.shape)
+        inner = Slots(into, slots.accumulate, slots.written)
+        self._product(moved, inner, part)
+        for name in into.keys() - slots.into.keys():
+            curved = part != "outer"
+            rates = self._adapted[name].rates(
+                self._values,
+                into[name],
+                delta=self._deltas[name] if curved else None,
+                dots=columns if curved else None,
+            )
+            slots.add(rates)
+
+    def _product(self, columns: Columns, slots: Slots, part: Part) -> None:
         space, curved = self.space, part != "outer"
         moved, stem_state = self.stem.push(columns, space)
         again: Any = None
