@@ -3,6 +3,7 @@
     python scripts/sweep.py --cases 500          # products against float64 double backward
     python scripts/sweep.py --labels --cases 200 # the loss of labelled batches against the model's
     python scripts/sweep.py --layers --cases 550 # hand-written layers of every family
+    python scripts/sweep.py --models --cases 330 # whole models by both engines
 
 Every case ends as equal, refused (an error that says what to do), warned (another number, said),
 WRONG or CRASHED; the last two are printed with what makes them again, and the exit code is 1.
@@ -427,8 +428,19 @@ def layers_case(seed: int) -> tuple[str, str]:
     """A layer as its model calls it, read and differentiated by hand, against double backward."""
     from layer_draws import layer_case
 
+    return _guarded(layer_case, seed)
+
+
+def models_case(seed: int) -> tuple[str, str]:
+    """A whole model, differentiated by hand, against double backward."""
+    from layer_draws import model_case
+
+    return _guarded(model_case, seed)
+
+
+def _guarded(case: Callable[[int], tuple[str, str]], seed: int) -> tuple[str, str]:
     try:
-        return layer_case(seed)
+        return case(seed)
     except Exception as error:
         return "CRASHED", f"{type(error).__name__}: {error}"
 
@@ -444,10 +456,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--labels", action="store_true")
     parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--models", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
     case = labels_case if options.labels else layers_case if options.layers else products_case
+    case = models_case if options.models else case
     for seed, verdict, tried in verdicts(case, options.cases, options.seed):
         counts[verdict] += 1
         if verdict.isupper() or options.verbose:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import curvatlas as ca
 from curvatlas.engines.tangent.reading import UnmappedModuleError, read_module
 from curvatlas.zoo.models import GPT, GPTConfig, ViT, ViTConfig
 from layer_oracles import Seen, differences, prepared, seen_layers
@@ -149,6 +150,7 @@ LANGUAGE: dict[str, Options] = {
         **_few(s, **_GPT, activation="activation_function"),
         "scale_attn_weights": draw.coin(),
         "scale_attn_by_inverse_layer_idx": draw.coin(),
+        **_PAD,
     },
     "GPTNeo": lambda draw, s: {
         **_few(s, width="hidden_size", heads="num_heads", layers="num_layers"),
@@ -157,6 +159,7 @@ LANGUAGE: dict[str, Options] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": draw.randint(1, 4),
         "max_position_embeddings": 32,
+        **_PAD,
     },
     "GPTJ": lambda draw, s: {
         **_few(s, **_GPT, activation="activation_function"),
@@ -173,6 +176,7 @@ LANGUAGE: dict[str, Options] = {
     "Mpt": lambda draw, s: {
         **_few(s, width="d_model", heads="n_heads", layers="n_layers"),
         "max_seq_len": 16,
+        **_PAD,
     },
     "OPT": lambda draw, s: s.usual(
         ffn_dim=s.hidden,
@@ -267,8 +271,13 @@ class Case:
     """A model, a call of it, and the layers to look at."""
 
     model: nn.Module
-    run: Callable[[], Any]
+    inputs: Any  # a mapping of keywords, or the one argument
     what: str
+
+    def run(self) -> Any:
+        if isinstance(self.inputs, dict):
+            return self.model(**self.inputs)
+        return self.model(self.inputs)
 
     def layers(self) -> list[nn.Module]:
         found = []
@@ -281,8 +290,11 @@ class Case:
         return [m for m in found if not isinstance(m, nn.MultiheadAttention)]
 
 
-def drawn_case(draw: Draw, family: str) -> Case:
-    """A model of the family with random options and a random batch."""
+def drawn_case(draw: Draw, family: str, *, head: str = "Model") -> Case:
+    """A model of the family with random options and a random batch.
+
+    head: what the model's class ends in; where the family has none such, the bare model.
+    """
     sizes = Sizes.drawn(draw)
     if family in OTHERS:
         return _other(draw, family, sizes)
@@ -294,10 +306,12 @@ def drawn_case(draw: Draw, family: str) -> Case:
         options |= {"image_size": 4, "patch_size": 2, "num_channels": 1}
     body = getattr(transformers, f"{family.removesuffix('Text')}TextModel", None)
     body = body if family.endswith("Text") and body else getattr(transformers, f"{family}Model")
+    body = getattr(transformers, f"{family.removesuffix('Text')}{head}", body)
     config = getattr(transformers, f"{family}Config")(**options)
     config._attn_implementation = draw.choice(["eager", "sdpa"]) if body._supports_sdpa else "eager"
     model = body(config)
-    model = model.encoder if family in ("Bart", "MBart", "Marian", "Pegasus") else model
+    encoders = ("BartModel", "MBartModel", "MarianModel", "PegasusModel")
+    model = model.encoder if type(model).__name__ in encoders else model
     adapted = draw.coin(0.3) and _with_lora(draw, model)
     if vision:
         batch = {"pixel_values": torch.randn(sizes.samples, 1, 4, 4, dtype=torch.float64)}
@@ -305,7 +319,7 @@ def drawn_case(draw: Draw, family: str) -> Case:
         batch = _tokens(draw, sizes)
     padding = batch["attention_mask"].tolist() if "attention_mask" in batch else None
     what = f"{family} {options} {config._attn_implementation} padding {padding} LoRA {adapted}"
-    return Case(prepared(model), lambda: model(**batch), what)
+    return Case(prepared(model), batch, what)
 
 
 def _tokens(draw: Draw, sizes: Sizes) -> dict[str, Tensor]:
@@ -363,7 +377,7 @@ def _other(draw: Draw, family: str, s: Sizes) -> Case:
         if draw.coin():
             rest = _tokens(draw, s).get("attention_mask")
             masks |= {} if rest is None else {"src_key_padding_mask": rest == 0}
-        return Case(prepared(model), lambda: model(x, **masks), f"{family} {options} {s} {masks}")
+        return Case(prepared(model), {"src": x, **masks}, f"{family} {options} {s} {masks}")
     options = {
         "d_model": s.width,
         "n_heads": s.heads,
@@ -382,7 +396,7 @@ def _other(draw: Draw, family: str, s: Sizes) -> Case:
     else:
         model = ViT(ViTConfig(image_size=4, n_layers=2, **options))
         batch = torch.randn(s.samples, 4, 4, dtype=torch.float64)
-    return Case(prepared(model), lambda: model(batch), f"{family} {options} {s}")
+    return Case(prepared(model), batch, f"{family} {options} {s}")
 
 
 def layer_case(seed: int) -> tuple[str, str]:
@@ -411,3 +425,59 @@ def layer_case(seed: int) -> tuple[str, str]:
     worst = max(errors, key=lambda part: errors[part])
     verdict = "equal" if errors[worst] <= 1e-11 else "WRONG"
     return verdict, f"{errors[worst]:.1e} in {worst}: {case.what} {view or 'whole'}"
+
+
+_HEADS = ("Model", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")
+
+
+def model_case(seed: int) -> tuple[str, str]:
+    """Products of a random whole model by both engines; verdict and what was tried.
+
+    Where the hand-written engine refuses the model, that is the verdict.
+    """
+    draw = Draw(seed)
+    torch.manual_seed(seed)
+    family = FAMILIES[seed % len(FAMILIES)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        head = "ForImageClassification" if family in VISION else draw.choice(_HEADS)
+        case = drawn_case(draw, family, head=head)
+        problem = _problem(draw, case)
+        operator = draw.choice([ca.Hessian, ca.GaussNewton, ca.FunctionalHessian])
+        columns = torch.randn(problem.size, draw.randint(1, 3), dtype=torch.float64)
+        tried = f"{operator.__name__} of {type(case.model).__name__} {case.what}"
+        scale = float((ca.Hessian(problem, engine="autograd") @ columns).norm())
+        names = draw.sample(list(problem.parameter_names), min(4, len(problem.parameter_names)))
+        products = []
+        try:
+            for engine in ("tangent", "autograd"):
+                matrix = operator(problem, engine=engine)  # type: ignore[arg-type]
+                view = matrix[_indices(problem, names[:2]), _indices(problem, names[2:] or names)]
+                part = columns[: view.shape[1]] / columns[: view.shape[1]].norm()
+                products.append((matrix @ columns, view @ part))
+        except UnmappedModuleError as error:
+            return "refused", f"{error} {tried}"
+    errors = [float((a - b).norm()) / scale for a, b in zip(*products, strict=True)]
+    verdict = "equal" if max(errors) <= 1e-11 else "WRONG"
+    return verdict, f"{max(errors):.1e} {problem.engine} {tried}"
+
+
+def _indices(problem: ca.Problem, names: list[str]) -> Tensor:
+    places = zip(problem.layout.names, problem.layout.starts, problem.layout.sizes, strict=True)
+    return torch.cat([torch.arange(start, start + size) for n, start, size in places if n in names])
+
+
+def _problem(draw: Draw, case: Case) -> ca.Problem:
+    """Squared error of hidden states, cross-entropy of logits, some targets ignored."""
+    with torch.no_grad():
+        result = case.run()
+    if not isinstance(result, Tensor):
+        result = result["logits"] if "logits" in result else result["last_hidden_state"]
+    if result.ndim == 3 and draw.coin():
+        targets, loss = torch.randint(0, result.shape[-1], result.shape[:-1]), "cross_entropy"
+        targets[0, : draw.randint(0, result.shape[1] - 1)] = -100
+    elif result.ndim == 2 and draw.coin():
+        targets, loss = torch.randint(0, result.shape[-1], result.shape[:1]), "cross_entropy"
+    else:
+        targets, loss = torch.randn_like(result), "mse"
+    return ca.Problem(case.model, loss, [(case.inputs, targets)])

@@ -582,27 +582,32 @@ class Chain:
         needs_input: bool,
     ) -> Tensor | None:
         layer, block = self.layers[index], self.blocks[index]
-        into, copied = {}, {}
+        into: dict[str, Tensor] = {}
+        copied: list[tuple[Place, Tensor]] = []
         for ours, place in layer.places.items():
             slot = slots.into.get(place.parameter)
-            if slot is not None and place.entries is None:
+            if slot is None:
+                continue
+            if place.entries is None:
                 into[ours] = place.view(slot)
-            elif slot is not None:
-                copied[ours] = place
+            else:
+                into[ours] = slot.new_zeros(slot.shape[0], *place.shape)
+                copied.append((place, into[ours]))
         shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
-        rates, back = block.pull(
+        _, back = block.pull(
             shaped,
             state,
-            wanted=[*into, *copied],
+            wanted=into,
             needs_input=needs_input,
             into=into,
             accumulate=slots.accumulate,
         )
-        slots.written.update(layer.places[ours].parameter for ours in into)
-        for ours, place in copied.items():
+        views = [layer.places[ours] for ours in into if layer.places[ours].entries is None]
+        slots.written.update(place.parameter for place in views)
+        for place, result in copied:
+            assert place.entries is not None
             slot = slots.to_add(place.parameter)
-            flat = slot.view(slot.shape[0], -1)
-            flat.index_add_(1, place.entries, rates[ours].reshape(-1, len(place.entries)))  # type: ignore[arg-type]
+            slot.view(slot.shape[0], -1).index_add_(1, place.entries, result.flatten(1))
         return None if back is None else back.flatten(1, 2)
 
 
