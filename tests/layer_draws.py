@@ -441,6 +441,8 @@ def model_case(seed: int) -> tuple[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = "ForImageClassification" if family in VISION else draw.choice(_HEADS)
+        if family.endswith("Text") or LANGUAGE.get(family) is _bart:
+            head = "Model"
         case = drawn_case(draw, family, head=head)
         problem = _problem(draw, case)
         operator = draw.choice([ca.Hessian, ca.GaussNewton, ca.FunctionalHessian])

@@ -165,6 +165,25 @@ def test_a_tail_whose_values_alone_look_plain_is_left_to_autograd_alone() -> Non
     assert problem.engine.name == "tangent"
 
 
+@pytest.mark.huggingface
+def test_a_call_that_is_not_read_is_left_to_autograd() -> None:
+    """GPT-Neo attends to padding where a row has nothing else: no hand-written form has that."""
+    from huggingface_models import tiny_model
+
+    mask = torch.tensor([[0, 0, 1, 1]])
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "attention_mask": mask}
+    problem = ca.Problem(
+        tiny_model("gpt_neo").double().eval(),
+        None,
+        [batch | {"labels": torch.tensor([[-100, -100, 5, 6]])}],
+    )
+    v = torch.randn(problem.size, dtype=torch.float64)
+    got = ca.Hessian(problem) @ v
+    assert problem.engine.name == "autograd"
+    assert "nothing but padding" in problem.engine.reason
+    torch.testing.assert_close(got, ca.Hessian(problem, engine="autograd") @ v)
+
+
 def test_changed_weights_are_followed() -> None:
     problem = _problem()
     operator, v = ca.Hessian(problem), torch.randn(problem.size, dtype=torch.float64)

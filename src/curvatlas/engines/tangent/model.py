@@ -220,6 +220,7 @@ class Watch:
     reading: ModelReading
     calls: list[LayerCall] = field(default_factory=list)
     others: list[tuple[int, ModuleCall]] = field(default_factory=list)  # with the layers before it
+    refusal: UnmappedModuleError | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -248,14 +249,22 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any) -> None:
         self.calls.clear()
         self.others.clear()
+        self.refusal = None
 
     def _before(self, layer: KnownLayer, module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = read_call(module, args, kwargs, spec=layer.spec)
+        if self.refusal is not None:
+            return
+        try:
+            call = read_call(module, args, kwargs, spec=layer.spec)
+        except UnmappedModuleError as error:
+            self.refusal = error  # raised behind the model's own code, which may catch it
+            return
         given = args[0] if args else next(iter(kwargs.values()))
         self.calls.append(LayerCall(layer, call, given))
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
-        self.calls[-1].result = result
+        if self.refusal is None:
+            self.calls[-1].result = result
 
     def _other(self, module: nn.Module, args: Any, result: Any) -> None:
         if module not in self._ends or not args:
@@ -264,7 +273,9 @@ class Watch:
             self.others.append((len(self.calls), ModuleCall(module, args[0], result)))
 
     def check_chain(self) -> None:
-        """Every layer takes what the layer before it gives."""
+        """Every layer is called in a way that is read, and takes what the one before it gives."""
+        if self.refusal is not None:
+            raise self.refusal
         if not self.calls:
             raise UnmappedModuleError("the model does not call the layers that are known.")
         called = {call.layer.path for call in self.calls}
@@ -373,9 +384,12 @@ class Chain:
                 }
                 joint[layer.path] = with_joint_projections(own)
             ours = replace(call.call, x=z)
-            block = ours.linearise(
-                layer.spec, joint[layer.path], space=self.space, turn=index % 2, x_again=again
-            )
+            try:
+                block = ours.linearise(
+                    layer.spec, joint[layer.path], space=self.space, turn=index % 2, x_again=again
+                )
+            except ValueError as error:
+                raise UnmappedModuleError(f"{layer.path}: {error}") from error
             if self.blocks and block.sublayers[0].normalizes_input:
                 self.blocks[-1].sublayers[-1].forget_output()
             self.blocks.append(block)
