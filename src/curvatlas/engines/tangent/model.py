@@ -356,8 +356,9 @@ class Chain:
         self.blocks: list[LinearisedBlock] = []
         self._adapted: dict[str, EffectiveWeight] = {}
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
-        self.layers = [call.layer for call in watch.calls]
-        z = self._linearise(watch.calls)
+        calls = self._moving(watch.calls, frozenset(names))
+        self.layers = [call.layer for call in calls]
+        z = self._linearise(calls)
         self.shape = z.shape  # (n, L, d)
         behind = [c for place, c in watch.others if place == len(watch.calls)]
         self.tail = self._tail(z, last, behind, outputs, share)
@@ -365,6 +366,19 @@ class Chain:
         self._record()
 
     # --- building -------------------------------------------------------------------------------
+
+    def _moving(self, calls: Sequence[LayerCall], names: frozenset[str]) -> Sequence[LayerCall]:
+        """The calls from the first one on that moves with the parameters followed.
+
+        What lies below is a constant: a view of the last layer holds the last layer only.
+        """
+        if not self.stem.names.isdisjoint(names):
+            return calls
+        moving = [i for i, call in enumerate(calls) if not call.layer.parameters.isdisjoint(names)]
+        start = moving[0] if moving else len(calls) - 1
+        if start:
+            self.stem = Stem(calls[start].call.x.detach(), [])
+        return calls[start:]
 
     def _linearise(self, calls: Sequence[LayerCall]) -> Tensor:
         """Every block at the output of the one before it; the last one's output."""
@@ -484,7 +498,7 @@ class Chain:
     @contextlib.contextmanager
     def _passing(self, z: Tensor) -> Iterator[None]:
         """Inside, every known layer gives z: the model computes its tail."""
-        modules = {layer.path: layer.module for layer in self.layers}
+        modules = {layer.path: layer.module for layer in self._reading.layers}
         for path, module in modules.items():
             result = self._results[path]
             given = (z, *result[1:]) if isinstance(result, tuple) else z
