@@ -90,7 +90,8 @@ def test_a_view_of_the_last_layer_does_not_follow_the_layers_below(engine: Any) 
     view = part["blocks.1.down"]
     view @ torch.randn(view.shape[1], dtype=torch.float64)
     small = next(iter(part._partial))[1].held_bytes
-    assert small < 0.5 * next(iter(whole._full))[1].held_bytes
+    share = 0.5 if engine == "autograd" else 0.6  # one of two blocks, and the tail
+    assert small < share * next(iter(whole._full))[1].held_bytes
     torch.testing.assert_close(
         view.dense(), ca.Hessian(problem, engine="autograd")["blocks.1.down"].dense()
     )
