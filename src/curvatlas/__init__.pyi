@@ -215,6 +215,14 @@ from .surveying import (
     plan_survey as plan_survey,
     survey as survey,
 )
+from .training.compression import (
+    BitAllocation as BitAllocation,
+    CostTable as CostTable,
+    PartCost as PartCost,
+    allocate_bits as allocate_bits,
+    pruning_costs as pruning_costs,
+    rounding_costs as rounding_costs,
+)
 from .training.monitor import Monitor as Monitor
 from .training.optimizer import (
     AdaptedStep as AdaptedStep,

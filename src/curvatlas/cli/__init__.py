@@ -22,6 +22,7 @@ import typer
 from curvatlas.budget import ran_out, readable
 from curvatlas.cli import execution
 from curvatlas.cli.checks import bench, check, compare, doctor, report, verify
+from curvatlas.cli.compression import prune, quantize
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.options import with_groups
@@ -40,6 +41,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "gauss-newton": gauss_newton,
     "scaling": scaling,
     "train": train,
+    "prune": prune,
+    "quantize": quantize,
     "verify": verify,
     "report": report,
     "compare": compare,

@@ -50,6 +50,8 @@ class Prepared:
     model_name: str
     data_name: str
     options: dict[str, Any]  # everything that decides the numbers
+    loss: str
+    batches: Any
     notes: tuple[str, ...] = ()  # kept with the run
 
     def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
@@ -121,6 +123,8 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         model_name=model.name,
         data_name=data.name,
         options=options,
+        loss=data.loss,
+        batches=data.batches,
         notes=(*(f"model: {note}" for note in model.notes), *(f"data: {n}" for n in data.notes)),
     )
 

@@ -102,7 +102,8 @@ class Pruning(Result):
     weights: dict[str, Tensor]  # parameter name → values after pruning
     role_sparsity: dict[str, float]
     role_saliency: dict[str, float]  # predicted rise of the loss from this role's removals
-    predicted_rise: float  # Σ of the saliencies: second order, removals independent
+    # Σ of the saliencies: second order, removals independent; "magnitude": gᵀδ + ½ δᵀHδ
+    predicted_rise: float
     loss_before: float
     loss_after: float  # on the same data, measured
     products: int  # for an exact diagonal from the outputs and for "obs": gradients of samples
@@ -286,12 +287,19 @@ def _report(
             role: sum(float(p.view(saliency).sum()) for p in pieces)
             for role, pieces in by_role.items()
         },
-        predicted_rise=float("nan") if method == "magnitude" else float(saliency.sum()),
+        predicted_rise=(
+            _second_order(problem, new - theta) if method == "magnitude" else float(saliency.sum())
+        ),
         loss_before=before,
         loss_after=after,
         products=products,
         curvature=named(entries) if len(entries) else {},
     )
+
+
+def _second_order(problem: Problem, delta: Tensor) -> float:
+    """gᵀδ + ½ δᵀHδ."""
+    return float(problem.gradient() @ delta + 0.5 * (delta @ (Hessian(problem) @ delta)))
 
 
 def value_at(problem: Problem, theta: Tensor) -> float:
