@@ -7,7 +7,8 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: demo test check format docs notebooks wheel bench drill sweep fixtures clean
 
-demo: $(VENV)/.ready
+# Only what the demo needs: torch, the package and matplotlib.
+demo: $(VENV)/.demo-ready
 	$(BIN)/curvatlas demo
 
 test: $(VENV)/.ready
@@ -58,6 +59,12 @@ fixtures:
 	test -x .venv-jax/bin/python || $(PYTHON) -m venv .venv-jax
 	.venv-jax/bin/python -m pip install --quiet jax safetensors
 	.venv-jax/bin/python scripts/jax_fixtures.py
+
+$(VENV)/.demo-ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[figures]"
+	touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from curvatlas.theory.statements import Statement, all_statements
@@ -39,7 +40,7 @@ def render(items: tuple[Statement, ...], measured: dict[str, str]) -> str:
         if item.topic != topic:
             topic = item.topic
             lines.append(f"## {topic.replace('_', ' ').capitalize()}\n")
-        lines += [f"### {item.name}\n", f"**{item.title}.** *{item.verdict}*\n"]
+        lines += [f"### {item.name}\n", f"**{_stars(item.title)}.** *{item.verdict}*\n"]
         rows = [
             ("Source", item.source),
             ("Statement", item.formula),
@@ -48,10 +49,16 @@ def render(items: tuple[Statement, ...], measured: dict[str, str]) -> str:
             ("Counterexample", item.counterexample),
             ("Measured", measured.get(item.name, "not yet measured")),
         ]
-        lines += [f"- {label}: {text}" for label, text in rows if text]
+        lines += [f"- {label}: {_stars(text)}" for label, text in rows if text]
         section = item.derivation.removeprefix("docs/theory/")
         lines.append(f"- [Derivation]({section})\n")
     return "\n".join(lines)
+
+
+def _stars(text: str) -> str:
+    """The star of an optimum, w*, is no markup; code between backquotes stays as it is."""
+    parts = text.split("`")
+    return "`".join(p if i % 2 else re.sub(r"(?<=\w)\*", r"\\*", p) for i, p in enumerate(parts))
 
 
 def kept() -> dict[str, str]:

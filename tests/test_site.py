@@ -38,7 +38,9 @@ def test_the_pages_a_reader_looks_for_are_there() -> None:
     wanted = {
         "index.md", "getting-started.md", "concepts.md", "how-to/hugging-face.md",
         "how-to/vit.md", "how-to/custom-model.md", "how-to/training.md", "how-to/pruning.md",
-        "how-to/cluster.md", "theory/statements.md", "benchmarks.md", "api.md", "faq.md",
+        "how-to/cluster.md", "how-to/read-the-report.md", "how-to/notebooks.md", "how-to/peft.md",
+        "how-to/trackers.md", "glossary.md", "gallery.md", "api/training.md",
+        "theory/statements.md", "benchmarks.md", "api.md", "faq.md",
     }  # fmt: skip
     assert wanted <= set(_nav())
 
@@ -52,6 +54,7 @@ def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None
         env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "search" / "search_index.js").is_file()  # found from disk
     for page in _nav():
         text = (tmp_path / "site" / page).with_suffix(".html").read_text(encoding="utf-8")
         for loading in ('src="http', "fonts.googleapis", 'rel="preconnect"'):
