@@ -15,6 +15,10 @@ class DifferentiationError(RuntimeError):
     """The model cannot be differentiated twice, or its second derivative is inconsistent."""
 
 
+class UnmappedModuleError(TypeError):
+    """A module that the closed forms do not cover; the message says why."""
+
+
 class ConvergenceError(RuntimeError):
     """An iteration stopped before its tolerance, where only a settled number may be returned."""
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
-from curvatlas.errors import ProblemError
+from curvatlas.errors import ProblemError, UnmappedModuleError
 from curvatlas.problem import fingerprint, large_heads
 from curvatlas.problem.batches import (
     HOLD_BYTES,
@@ -698,7 +698,7 @@ class Problem:
             with scope(self.model):
                 return call(self.model, values, batch.inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, ProblemError):
+            if isinstance(error, ProblemError | UnmappedModuleError):
                 raise  # it says what is wrong, and where
             if isinstance(error, RuntimeError) and "not enough memory" in str(error):
                 raise

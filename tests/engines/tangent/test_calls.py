@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import curvatlas as ca
 import families
 from curvatlas.engines.tangent.reading import (
     _LAYERS,
@@ -504,3 +505,56 @@ def test_layers_with_hooks_that_are_not_ours_are_refused() -> None:
         handle.remove()
     layers[0].register_full_backward_hook(lambda *_: None)  # no part of the loss
     read_module(layers[0])
+
+
+# ---- whole models -------------------------------------------------------------------------------
+
+
+def _labelled(side: str) -> dict[str, Tensor]:
+    batch = _padded(side)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gptj",
+        "gpt_neox",
+        "falcon",
+        "bloom",
+        "mpt",
+        "phi",
+        "phi3",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "olmo2",
+        "granite",
+        "cohere",
+        "smollm3",
+        "starcoder2",
+        "modernbert",
+        "glm4",
+    ],
+)
+def test_products_of_whole_models_of_these_families_are_those_of_autograd(model_type: str) -> None:
+    from huggingface_models import tiny_model
+
+    problem = ca.Problem(prepared(tiny_model(model_type)), None, [_labelled("right")])
+    v = torch.randn(problem.size, 1, dtype=torch.float64)
+    want = ca.Hessian(problem, engine="autograd") @ v
+    got = ca.Hessian(problem, engine="tangent") @ v
+    assert float((got - want).norm()) <= TOLERANCE * float(want.norm())
+
+
+@pytest.mark.huggingface
+def test_a_call_that_is_refused_leaves_the_product_to_autograd() -> None:
+    from huggingface_models import tiny_model
+
+    problem = ca.Problem(prepared(tiny_model("mpt")), None, [_labelled("left")])
+    v = torch.randn(problem.size, dtype=torch.float64)
+    got = ca.Hessian(problem) @ v
+    torch.testing.assert_close(got, ca.Hessian(problem, engine="autograd") @ v)
+    with pytest.raises(UnmappedModuleError, match=r"MptBlock .* nothing but padding"):
+        ca.Hessian(problem, engine="tangent") @ v

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from curvatlas.engines.tangent.linear import add
-from curvatlas.engines.tangent.structure import UnmappedModuleError
+from curvatlas.errors import UnmappedModuleError
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ from curvatlas.engines.tangent.structure import (
     Activation,
     BlockSpec,
     Norm,
-    UnmappedModuleError as UnmappedModuleError,
     Weights,
 )
+from curvatlas.errors import UnmappedModuleError as UnmappedModuleError
 
 Picked = dict[str, Tensor]
 Pick = Callable[[Mapping[str, Tensor]], Picked]

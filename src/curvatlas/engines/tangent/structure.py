@@ -17,11 +17,6 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
-
-class UnmappedModuleError(TypeError):
-    """A module that the closed forms do not cover; the message says why."""
-
-
 # name → shape in words; a weight that a block does not have is simply absent from its mapping
 WEIGHT_NAMES: tuple[str, ...] = (
     "query_weight",  # (H·d_k, d)
