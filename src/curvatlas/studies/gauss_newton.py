@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.exact import dense_parts
 from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
-from curvatlas.analysis.atlas.sketch import scatter
 from curvatlas.errors import ProblemError
 from curvatlas.figures.experiments import quality_figure
 from curvatlas.operators.curvature import CurvatureParts, GaussNewton, Hessian
@@ -44,7 +43,7 @@ from curvatlas.runs import Run
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.studies.claims import Claim, claim
 from curvatlas.studies.comparisons import Spread, spread_of
-from curvatlas.studies.growth import places_in, random_signs
+from curvatlas.studies.growth import probed_block, random_signs
 from curvatlas.surveying import Step, recorded
 from curvatlas.zoo import MLP, MLPConfig, reference_vit, train
 from curvatlas.zoo.datasets import Dataset, digits
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DENSE_UP_TO = 2048  # parameters: a dozen dense eigenproblems, a minute
+_PARTS = {"hessian": "total", "outer": "outer"}  # what is approximated
 NAMES = {
     "gauss_newton": "Gauss-Newton H_o",
     "block_diagonal": "block diagonal of H_o",
@@ -308,30 +308,43 @@ def _judged(name: str, matrix: Tensor, targets: dict[str, _Target]) -> Approxima
 def _probed(
     problem: Problem, damping: float, probes: int, seed: int, budget: int | str | None
 ) -> GaussNewtonQuality:
-    operator, layout = CurvatureParts(problem, budget=budget), problem.layout
-    signs = random_signs(operator, problem.size, probes, seed)  # (K, P)
-    columns_of = dict(zip(layout.names, layout.split(signs.T), strict=True))
-    images = operator.parts(columns_of, layout.names)
-    hessian, outer, functional = (images[p] for p in ("total", "outer", "functional"))
-    squares = {"hessian": _lengths(hessian), "outer": _lengths(outer)}
-    columns: dict[str, Tensor] = {"gauss_newton": outer}
-    for name, kind in (("ekfac", EKFAC), ("kfac", KFAC)):
-        columns[name] = (kind(problem) @ signs.T).T
-    columns["adam"] = signs * adam_diagonal(problem).to(signs)
+    operator = CurvatureParts(problem, budget=budget)
+    kronecker = {"ekfac": EKFAC(problem), "kfac": KFAC(problem)}
+    adam = adam_diagonal(problem)
+    sums: dict[str, list[Any]] = {}  # probe by probe
+
+    def add(name: str, values: Any) -> None:
+        sums.setdefault(name, []).append(values)
+
+    groups = random_signs(operator, problem.size, probes, seed)
+    for signs, images in probed_block(operator, None, groups):
+        columns = {"gauss_newton": images["outer"], "adam": signs * adam.to(signs)}
+        columns |= {name: (matrix @ signs.T).T for name, matrix in kronecker.items()}
+        add("functional", _lengths(images["functional"]))
+        for target, part in _PARTS.items():
+            add(target, _lengths(images[part]))
+            for name, image in columns.items():
+                add(f"{name} to {target}", _lengths(image - images[part]))
+                add(f"{name} times {target}", _inner(image, images[part]))
+                add(f"{name} for {target}", _lengths(image))
+    found = {name: np.concatenate(values) for name, values in sums.items()}
+    squares = {target: found[target] for target in _PARTS}
     approximations = {}
-    for name, image in columns.items():
-        distances = {}
-        for target, against in (("hessian", hessian), ("outer", outer)):
-            inner = in_float64((image * against).sum(1)).cpu().numpy()
-            lengths = _lengths(image)
-            distances[target] = _estimated(
-                _lengths(image - against), squares[target], inner, lengths
+    for name in ("gauss_newton", "ekfac", "kfac", "adam"):
+        distances = {
+            target: _estimated(
+                found[f"{name} to {target}"],
+                squares[target],
+                found[f"{name} times {target}"],
+                found[f"{name} for {target}"],
             )
+            for target in _PARTS
+        }
         approximations[name] = _far(name, distances)
     blocks = blocks_of(problem.anatomy, biases=False)
     shares, diagonal_distances = _block_shares(operator, blocks, probes, seed, squares)
     approximations["block_diagonal"] = _far("block_diagonal", diagonal_distances)
-    shares = {"model": _estimated(_lengths(functional), squares["hessian"]), **shares}
+    shares = {"model": _estimated(found["functional"], squares["hessian"]), **shares}
     tops = [
         eigenpairs(kind(problem, budget=budget), k=1, which="largest", tol=1e-3, seed=seed)
         for kind in (Hessian, GaussNewton)
@@ -362,7 +375,11 @@ def _far(name: str, distances: dict[str, Distance]) -> Approximation:
 
 
 def _lengths(rows: Tensor) -> Any:
-    return in_float64(rows.pow(2).sum(1)).cpu().numpy()
+    return _inner(rows, rows)
+
+
+def _inner(left: Tensor, right: Tensor) -> Any:
+    return in_float64((left * right).sum(1)).cpu().numpy()
 
 
 def _estimated(top: Any, bottom: Any, inner: Any = None, lengths: Any = None) -> Distance:
@@ -396,19 +413,17 @@ def _block_shares(
     sums: dict[str, dict[str, Any]] = {}
     inner, own = np.zeros(count), np.zeros(count)
     for number, block in enumerate(track(blocks, "blocks")):
-        draws = random_signs(operator, block.size, count, seed + 7919 * (number + 1))
-        columns = scatter(block, draws, operator)
-        names = [name for name in operator.problem.layout.names if name in columns]
-        places = places_in(block, names, operator.problem)
-        images = {
-            part: rows if places is None else rows.index_select(1, places)
-            for part, rows in operator.parts(columns, names).items()
-        }
+        groups = random_signs(operator, block.size, count, seed + 7919 * (number + 1))
+        rows: dict[str, list[Any]] = {"total": [], "functional": [], "outer": [], "inner": []}
+        for _, images in probed_block(operator, block, groups):
+            rows["inner"].append(_inner(images["total"], images["outer"]))
+            for part, image in images.items():
+                rows[part].append(_lengths(image))
         table = sums.setdefault(block.role, {})
         for part in ("total", "functional"):
-            table[part] = table.get(part, 0.0) + _lengths(images[part])
-        inner += in_float64((images["total"] * images["outer"]).sum(1)).cpu().numpy()
-        own += _lengths(images["outer"])
+            table[part] = table.get(part, 0.0) + np.concatenate(rows[part])
+        inner += np.concatenate(rows["inner"])
+        own += np.concatenate(rows["outer"])
     shares = {role: _estimated(t["functional"], t["total"]) for role, t in sums.items()}
     distances = {}
     for name, products in (("hessian", inner), ("outer", own)):

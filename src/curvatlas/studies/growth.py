@@ -18,7 +18,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ SCALES = (0.01, 0.0178, 0.0316, 0.0562, 0.1, 0.316, 1.0, 3.16)
 SMALL = (0.01, 0.1)
 FEWEST_SCALES = 3
 EXACT_UP_TO = 64  # entries of a block
+_NUMBERS_AT_ONCE = 2**24  # of probes that exist at the same time
 _ROUNDING = 1e3  # units in the last place
 # Exponents in the scale of what enters the first block, without norms and with small logits.
 PREDICTED = {
@@ -92,47 +93,56 @@ def block_norms(
 ) -> BlockNorms:
     """The norms of the whole matrix and of every diagonal block, by the same probes for a seed."""
     operator = CurvatureParts(problem, budget=budget)
-    layout = problem.layout
+    squares: dict[str, list[Tensor]] = {part: [] for part in PARTS}
     # First the whole matrix: its graphs then serve all blocks.
-    whole = operator.parts(
-        dict(
-            zip(
-                layout.names,
-                layout.split(random_signs(operator, layout.size, probes, seed).T),
-                strict=True,
-            )
-        ),
-        layout.names,
-    )
-    squares = {part: [_squared(rows)] for part, rows in whole.items()}
-    del whole
-    for number, block in enumerate(blocks):
-        exact = block.size <= max(EXACT_UP_TO, probes)
-        if exact:
-            draws = torch.eye(block.size, dtype=operator.dtype, device=operator.device)
-        else:
-            draws = random_signs(operator, block.size, probes, seed + 7919 * (number + 1))
-        columns = scatter(block, draws, operator)
-        names = [name for name in layout.names if name in columns]
-        places = places_in(block, names, problem)
-        for part, rows in operator.parts(columns, names).items():
-            kept = rows if places is None else rows.index_select(1, places)
-            square = _squared(kept)
+    for number, block in enumerate([None, *blocks]):
+        size = problem.size if block is None else block.size
+        exact = block is not None and size <= max(EXACT_UP_TO, probes)
+        unit = [torch.eye(size, dtype=operator.dtype, device=operator.device)] if exact else None
+        groups = unit or random_signs(operator, size, probes, seed + 7919 * number)
+        rows: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        for _, images in probed_block(operator, block, groups):
+            for part, image in images.items():
+                rows[part].append(_squared(image))
+        for part, parts in rows.items():
+            square = torch.cat(parts)
             squares[part].append(square.sum().expand(probes) if exact else square)
     return BlockNorms(
         setting=setting,
         loss=problem.value(),
-        squares={part: torch.stack(rows) for part, rows in squares.items()},
+        squares={part: torch.stack(found) for part, found in squares.items()},
         products=operator.products,
         precision=torch.finfo(operator.dtype).eps,
     )
 
 
-def random_signs(operator: CurvatureParts, size: int, count: int, seed: int) -> Tensor:
-    """(count, size) of ±1."""
+def random_signs(operator: CurvatureParts, size: int, count: int, seed: int) -> Iterator[Tensor]:
+    """``count`` rows of ±1, (k, size) at a time: as many as stay small beside a large model."""
     random = torch.Generator(device="cpu").manual_seed(seed)
-    signs = torch.randint(0, 2, (count, size), generator=random, dtype=torch.int8, device="cpu")
-    return (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
+    step = max(1, min(count, _NUMBERS_AT_ONCE // size))
+    for start in range(0, count, step):
+        shape = min(step, count - start), size
+        signs = torch.randint(0, 2, shape, generator=random, dtype=torch.int8, device="cpu")
+        yield (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
+
+
+def probed_block(
+    operator: CurvatureParts, block: AtlasBlock | None, groups: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Probes z (k, size) and part → H_bb z (k, size), group after group; None: all of H."""
+    layout = operator.problem.layout
+    for draws in groups:
+        if block is None:
+            columns = dict(zip(layout.names, layout.split(draws.T), strict=True))
+            yield draws, operator.parts(columns, layout.names)
+            continue
+        columns = scatter(block, draws, operator)
+        names = [name for name in layout.names if name in columns]
+        places = _places(block, names, operator.problem)
+        images = operator.parts(columns, names)
+        if places is not None:
+            images = {part: rows.index_select(1, places) for part, rows in images.items()}
+        yield draws, images
 
 
 def _squared(rows: Tensor) -> Tensor:
@@ -143,7 +153,7 @@ def _squared(rows: Tensor) -> Tensor:
     return squares
 
 
-def places_in(block: AtlasBlock, names: Sequence[str], problem: Problem) -> Tensor | None:
+def _places(block: AtlasBlock, names: Sequence[str], problem: Problem) -> Tensor | None:
     """Where the block lies among the parameters ``names`` put together; None: it is all of them."""
     layout, start = problem.layout, 0
     offsets: dict[str, int] = {}
