@@ -89,7 +89,7 @@ class KnownLayer:
     def parameters(self) -> frozenset[str]:
         """The model's parameters in here."""
         plain = {place.parameter for place in self.places.values()} - self.adapted.keys()
-        return plain.union(*(weight.parameters for weight in self.adapted.values()))
+        return frozenset(plain).union(*(weight.parameters for weight in self.adapted.values()))
 
 
 @dataclass(frozen=True, eq=False)
