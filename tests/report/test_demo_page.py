@@ -206,7 +206,7 @@ def test_traces_of_the_outer_part_are_exact_by_role_and_never_negative(
 
 def test_no_vague_share_is_called_strong_evidence_and_no_advice_is_generic(demo: Path) -> None:
     text = _text(demo / "report.html")
-    advice = text[text.index("Recommendations\n") :]
+    advice = text[text.rindex("Recommendations\n") :]
     assert "optimizer: adamw at rate 0.005" in advice
     assert "adaptive optimizer (Adam" not in advice  # it is trained with AdamW
     assert "saddle, and clip" not in advice.split("After training")[0]  # not before training
@@ -425,3 +425,32 @@ def test_a_dry_run_says_steps_time_and_memory_and_makes_no_folder(
     assert content["seconds"] == pytest.approx(sum(s["seconds"] for s in content["steps"]))
     assert content["memory"] <= content["memory_limit"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.huggingface
+def test_an_untrained_gpt2_is_surveyed_to_the_end_within_its_caps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "text.txt").write_text("the trace of an untrained model is near zero. " * 20)
+    arguments = ["analyze", str(tmp_path / "gpt2"), str(tmp_path / "text.txt"), "--tokenizer",
+                 "bytes", "--context", "16", "--samples", "6", "--optimizer", "adamw", "--lr",
+                 "3e-4", "--output", str(tmp_path / "run")]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    assert re.search(r"step 2 of 13: ends of the spectrum of H, about", capsys.readouterr().out)
+    for name, result in runs.load(tmp_path / "run").results.items():
+        told = result.to_dict()
+        if told.get("quantity") == "trace" or "density" in name:
+            assert told["products"] <= 306  # 300, and six that measure the scatter of batches
+    text = _text(tmp_path / "run" / "report.html")
+    for words in ("Spectrum", "Atlas of curvature", "Propagation", "Recommendations"):
+        assert f"{words}\n" in text
+    assert "not trained yet (loss" in text
+    advice = text[text.rindex("Recommendations\n") :]
+    assert "Adam, Shampoo" not in advice
+    assert "saddle" not in advice
