@@ -239,6 +239,10 @@ DOORS: dict[str, Callable[[Case], float]] = {
         )[1]
         .validation_loss
     ),
+    "growth": lambda c: float(
+        ca.growth(c.problem, scales=(0.1, 0.2, 0.4), roles=["value"], probes=3).losses[0]
+    ),
+    "plan_survey": lambda c: float(len(str(ca.plan_survey(c.problem)))),
     "survey": lambda c: float(
         ca.survey(
             c.problem, output=c.folder / "survey", products=20, eigenvalues=1, skip=["density"]
@@ -253,6 +257,47 @@ def test_a_hugging_face_batch_goes_through_the_door(case: Case, door: str) -> No
     value = DOORS[door](case)
     assert math.isfinite(value)
     assert value != 0
+
+
+# --- bad batches: one line that says what was expected and what came ------------------------------
+
+
+def changed(case: Case, labels: Tensor | None) -> dict[str, Tensor]:
+    rest = {key: value for key, value in case.batch.items() if key != "labels"}
+    return rest if labels is None else {**rest, "labels": labels}
+
+
+@pytest.mark.parametrize("loss", [None, "cross_entropy"])
+def test_labels_of_another_shape_are_refused_with_what_was_expected(
+    case: Case, loss: str | None
+) -> None:
+    with pytest.raises(ValueError, match=r"(?s)\(2") as refusal:
+        ca.Problem(case.model, loss, changed(case, case.batch["labels"][:2])).value()
+    assert "\n" not in str(refusal.value)
+
+
+def test_labels_that_are_all_ignored_or_missing_or_no_class_are_refused(case: Case) -> None:
+    labels = case.batch["labels"]
+    with pytest.raises(ValueError, match="every target is ignored"):
+        ca.Problem(case.model, None, changed(case, torch.full_like(labels, -100)))
+    with pytest.raises(ValueError, match="the batch has no 'labels'"):
+        ca.Problem(case.model, None, changed(case, None))
+    if case.kind != "t5":  # whose decoder reads the labels before anything can be compared
+        with pytest.raises(ValueError, match=r"class targets must lie in 0\.\.\d+, got .* 99"):
+            ca.Problem(case.model, None, changed(case, torch.full_like(labels, 99))).value()
+
+
+def test_a_loss_that_is_no_number_is_refused_with_what_it_returned(case: Case) -> None:
+    def each(outputs: Any, targets: Tensor) -> Tensor:
+        return torch.zeros(3)
+
+    def several(outputs: Any, targets: Tensor) -> Any:
+        return {"loss": torch.zeros(())}
+
+    with pytest.raises(ValueError, match=r"'each' must return a scalar .* got \(3,\): take its"):
+        ca.Problem(case.model, each, case.batch).value()
+    with pytest.raises(ValueError, match=r"'several' must return a scalar .* a mapping of loss"):
+        ca.Problem(case.model, several, case.batch).value()
 
 
 def test_the_doors_are_all_entry_points_that_take_a_model_or_a_problem() -> None:

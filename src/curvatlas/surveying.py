@@ -511,7 +511,7 @@ class _Survey:
             return Advice(
                 conditioning=conditioning,
                 recommendations=recommend(
-                    [conditioning], model=self.problem.model, situation=situation
+                    [conditioning], problem=self.problem, situation=situation
                 ),
                 situation=situation,
             )

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas import zoo
-from curvatlas.analysis.conditioning import EffectiveConditioning, LayerSharpness
+from curvatlas.analysis.conditioning import (
+    EffectiveConditioning,
+    LayerSharpness,
+    heterogeneity,
+)
 from curvatlas.analysis.diagnostics import (
     ConvergenceDiagnostics,
     GradientNoise,
@@ -21,6 +25,7 @@ from curvatlas.analysis.diagnostics import (
 )
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
+from huggingface_models import tiny_model
 
 SAMPLES = zoo.digits().train.to(torch.float64)
 
@@ -169,13 +174,54 @@ def test_gradient_spikes_ask_for_clipping_and_noise_for_larger_batches() -> None
 
 def test_pre_norm_is_only_advised_to_post_norm_stacks_whose_sharpness_grows() -> None:
     growing = look(layers=tuple(layer(f"layer {i}", i, 1.3**i) for i in range(5)))
-    post, pre = tiny(n_layers=2), tiny(n_layers=2, norm_first=True)
-    assert is_post_norm(post)
-    assert not is_post_norm(pre)
-    assert [r.topic for r in recommend([growing], model=post)] == ["pre-norm"]
-    assert recommend([growing], model=pre) == ()
+    post, pre = (
+        Problem(tiny(n_layers=2, norm_first=first), "cross_entropy", batch(2))
+        for first in (False, True)
+    )
+    assert [r.topic for r in recommend([growing], problem=post)] == ["pre-norm"]
+    assert recommend([growing], problem=pre) == ()
     flat = look(layers=tuple(layer(f"layer {i}", i, 1 + 0.01 * (-1) ** i) for i in range(5)))
-    assert recommend([flat], model=post) == ()
+    assert recommend([flat], problem=post) == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "behind"),
+    [("bert", True), ("bart", True), ("albert", True), ("gpt2", False), ("llama", False),
+     ("gptj", False), ("gemma2", False), ("t5", False)],
+)  # fmt: skip
+def test_the_place_of_the_norms_is_seen_in_the_computation(family: str, behind: bool) -> None:
+    tokens = torch.arange(3, 11).reshape(2, 4)
+    model = tiny_model(family, decoder_start_token_id=0)
+    problem = Problem(model, "cross_entropy", {"input_ids": tokens, "labels": tokens})
+    assert is_post_norm(problem) == behind
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_place_of_the_norms_is_seen_in_torchs_own_layers(norm_first: bool) -> None:
+    block = nn.TransformerEncoderLayer(4, 2, 6, norm_first=norm_first, batch_first=True)
+    stack = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    model = nn.Sequential(stack, nn.Linear(4, 3)).eval()
+    problem = Problem(model, "mse", (torch.randn(2, 3, 4), torch.randn(2, 3, 3)))
+    assert is_post_norm(problem) == (not norm_first)
+
+
+def test_sharpness_is_compared_between_parts_of_like_size() -> None:
+    small = replace(layer("norm", None, 1e-3), parameters=64)
+    large = [replace(layer(f"layer {i}", i, s), parameters=5000) for i, s in enumerate((6.0, 9.0))]
+    ratio, (low, high) = heterogeneity([small, *large])
+    assert ratio == pytest.approx(1.5)
+    assert low <= 1.5 <= high
+    assert heterogeneity([small, large[0]]) == (1.0, (1.0, 1.0))
+    advice = recommend([look(layers=(small, *large), heterogeneity=ratio)])
+    assert "norm" not in " ".join(str(item) for item in advice)
+
+
+def test_a_slope_is_no_saddle_where_nothing_tells_whether_the_model_is_trained() -> None:
+    bent = {"smallest": -4.0, "smallest_interval": (-4.1, -3.9), "weights_norm": 3.0}
+    unknown = Situation(optimizer="sgd")
+    assert recommend([look(**bent, gradient_norm=1.0)], situation=unknown) == ()
+    (near,) = recommend([look(**bent, gradient_norm=1e-3)], situation=unknown)
+    assert near.topic == "negative curvature"
 
 
 def test_training_beyond_the_edge_is_noticed() -> None:

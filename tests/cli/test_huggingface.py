@@ -88,6 +88,39 @@ def test_a_causal_model_is_analysed_on_text_with_its_own_tokenizer(
     assert results["model.subject"]["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_a_folder_without_a_tokenizer_reads_bytes(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any
+    if kind == "causal":
+        config = transformers.GPT2Config(
+            vocab_size=256, n_embd=8, n_layer=1, n_head=2, n_positions=16,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model: Any = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.BertConfig(
+            vocab_size=257, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, max_position_embeddings=16,
+        )  # fmt: skip
+        model = transformers.BertForMaskedLM(config)
+    model.save_pretrained(tmp_path / "bare", safe_serialization=True)
+    (tmp_path / "sea.txt").write_text(_TEXT)
+    code, out, err = _run(
+        ["analyze", "bare", "sea.txt", "--json", *_QUICK], tmp_path, capsys, monkeypatch
+    )
+    assert code == 0, err
+    subject = json.loads(out)["results"]["model.subject"]
+    if kind == "masked":
+        assert 3 <= subject["targets"] < 24
+        return
+    ids = torch.tensor(list(_TEXT.encode())[:24]).reshape(3, 8)
+    logits = model.double().eval()(ids).logits[:, :-1].double()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert subject["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
 def test_a_masked_model_guesses_masked_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,17 +76,14 @@ class FullHessianAnalysis(Result):
 
     def __str__(self) -> str:
         lead = max(self.roles, key=lambda role: self.roles[role])
-        spread = ", ".join(
-            f"{m:.4g} ± {s:.2g}"
-            for m, s in zip(
-                self.eigenvalue_mean.tolist(), self.eigenvalue_spread.tolist(), strict=True
-            )
-        )
-        return (
-            f"{self.eigenpairs}\nover {len(self.values)} batches: {spread}; gap "
-            f"{self.spectral_gap:.4g}; {self.trace}; top vector mostly in {lead} "
-            f"({self.roles[lead]:.0%})"
-        )
+        lines = [str(self.eigenpairs)]
+        if len(self.values) > 1:
+            pairs = zip(self.eigenvalue_mean.tolist(), self.eigenvalue_spread.tolist(), strict=True)
+            spread = ", ".join(f"{mean:.4g} ± {scatter:.2g}" for mean, scatter in pairs)
+            lines.append(f"over {len(self.values)} batches: {spread}")
+        gap = f"gap {self.spectral_gap:.4g}; " if self.spectral_gap == self.spectral_gap else ""
+        lines.append(f"{gap}{self.trace}; top vector mostly in {lead} ({self.roles[lead]:.0%})")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,12 +63,13 @@ class EffectiveConditioning(Result):
     learning_rate: float | None
     stability: float | None  # η λmax / 2: above one, plain gradient descent is unstable here
     layers: tuple[LayerSharpness, ...]
-    heterogeneity: float  # largest over smallest layer sharpness
+    heterogeneity: float  # largest ratio of sharpnesses of two parts of like size
     heterogeneity_interval: Interval
     products: int
     converged: bool
     grad_mean: float = float("nan")  # of the gradient's entries
     grad_std: float = float("nan")
+    weights_norm: float = float("nan")  # ‖θ‖
 
     also = ("grad_norm", "eff_condition_number")
 
@@ -97,7 +98,7 @@ class EffectiveConditioning(Result):
             f"loss {self.loss:.5g}, λ ∈ [{self.smallest:.4g}, {self.largest:.4g}], condition "
             f"number λmax/mean|λ| = {self.condition_number:.4g} [{low:.4g}, {high:.4g}], "
             f"{self.negative_mass:.1%} negative, gradient-curvature alignment "
-            f"{self.alignment:.2f}, layers differ by ×{self.heterogeneity:.3g}"
+            f"{self.alignment:.2f}, parts of like size differ by ×{self.heterogeneity:.3g}"
         )
         if self.stability is not None:
             text += f", η·λmax/2 = {self.stability:.3g}"
@@ -155,6 +156,7 @@ def conditioning_of(
         gradient_norm=square**0.5,
         grad_mean=float(gradient.mean()),
         grad_std=float(gradient.std()) if len(gradient) > 1 else 0.0,
+        weights_norm=float(torch.linalg.vector_norm(problem.parameters)),
         largest=top,
         largest_interval=(low[0], high[0]),
         smallest=bottom,
@@ -212,12 +214,35 @@ def layer_curvatures(
     return tuple(rows), products
 
 
-def heterogeneity(layers: Sequence[LayerSharpness]) -> tuple[float, Interval]:
-    """Largest over smallest sharpness of the layers where it is positive."""
+_LIKE = 4  # times as many parameters, up to which two parts are of like size
+
+
+def sharpest_pair(
+    layers: Sequence[LayerSharpness],
+) -> tuple[LayerSharpness, LayerSharpness] | None:
+    """The two parts of like size whose sharpnesses (where positive) differ most, sharper first.
+
+    λmax of a block grows with its size alone: the ratio between an embedding and the 64 gains of a
+    norm would say how large they are, not how curved.
+    """
     positive = [layer for layer in layers if layer.sharpness > 0]
-    if len(positive) < 2:
+    pairs = [
+        (top, low)
+        for top in positive
+        for low in positive
+        if top is not low
+        and top.sharpness >= low.sharpness
+        and max(top.parameters, low.parameters) <= _LIKE * min(top.parameters, low.parameters)
+    ]
+    return max(pairs, key=lambda pair: pair[0].sharpness / pair[1].sharpness, default=None)
+
+
+def heterogeneity(layers: Sequence[LayerSharpness]) -> tuple[float, Interval]:
+    """Largest ratio of the sharpnesses of two parts of like size, with its interval."""
+    pair = sharpest_pair(layers)
+    if pair is None:
         return 1.0, (1.0, 1.0)
-    low, *_, top = sorted(positive, key=lambda layer: layer.sharpness)
+    top, low = pair
     return top.sharpness / low.sharpness, (
         max(top.interval[0], 0.0) / low.interval[1],
         top.interval[1] / max(low.interval[0], 1e-300),

@@ -24,8 +24,11 @@ from curvatlas.analysis.conditioning import (
     EffectiveConditioning,
     effective_conditioning,
     heterogeneity,
+    sharpest_pair,
 )
 from curvatlas.analysis.landscape.line import value_and_gradient
+from curvatlas.analysis.propagation.capture import capture
+from curvatlas.errors import ProblemError
 from curvatlas.figures.training import trajectory_figure
 from curvatlas.fits import Array, line_slope
 from curvatlas.operators.curvature import Hessian
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
 SADDLE = 0.1  # |λmin|/λmax from which negative curvature competes with positive
+# Of ‖θ‖: where the gradient alone decides that far, the point is a slope and no saddle.
+SADDLE_REACH = 1e-3
 SPIKE = 5.0  # largest over median gradient norm
 BATCH_FACTOR = 2.0  # batch sizes within this factor of the critical one are left alone
 
@@ -226,7 +231,7 @@ def recommend(
     gradient_norms: Sequence[float] = (),
     noise: GradientNoise | None = None,
     batch_size: int | None = None,
-    model: nn.Module | None = None,
+    problem: Problem | None = None,
     situation: Situation | None = None,
 ) -> tuple[Recommendation, ...]:
     """Everything the measurements support; the last look is the present state.
@@ -235,6 +240,7 @@ def recommend(
     the whole interval lies beyond it, "weak" when only the estimate does, else nothing.
     situation: what the model is trained with and whether it has been: nobody who uses Adam is told
     to use it, and an untrained model is not told that it stands at a saddle.
+    problem: what was measured, to see where its norms stand.
     """
     now = looks[-1]
     situation = situation or Situation(optimizer="sgd", learning_rate=now.learning_rate)
@@ -245,7 +251,7 @@ def recommend(
         _layer_wise(now, situation),
         _clipping(gradient_norms),
         _negative_curvature(now, situation),
-        _pre_norm(now, model),
+        _pre_norm(now, problem),
         _batch(noise, batch_size),
     ]
     return tuple(item for item in rules if item is not None)
@@ -311,9 +317,10 @@ def _room_for_rate(now: EffectiveConditioning, situation: Situation) -> Recommen
 
 def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
     """For plain gradient descent alone: adaptive optimizers scale layers by themselves."""
-    if not now.layers or situation.adaptive:
+    pair = sharpest_pair(now.layers)
+    if pair is None or situation.adaptive:
         return None
-    order = sorted(now.layers, key=lambda layer: layer.sharpness)
+    top, low = pair
     named = situation.optimizer is not None
     return _judged(
         action="use an adaptive optimizer (Adam, Shampoo)"
@@ -321,13 +328,13 @@ def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendatio
         else "train this with an adaptive optimizer (Adam, Shampoo), or with rates by layer; plain "
         "gradient descent will be slow",
         topic="adaptive optimizer",
-        measure="largest over smallest layer sharpness",
+        measure="largest over smallest sharpness of parts of like size",
         value=now.heterogeneity,
         interval=now.heterogeneity_interval,
         threshold=LAYERS_DIFFER,
-        evidence=f"{order[-1].name} is {now.heterogeneity:.3g} times as sharp as {order[0].name}: "
-        "one step size for both is unstable in one or slow in the other",
-        effect=f"with one rate that {order[-1].name} bears, {order[0].name} moves "
+        evidence=f"{top.name} is {now.heterogeneity:.3g} times as sharp as {low.name}, of like "
+        "size: one step size for both is unstable in one or slow in the other",
+        effect=f"with one rate that {top.name} bears, {low.name} moves "
         f"{now.heterogeneity:.3g} times slower than it could",
         check="train with both for a few hundred steps and compare the loss at equal steps",
     )
@@ -335,9 +342,10 @@ def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendatio
 
 def _layer_wise(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
     stack = [layer for layer in now.layers if layer.layer is not None and layer.sharpness > 0]
-    if len(stack) < 2 or situation.adaptive:
+    pair = sharpest_pair(stack)
+    if pair is None or situation.adaptive:
         return None
-    low, *_, top = sorted(stack, key=lambda layer: layer.sharpness)
+    top, low = pair
     ratio, interval = heterogeneity(stack)
     return _judged(
         action="use layer-wise learning rates, in proportion to 1/λmax of each layer",
@@ -378,8 +386,14 @@ _VAGUE = 0.3  # width of an interval of a share beyond which the share is no evi
 
 
 def _negative_curvature(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
-    """Of a model that has been trained, or may have been: at initialisation it is the rule."""
-    if situation.trained is False:
+    """Of a model that has been trained, or may have been: at initialisation it is the rule.
+
+    Where that cannot be told, only near a critical point: along the most negative eigenvector
+    ½ |λmin| r² outweighs the slope ‖g‖ r from r = 2 ‖g‖ / |λmin| on.
+    """
+    reach = 2 * now.gradient_norm / max(-now.smallest, 1e-300)
+    sloping = situation.trained is None and reach > SADDLE_REACH * now.weights_norm
+    if situation.trained is False or sloping:
         return None
     low, high = (max(-bound, 0.0) / max(now.largest, 1e-300) for bound in now.smallest_interval)
     few, many = now.negative_mass_interval
@@ -400,10 +414,10 @@ def _negative_curvature(now: EffectiveConditioning, situation: Situation) -> Rec
     )
 
 
-def _pre_norm(now: EffectiveConditioning, model: nn.Module | None) -> Recommendation | None:
+def _pre_norm(now: EffectiveConditioning, problem: Problem | None) -> Recommendation | None:
     """Only for post-norm stacks of three layers or more whose sharpness grows with depth."""
     stack = [layer for layer in now.layers if layer.layer is not None and layer.sharpness > 0]
-    if model is None or len(stack) < 3 or not is_post_norm(model):
+    if problem is None or len(stack) < 3 or not is_post_norm(problem):
         return None
     depth = [float(layer.layer or 0) for layer in stack]
     slope, interval = line_slope(depth, [math.log(layer.sharpness) for layer in stack])
@@ -447,10 +461,23 @@ def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendatio
     )
 
 
-def is_post_norm(model: nn.Module) -> bool:
-    """Whether blocks say of themselves that they normalise after the residual sum."""
-    told = [bool(m.norm_first) for m in model.modules() if hasattr(m, "norm_first")]
-    return bool(told) and not any(told)
+def is_post_norm(problem: Problem) -> bool:
+    """Whether every block normalises the sum of its branch and the stream, as the last thing it
+    does: seen in the computation of a batch."""
+    batch = next(problem.batches(), None)
+    if batch is None:
+        return False
+    try:
+        with problem.evaluating():
+            nodes = capture(problem, batch.part(0, 1, problem.loss.count)).nodes
+    except (ProblemError, RuntimeError):
+        return False  # nothing is recognised in it
+    blocks = {node.layer for node in nodes if node.kind in ("attention", "ffn")} - {None}
+    last = {node.layer: node for node in nodes if node.layer in blocks}
+    return bool(last) and all(
+        node.kind == "norm" and all(parent.kind == "residual" for parent in node.parents)
+        for node in last.values()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -649,7 +676,7 @@ class _Trajectory:
                 gradient_norms=self.norms,
                 noise=noise,
                 batch_size=self.batch,
-                model=self.problem.model,
+                problem=self.problem,
                 situation=Situation(
                     optimizer="sgd", learning_rate=self.rate, momentum=self.momentum
                 ),

@@ -597,6 +597,16 @@ def _with_whole_classes(batch: Any) -> Any:
 
 _CONTEXT = 64  # tokens a window, unless told
 _MOST_TEXT = 64 * 2**20  # bytes read: far more than any curvature estimate uses
+# Any of these makes a folder's tokenizer; without one its text is read as bytes.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 _MASKED_SHARE = 0.15  # of the tokens a masked language model has to guess, as in BERT
 
 
@@ -617,11 +627,16 @@ def token_windows(
             f"{model.name} maps one text to another and {path} holds one: give an .npz or "
             ".safetensors file with input_ids and labels."
         )
-    kind = tokenizer or ("bytes" if model.folder is None else str(model.folder))
+    own = model.folder is not None and any(
+        (model.folder / name).is_file() for name in _TOKENIZER_FILES
+    )
+    kind = tokenizer or (str(model.folder) if own else "bytes")
     context = _context(model, context, notes)
     mask: int | None = None
     if kind == "bytes":
         tokens = torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
+        vocabulary = getattr(getattr(model.model, "config", None), "vocab_size", 0)
+        mask = vocabulary - 1 if vocabulary > 256 else None  # a token that is no byte
     elif kind == "characters":
         symbols = {symbol: index for index, symbol in enumerate(sorted(set(text)))}
         tokens = torch.tensor([symbols[symbol] for symbol in text], dtype=torch.long)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -212,9 +212,13 @@ class CallableLoss(Loss):
         return self._count is not None
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
-        result = self.function(outputs, targets)
+        result: Any = self.function(outputs, targets)
         if not isinstance(result, Tensor) or result.numel() != 1:
-            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            got = f"a {type(result).__name__}"
+            if isinstance(result, Tensor):
+                got = f"{tuple(result.shape)}: take its mean"
+            elif isinstance(result, Mapping):
+                got = f"a mapping of {', '.join(map(str, result))}: return the loss in it"
             raise ProblemError(
                 f"the loss {self.name!r} must return a scalar tensor (a mean), got {got}."
             )

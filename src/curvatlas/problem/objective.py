@@ -298,13 +298,45 @@ def _own_objective(wanted: Objective, raw: Any, forward: Forward) -> Objective:
     try:
         value = own_loss(forward(inputs))
     except ProblemError as error:
+        _explain_labels(wanted, raw, forward)
         raise ProblemError(f"the model cannot be called for its own loss: {error}") from error
+    if value is None and all(raw.get(key) is None for key in (LABELS, *SPAN)):
+        raise _without_labels(objective.model, raw)
     if value is None:
         raise ProblemError(
             f"{type(objective.model).__name__} returns no loss for this batch: say which loss, "
             "such as 'cross_entropy'."
         )
     return objective
+
+
+def _without_labels(model: nn.Module, raw: Mapping[str, Any]) -> ProblemError:
+    return ProblemError(
+        f"the batch has no {LABELS!r}, from which {type(model).__name__} would compute its loss: "
+        f"it has {', '.join(sorted(map(str, raw)))}."
+    )
+
+
+def _explain_labels(wanted: Objective, raw: Mapping[str, Any], forward: Forward) -> None:
+    """Say what labels the model's logits allow, where those of the batch are of another kind."""
+    labels = raw.get(LABELS)
+    if not isinstance(labels, Tensor):
+        raise _without_labels(wanted.model, raw)
+    inputs = {key: value for key, value in raw.items() if key != LABELS}
+    tokens = inputs.get("input_ids")
+    if isinstance(tokens, Tensor) and len(labels) != len(tokens):
+        raise ProblemError(
+            f"the batch has labels of shape {tuple(labels.shape)} for {len(tokens)} samples: "
+            f"expected ({len(tokens)}, …)."
+        )
+    try:
+        output = forward(with_decoder_inputs(wanted.model, inputs, labels.clamp_min(0)))
+        logits = CrossEntropy().outputs_of(output)
+    except _FAILURES:
+        return
+    if not labels.is_floating_point():
+        loss = CrossEntropy()
+        loss.check(loss.arranged(logits, labels), labels)
 
 
 def _candidates(wanted: Objective, loss: Loss | None, labels: Any) -> Iterator[Objective]:

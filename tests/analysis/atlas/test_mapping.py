@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -414,3 +415,53 @@ def test_the_sketched_sublayer_map_has_the_blocks_of_the_dense_one() -> None:
     slack = 1e-9 * float(truth.max())
     inside = (found.low - slack <= truth) & (truth <= found.high + slack)
     assert float(inside.double().mean()) > 0.9
+
+
+def small_gpt2() -> tuple[Any, dict[str, Tensor]]:
+    config = {"n_embd": 4, "n_inner": 4, "n_head": 1, "n_layer": 1, "vocab_size": 7}
+    model = huggingface_models.tiny_model("gpt2", **config)
+    with torch.no_grad():  # as at the usual initialisation: attention hardly sees its queries
+        for name, parameter in model.named_parameters():
+            if "c_attn.weight" in name:
+                parameter.mul_(0.02)
+    tokens = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def test_what_float32_hides_is_bounded_and_printed_so() -> None:
+    model, data = small_gpt2()
+    found = ca.atlas(ca.Problem(model, None, data), method="dense").frobenius["total"]
+    exact = ca.atlas(ca.Problem(model.double(), None, data), method="dense").frobenius["total"]
+    name = "blocks.0.query"
+    low, high = found.interval_of(name)
+    assert low == 0 < exact[name] <= high
+    assert found.text(name) == f"< {high:.2g}"
+    assert exact.text(name) == f"{exact[name]:.4g}"
+    row = ca.analyze_attention_curvature(model.float(), [data])[0]
+    assert row["h_WQ_interval"][0] == 0 < exact[name] <= row["h_WQ_interval"][1]
+    for other in found.names:
+        low, high = found.interval_of(other)
+        assert low * (1 - 1e-3) <= exact[other] <= high * (1 + 1e-3), other
+
+
+def test_refined_spectral_norms_lie_within_one_percent() -> None:
+    model, data = small_gpt2()
+    some = ["*.attn.c_*.weight", "*.mlp.*.weight", "*.ln_1.*"]
+    problem = ca.Problem(model.double(), None, data, parameters=some)
+    exact = ca.atlas(problem, method="dense")
+    found = ca.atlas(problem, method="sketch", products=60, spectral="refine")
+    inside, told = 0, 0
+    for part in ("total", "outer", "functional"):
+        low, high = found.spectral[part].interval
+        truth = exact.spectral[part].values
+        seen = low > 0
+        assert float(((high - low) / truth)[seen].max()) <= 0.01
+        inside += int(((low <= truth * (1 + 1e-9)) & (truth <= high * (1 + 1e-9)))[seen].sum())
+        told += int(seen.sum())
+        low, high = found.view("sublayer", "spectral", part).interval
+        truth = exact.view("sublayer", "spectral", part).values
+        assert bool(((low <= truth * (1 + 1e-6)) & (truth <= high * (1 + 1e-6))).all())
+    assert told > 100
+    assert inside >= 0.95 * told
+    with pytest.raises(ValueError, match="spectral is 'bracket', 'diagonal', 'refine' or pairs"):
+        ca.atlas(problem, spectral="exact")

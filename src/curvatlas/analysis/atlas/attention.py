@@ -42,7 +42,8 @@ class AttentionCurvature(Result):
     def rows(self) -> tuple[dict[str, Any], ...]:
         """One mapping a batch: ``batch``, ``loss``, ``h_WQ``, ``h_WK``, ``h_WV``.
 
-        h_W is the Frobenius norm of ∂²L/∂W² over that weight in all layers as one block.
+        h_W is the Frobenius norm of ∂²L/∂W² over that weight in all layers as one block, and
+        ``h_WQ_interval`` its interval: from zero to a bound where rounding hides it.
         """
         rows = []
         for number, one in enumerate(self.batches):
@@ -51,7 +52,11 @@ class AttentionCurvature(Result):
             row: dict[str, Any] = {"batch": number, "loss": loss}
             for key, role in _WEIGHTS.items():
                 places = [i for i, name in enumerate(norms.names) if role in name.split(".")]
-                row[key] = float(torch.linalg.norm(norms.values[places][:, places]))
+                value, low, high = (
+                    float(torch.linalg.norm(end[places][:, places]))
+                    for end in (norms.values, norms.low, norms.high)
+                )
+                row[key], row[f"{key}_interval"] = value, (low, high)
             rows.append(row)
         return tuple(rows)
 
@@ -100,9 +105,11 @@ class AttentionCurvature(Result):
         shown = {part: self.whole.frobenius[part] for part in ("total", "outer", "functional")}
         lines = [f"{'block':24s} {'‖H‖':>10s} {'‖H_o‖':>10s} {'‖H_f‖':>10s}   range over batches"]
         for name in self.names:
-            norms = " ".join(f"{shown[part][name]:10.4g}" for part in shown)
-            along = self.series(name)[:, 0]
-            lines.append(f"{name:24s} {norms}   {along.min():.4g} to {along.max():.4g}")
+            norms = " ".join(f"{shown[part].text(name, name):>10s}" for part in shown)
+            along = self.series(name)
+            if bool((along[:, 1] > 0).all()):
+                norms += f"   {along[:, 0].min():.4g} to {along[:, 0].max():.4g}"
+            lines.append(f"{name:24s} {norms}")
         return "\n".join([*lines, f"{len(self.batches)} batches, {self.products} products"])
 
     def _picture(self) -> Figure:

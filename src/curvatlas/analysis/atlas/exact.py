@@ -83,17 +83,23 @@ def maps_of_matrices(
     for part, matrix in matrices.items():
         indices = [at.to(matrix.device) for at in places]
         energy, trace = _energies(matrix, indices)
-        # What lies ten units in the last place below the largest block is rounding, not curvature.
+        # What lies ten units in the last place below the largest block is rounding, not curvature:
+        # all that is known of it is that it is no larger.
         floor = (10 * torch.finfo(matrix.dtype).eps) ** 2 * energy.max()
-        energy = torch.where(energy > floor, energy, torch.zeros_like(energy))
+        told = (energy > floor) | (energy == 0)
+        most = torch.where(told, energy, floor)
+        energy = torch.where(told, energy, torch.zeros_like(energy))
         for view in VIEWS:
             groups = groups_of(blocks, view)
             member = _members_of(groups, len(blocks))
             square = member @ energy @ member.T
             spectral = _spectral(matrix, indices, list(groups.values()))
+            spectral = torch.where(square > 0, spectral, 0.0)
+            norm = square.sqrt()
+            above = torch.where(square > 0, 0.0, (member @ most @ member.T).sqrt())
             quantities = {
-                "frobenius": (square.sqrt(),),
-                "spectral": (torch.where(square > 0, spectral, 0.0),),
+                "frobenius": (norm, norm, norm + above),
+                "spectral": (spectral, spectral, spectral + above),
                 "trace": (member @ trace,),
             }
             if view == "block":
@@ -394,31 +400,54 @@ def refined_spectral(
     *,
     seed: int,
     budget: int | str | None,
-) -> None:
-    """Replace brackets by converged spectral norms, for the diagonal or the named pairs."""
-    names = [block.name for block in blocks]
-    if isinstance(which, str):
-        if which != "diagonal":
-            raise ValueError(f"spectral is 'bracket', 'diagonal' or pairs of names, got {which!r}.")
-        pairs = [(name, name) for name in names]
-    else:
-        pairs = [(row, column) for row, column in which]
-        unknown = {name for pair in pairs for name in pair} - set(names)
-        if unknown:
-            raise KeyError(f"no block is called {', '.join(sorted(unknown))}.")
+) -> int:
+    """Replace brackets by converged spectral norms; returns the products it took.
+
+    which: "refine" (every pair), "diagonal", or pairs of names.
+    """
+    pairs = spectral_pairs(blocks, which)
     slices = {block.name: list(block.slices) for block in blocks}
+    products = 0
     for part, kind in _OPERATORS.items():
         operator = kind(problem, budget=budget)
         key = f"block/spectral/{part}"
         bracket = maps[key]
         values, low, high = (t.clone() for t in (bracket.values, *bracket.interval))
         for row, column in track(pairs, f"spectral norms ({part})"):
-            estimate = spectral_norm(operator[slices[row], slices[column]], seed=seed)
             i, j = bracket.place(row), bracket.place(column)
+            if float(low[i, j]) == 0:
+                continue  # not told from rounding
+            view = operator[slices[row], slices[column]]
+            estimate = spectral_norm(view, rtol=_REFINED, seed=seed, data_error=False)
+            products += estimate.products
             for a, b in ((i, j), (j, i)):
                 values[a, b] = estimate.value
                 low[a, b], high[a, b] = estimate.interval
         maps[key] = atlas_map(key, bracket.names, values, low, high)
+    return products
+
+
+_REFINED = 4e-3  # of a spectral norm: the interval lies within 1 % of the truth
+
+
+def spectral_pairs(
+    blocks: Sequence[AtlasBlock], which: str | Sequence[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The pairs of names whose spectral norms are refined; a wrong choice is refused."""
+    names = [block.name for block in blocks]
+    if isinstance(which, str):
+        if which not in ("bracket", "diagonal", "refine"):
+            raise ValueError(
+                f"spectral is 'bracket', 'diagonal', 'refine' or pairs of names, got {which!r}."
+            )
+        if which == "refine":
+            return [(a, b) for i, a in enumerate(names) for b in names[i:]]
+        return [(name, name) for name in names] if which == "diagonal" else []
+    pairs = [(row, column) for row, column in which]
+    unknown = {name for pair in pairs for name in pair} - set(names)
+    if unknown:
+        raise KeyError(f"no block is called {', '.join(sorted(unknown))}.")
+    return pairs
 
 
 def negative_masses(

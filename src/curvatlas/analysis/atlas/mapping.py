@@ -18,6 +18,7 @@ from curvatlas.analysis.atlas.exact import (
     maps_of_matrices,
     negative_masses,
     refined_spectral,
+    spectral_pairs,
 )
 from curvatlas.analysis.atlas.result import (
     VIEWS,
@@ -76,8 +77,9 @@ def atlas(
     method: "dense" (exact), "closed form" (exact, one layer that ``closed_form`` knows, of
         any size), "sketch" (estimates with intervals); "auto": dense up to P = 4096, beyond it the
         closed form where there is one. ``Atlas.method`` says which.
-    spectral: "bracket" (from the same products), "diagonal" or a list of (row, column) names whose
-        spectral norms are then refined by Lanczos; dense maps are always exact.
+    spectral: "bracket" (from the same products), "refine" (a short Lanczos for every pair of
+        blocks, intervals within 1 %), or "diagonal" or a list of (row, column) names that are
+        refined alone; dense maps are always exact.
     negative_mass: the share of negative eigenvalues of every diagonal block (60 products a block
         and part); None: where it is free (dense).
     checkpoint: a file from which a sketch that was stopped goes on with the same numbers.
@@ -91,6 +93,7 @@ def atlas(
     if not rtol > 0 or not (worst is None or worst > 0):
         raise ValueError(f"rtol and worst must be positive, got {rtol!r} and {worst!r}.")
     blocks = blocks_of(problem.anatomy, by=by, heads=heads, experts=experts, biases=biases)
+    spectral_pairs(blocks, spectral)  # a wrong name is told at once
     room = default_budget(problem.device) if budget is None else parse_bytes(budget)
     if problem.spread:
         room = parallel.smallest_over_processes(room)  # all take the same way
@@ -116,12 +119,27 @@ def atlas(
     mark = fingerprint(operator, estimate="atlas", blocks=names, **effort)
     sampler.run(Checkpoint(checkpoint, mark))
     maps, shares = _sketch_maps(sketch, blocks)
+    spent = sketch.products
     if spectral != "bracket":
-        refined_spectral(maps, problem, blocks, spectral, seed=seed, budget=budget)
+        spent += refined_spectral(maps, problem, blocks, spectral, seed=seed, budget=budget)
+        _tighten(maps, blocks)
     if negative_mass:
         maps.update(negative_masses(problem, blocks, seed=seed, budget=budget))
     reached = (sampler.error, sampler.worst_error, sampler.reached)
-    return _finish(maps, shares, blocks, "sketch", sketch.products, rtol, reached)
+    return _finish(maps, shares, blocks, "sketch", spent, rtol, reached)
+
+
+def _tighten(maps: dict[str, AtlasMap], blocks: Sequence[AtlasBlock]) -> None:
+    """The coarser views' brackets of spectral norms from those of the blocks."""
+    for part in PARTS:
+        block = maps[f"block/spectral/{part}"]
+        below, above = (end.numpy()[None] for end in block.interval)
+        for view in VIEWS[1:]:
+            key = f"{view}/spectral/{part}"
+            places = list(groups_of(blocks, view).values())
+            ends = _grouped_spectral(below, above, places)
+            low, high = (torch.from_numpy(end[0]) for end in ends)
+            maps[key] = atlas_map(key, maps[key].names, (low * high).sqrt(), low, high)
 
 
 def _finish(

@@ -191,7 +191,8 @@ class AtlasMap(Result):
 
     @property
     def exact(self) -> bool:
-        return bool((self.low == self.high).all())
+        """Whether every entry that can be told from rounding is known exactly."""
+        return bool(((self.low == self.high) | (self.values == 0)).all())
 
     def place(self, name: str) -> int:
         if name not in self.names:
@@ -226,9 +227,20 @@ class AtlasMap(Result):
             for j, column in enumerate(self.names)
         ]
 
+    def text(self, row: str, column: str | None = None) -> str:
+        """One entry as it is printed: "< 3e-06" where rounding hides it."""
+        value = self[row] if column is None else self[row, column]
+        return told(value, self.interval_of(row, column))
+
     def _picture(self, **options: Any) -> Figure:
         """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
         return plot_map(self, **options)
+
+
+def told(value: float, interval: tuple[float, float]) -> str:
+    """A norm as text: "0.0123", or "< 3e-06" where its interval does not tell it from zero."""
+    low, high = interval
+    return f"< {high:.2g}" if low == 0 < high else f"{value:.4g}"
 
 
 def atlas_map(
@@ -262,7 +274,9 @@ class RankedBlock(Result):
     def __str__(self) -> str:
         low, high = self.interval
         pair = self.row if self.row == self.column else f"{self.row} × {self.column}"
-        return f"{self.share:6.1%}  {pair}: {self.frobenius:.4g} [{low:.4g}, {high:.4g}]"
+        shown = told(self.frobenius, self.interval)
+        ends = "" if shown.startswith("<") else f" [{low:.4g}, {high:.4g}]"
+        return f"{self.share:6.1%}  {pair}: {shown}{ends}"
 
 
 @dataclass(frozen=True, kw_only=True)
