@@ -193,7 +193,7 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         full = full if full in self.block_sizes else f"{full}_weight"
         if full not in self.block_sizes:
             known = ", ".join((*self.names, *self.sublayers))
-            raise KeyError(f"no parameter or sublayer {name!r}: this Hessian has {known}.")
+            raise KeyError(f"no parameter {name!r} and no such sublayer: this Hessian has {known}.")
         start = 0
         for other in self.names:
             if other == full:
