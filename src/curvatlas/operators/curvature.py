@@ -293,6 +293,7 @@ class CurvatureOperator(LinearOperator):
                 engine=self.engine,
                 part=self.part,
                 logit_room=self._logit_room,
+                budget=self.budget,
             )
         if self.engine == "tangent":
             raise ValueError(f"engine='tangent' cannot be used: {reason}.")
@@ -307,8 +308,6 @@ class CurvatureOperator(LinearOperator):
             return f"{type(self).__name__} has no hand-written passes"
         if self._compile is not False:
             return "compile= runs autograd's products"
-        if self.problem.checkpoint_activations:
-            return "checkpoint_activations computes blocks again by autograd"
         return None
 
     def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:

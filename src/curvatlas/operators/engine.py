@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.autograd.linearisation import Linearisation
-from curvatlas.engines.kept import Linearise
+from curvatlas.engines.kept import PLANNED, TRANSIENT, Linearise
 from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.model import ModelReading, TangentLinearisation, read_model
 from curvatlas.engines.tangent.reading import UnmappedModuleError
@@ -52,11 +52,13 @@ def tangent_engine(
     engine: Engine,
     part: Part,
     logit_room: int,
+    budget: int,
 ) -> Linearise | None:
     """The hand-written engine where it understands the model and its product is right; else None.
 
     exact: the sample's linearisation by autograd. With ``engine="tangent"`` what is not understood
-    raises. Call it inside ``problem.evaluating``.
+    raises. Where the activations of one sample do not fit the budget, blocks are made anew when a
+    product needs them. Call it inside ``problem.evaluating``.
     """
 
     def differences() -> Iterator[tuple[float, Linearise, ModelReading]]:
@@ -70,7 +72,11 @@ def tangent_engine(
                 space=Buffers(keep=True),
                 logit_room=logit_room,
             )
-            yield _difference(linearise(problem, sample, names), exact, names), linearise, reading
+            ours = linearise(problem, sample, names)
+            if ours.held_bytes > PLANNED * budget / (1 + TRANSIENT):
+                linearise = functools.partial(linearise, recompute=True)
+                ours = linearise(problem, sample, names)
+            yield _difference(ours, exact, names), linearise, reading
 
     off, allowed = math.inf, 0.0
     try:

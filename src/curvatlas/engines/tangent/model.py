@@ -16,6 +16,7 @@ the first part that moves and ends at the last one that is asked for.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
-from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock
+from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
 from curvatlas.engines.tangent.linear import Buffers, as_rows, empty_rows, restart_numbers
 from curvatlas.engines.tangent.reading import (
@@ -38,8 +39,9 @@ from curvatlas.engines.tangent.reading import (
     read_call,
     read_module,
 )
+from curvatlas.engines.tangent.recomputed import RecomputedBlock
 from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
 from curvatlas.engines.tangent.tape import Tapes
 from curvatlas.linear_operator import Part
@@ -340,8 +342,10 @@ class Chain:
         share: float,
         space: Buffers,
         logit_room: int | None,
+        recompute: bool,
     ) -> None:
         self._problem, self._reading, self._batch = problem, reading, batch
+        self._inner = Buffers(keep=True) if recompute else None  # of blocks that are made anew
         self._names = tuple(name for name in names if name not in reading.block_parameters)
         self._logit_room, self.space, self.share = logit_room, space, share
         restart_numbers()  # chains that share a workspace share their stages' buffers in it
@@ -353,7 +357,7 @@ class Chain:
         self._axes = last.call
         self._results = {call.layer.path: call.result for call in watch.calls}
         self.stem = self._stem(first, [c for place, c in watch.others if place == 0])
-        self.blocks: list[LinearisedBlock] = []
+        self.blocks: list[LinearisedBlock | RecomputedBlock] = []
         self._adapted: dict[str, EffectiveWeight] = {}
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
         calls = self._moving(watch.calls, frozenset(names))
@@ -387,8 +391,8 @@ class Chain:
             self._adapted |= call.layer.adapted
         self._values = {n: values[n] for w in self._adapted.values() for n in w.parameters}
         values |= {name: weight.value(values) for name, weight in self._adapted.items()}
-        z, again = self.stem.output, None
         joint: dict[str, Mapping[str, Tensor]] = {}
+        z, again = self.stem.output, None
         for index, call in enumerate(calls):
             layer = call.layer
             if layer.path not in joint:
@@ -397,23 +401,40 @@ class Chain:
                     for ours, place in layer.places.items()
                 }
                 joint[layer.path] = with_joint_projections(own)
-            ours = replace(call.call, x=z)
             try:
-                block = ours.linearise(
-                    layer.spec, joint[layer.path], space=self.space, turn=index % 2, x_again=again
-                )
+                z, again = self._add_block(call, joint[layer.path], z, again, turn=index % 2)
             except ValueError as error:
                 raise UnmappedModuleError(f"{layer.path}: {error}") from error
-            if self.blocks and block.sublayers[0].normalizes_input:
-                self.blocks[-1].sublayers[-1].forget_output()
-            self.blocks.append(block)
-            z, again = block.give_output(), block.sublayers[-1].output_again
-        self.blocks[-1].sublayers[-1].forget_output()  # the tail asks for it at once
+        last = self.blocks[-1]
+        if isinstance(last, LinearisedBlock):
+            last.sublayers[-1].forget_output()  # the tail asks for it at once
         if not same_values(z, calls[-1].call.tokens(calls[-1].hidden)):
             raise UnmappedModuleError(
                 f"written out by hand, {calls[-1].layer.path} gives other tokens than the model."
             )
         return z
+
+    def _add_block(
+        self, call: LayerCall, weights: Weights, z: Tensor, again: Formed | None, *, turn: int
+    ) -> tuple[Tensor, Formed | None]:
+        """Linearise one block at z; its output, and how to form that once more."""
+        options = replace(call.call, x=z[:0])  # what the call brings beside its tokens
+
+        def make(x: Tensor, space: Buffers, again: Formed | None = None) -> LinearisedBlock:
+            here = replace(options, x=x)
+            return here.linearise(call.layer.spec, weights, space=space, turn=turn, x_again=again)
+
+        if self._inner is not None:
+            held = RecomputedBlock(functools.partial(make, space=self._inner), z)
+            self.blocks.append(held)
+            return held.linearised().give_output(), None
+        block = make(z, self.space, again)
+        if self.blocks and block.sublayers[0].normalizes_input:
+            before = self.blocks[-1]
+            assert isinstance(before, LinearisedBlock)
+            before.sublayers[-1].forget_output()
+        self.blocks.append(block)
+        return block.give_output(), block.sublayers[-1].output_again
 
     def _stem(self, first: LayerCall, calls: Sequence[ModuleCall]) -> Stem | AutogradStem:
         x = first.call.x.detach()
@@ -577,11 +598,11 @@ class Chain:
         space, curved = self.space, part != "outer"
         moved, stem_state = self.stem.push(columns, space)
         again: Any = None
-        states: list[BlockTangent | None] = []
+        states: list[Any] = []  # each block's own
         count = len(next(iter(columns.values())))
         for layer, block in zip(self.layers, self.blocks, strict=True):
             dots = layer_views(layer, columns)
-            state: BlockTangent | None = None
+            state: Any = None
             if moved is not None or dots:
                 state = block.push_checked(dots, moved, count, again)
                 moved, again = state.output, state.output_again
@@ -604,7 +625,7 @@ class Chain:
         self,
         index: int,
         rate: Tensor | None,
-        state: BlockTangent | None,
+        state: Any,
         slots: Slots,
         *,
         needs_input: bool,
@@ -651,7 +672,8 @@ def layer_views(layer: KnownLayer, columns: Columns) -> dict[str, Tensor]:
 class TangentLinearisation:
     """One batch of a model, linearised by hand; the operator ``part`` of its mean loss.
 
-    ``space`` is memory that the products of one operator share.
+    ``space`` is memory that the products of one operator share. ``recompute``: keep the inputs of
+    blocks only, and linearise each anew when a product needs it.
     """
 
     needs_scope = False
@@ -666,14 +688,25 @@ class TangentLinearisation:
         part: Part,
         space: Buffers,
         logit_room: int | None = None,
+        recompute: bool = False,
     ) -> None:
         self.batch, self.part = batch, part
+        if problem.checkpoint_activations:  # by hand, not by autograd's checkpoints
+            problem, recompute = copy.copy(problem), True
+            problem.checkpoint_activations = False
         self._layout = problem.layout
         self._shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
         self.chains = []
         for piece, share in _pieces(problem, reading, batch):
             chain = Chain(
-                problem, reading, piece, names, share=share, space=space, logit_room=logit_room
+                problem,
+                reading,
+                piece,
+                names,
+                share=share,
+                space=space,
+                logit_room=logit_room,
+                recompute=recompute,
             )
             self.chains.append(chain)
         reached = frozenset().union(*(chain.names() for chain in self.chains))
@@ -688,7 +721,7 @@ class TangentLinearisation:
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
             for chain in self.chains
         )
-        self._space, self._tapes = space, Tapes(space, record=by_hand)
+        self._space, self._tapes = space, Tapes(space, record=by_hand and not recompute)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
 
