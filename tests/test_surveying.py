@@ -13,7 +13,7 @@ from torch import nn
 
 import curvatlas as ca
 from cli_models import make_block_model, make_tokens
-from curvatlas import cli, runs, surveying
+from curvatlas import cli, runs, surveying, zoo
 from curvatlas.analysis.propagation.result import CurvatureFlow
 from curvatlas.results import same
 from curvatlas.runs import Run
@@ -208,3 +208,13 @@ def test_effort_that_is_given_is_the_budget_of_a_density() -> None:
     operator = ca.Hessian(_problem())
     assert ca.spectral_density(operator, probes=10, steps=100).products <= 10 * 100
     assert ca.trace(operator, rtol=1e-12).products <= 300 + operator.shape[0]
+
+
+def test_the_page_says_which_engine_computed_and_why(tmp_path: Path) -> None:
+    model, data = zoo.reference_vit(d_model=4), zoo.digits().train.take(8)
+    problem = ca.Problem(model, "cross_entropy", data)
+    skipped = ["trace", "map", "propagation", "density", "advice"]
+    run = ca.survey(problem, output=tmp_path / "run", skip=skipped, eigenvalues=1)  # type: ignore[arg-type]
+    engine = run["model.subject"].engine
+    assert engine.startswith("tangent: 1 block (Block)")
+    assert "written out by hand" in run.report.read_text(encoding="utf-8")

@@ -760,7 +760,7 @@ def _groups(problem: Problem) -> Iterator[Batch]:
 
 
 def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Subject:
-    """Describe a ``Problem``; costs one gradient."""
+    """Describe a ``Problem``; costs one gradient, and a product of one sample."""
     sizes: dict[tuple[int | None, str, str], int] = {}
     for piece in problem.anatomy:
         key = (piece.layer, piece.sublayer, piece.role)
@@ -782,6 +782,7 @@ def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Su
             RoleSize(layer=layer, sublayer=sublayer, role=role, parameters=size)
             for (layer, sublayer, role), size in sizes.items()
         ),
+        engine=str(Hessian(problem).prepare()),
     )
 
 

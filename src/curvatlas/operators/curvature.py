@@ -32,7 +32,7 @@ from curvatlas.operators.probes import (
     probe_symmetry,
 )
 from curvatlas.operators.views import BlockView, pieces_of
-from curvatlas.problem import Batch, Problem
+from curvatlas.problem import Batch, EngineChoice, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 from curvatlas.problem.evaluation import listed
 from curvatlas.problem.large_heads import logit_room
@@ -228,6 +228,12 @@ class CurvatureOperator(LinearOperator):
 
     def _not_finite(self, columns: Columns) -> NonFiniteError:
         return NonFiniteError(f"a product of {self!r} is not finite: {self._blame(columns)}.")
+
+    def prepare(self) -> EngineChoice:
+        """Check the problem and choose the engine, as the first product would."""
+        if next(self.problem.batches(), None) is not None:  # this process may have no data
+            self._kept_for(set(self.problem.parameter_names))
+        return self.problem.engine
 
     def _kept_for(self, names: set[str]) -> KeptLinearisations:
         ordered = [name for name in self.problem.parameter_names if name in names]

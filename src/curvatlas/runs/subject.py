@@ -40,6 +40,7 @@ class Subject(Result):
     loss: float
     gradient_norm: float
     roles: tuple[RoleSize, ...]
+    engine: str = ""  # which one computes products, and why
 
     @property
     def value(self) -> float:

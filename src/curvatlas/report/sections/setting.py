@@ -40,7 +40,10 @@ def subject(contents: Contents) -> Section | None:
         caption="The loss at which curvature was measured",
     )
     basis = _basis(contents, entries[0].content)
-    return Section("subject", "What was analysed", join(lead, basis, losses, _roles(first)))
+    engine = first.get("engine")
+    products = tag("p", f"How products with H were computed: {engine}.") if engine else None
+    parts = join(lead, basis, products, losses, _roles(first))
+    return Section("subject", "What was analysed", parts)
 
 
 def _basis(contents: Contents, first: dict[str, Any]) -> Markup:
