@@ -59,7 +59,7 @@ def _answer(results: dict[str, dict[str, Any]]) -> list[str]:
     met = sum(line["met"] is True for line in lines)
     return [
         "**What does it cost, and is it right?** One product with H takes about two gradients, one "
-        "with H_o about one and a half, at rounding error:",
+        "with H_o about one and a half, at rounding error (dashed: the limit of the count):",
         "",
         "![Cost of one product with H and H_o in gradients, beside other libraries]"
         "(figures/benchmarks.png)",
@@ -81,7 +81,7 @@ def draw(result: dict[str, Any], path: Path, *, case: str = "GPT 1.06 M") -> Non
     axes = figure.subplots(1, 2, sharex=True)
     for ax, (quantity, limit) in zip(axes, (("H", 2.0), ("H_o", 4 / 3)), strict=True):
         bars = {
-            label.strip("*`"): row["gradients"]
+            label.replace("*", "").replace("`", ""): row["gradients"]
             for label, names in _WAYS.items()
             for row in chosen["rows"]
             if row["name"] in names and (row["quantity"], row["columns"]) == (quantity, 1)

@@ -39,3 +39,10 @@ class Arguments(griffe.Extension):
         if func.docstring is not None:
             names = {parameter.name for parameter in func.parameters} - {"self", "cls"}
             func.docstring.value = with_arguments(func.docstring.value, names)
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        first = cls.members.get("__init__")
+        if cls.docstring is not None and isinstance(first, griffe.Function):
+            cls.docstring.value = with_arguments(
+                cls.docstring.value, {parameter.name for parameter in first.parameters} - {"self"}
+            )
