@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -551,7 +552,10 @@ def compare_gauss_newton(
                     history = train(network, chosen, steps=steps, seed=seed)
                     accuracies[name] = history.validation_accuracy or math.nan
                 problem = Problem(network.eval(), "cross_entropy", few)
-                stages[stage] = gauss_newton_quality(problem, damping=damping, seed=seed)
+                with warnings.catch_warnings():
+                    # The layers of an MLP go by their own names: that is no news here.
+                    warnings.filterwarnings("ignore", ".*have no role that is known")
+                    stages[stage] = gauss_newton_quality(problem, damping=damping, seed=seed)
             qualities[name] = stages
         return SeedOfGaussNewton(qualities=qualities, accuracies=accuracies)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from curvatlas.report.charts import Series, chart, linear_scale, log_scale
@@ -110,7 +111,10 @@ def sinks(contents: Contents) -> Section | None:
                     name=entry.stage if several else "λmax / bulk",
                     x=[as_number(level.get("bias")) or 0.0 for level in levels],
                     y=[ratio or 0.0 for ratio, _ in ratios],
-                    intervals=None if several else [ends for _, ends in ratios],
+                    # an open end is drawn one decade long
+                    intervals=None
+                    if several
+                    else [(low, min(high, 10 * (ratio or 0.0))) for ratio, (low, high) in ratios],
                     colour=index,
                 )
             )
@@ -147,7 +151,7 @@ def _ratio(level: dict[str, Any]) -> tuple[float | None, tuple[float, float]]:
         return None, (0.0, 0.0)
     tops = as_interval(level.get("largest_interval")) or (top, top)
     bulks = as_interval(level.get("bulk_interval")) or (bulk, bulk)
-    high = tops[1] / bulks[0] if bulks[0] > 0 else 10 * top / bulk
+    high = tops[1] / bulks[0] if bulks[0] > 0 else math.inf
     return top / bulk, (max(tops[0], 0.0) / bulks[1], high)
 
 
