@@ -237,6 +237,7 @@ from .training.pruning import (
 )
 from .training.snapshot import (
     CurvatureHistory as CurvatureHistory,
+    EarlyBlocks as EarlyBlocks,
     Snapshot as Snapshot,
     Thresholds as Thresholds,
 )

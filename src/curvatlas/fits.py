@@ -155,6 +155,39 @@ def mean_reach(values: Any) -> float:
     return float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / len(array) ** 0.5)
 
 
+def share_interval(hits: int, trials: int) -> Interval:
+    """95 % interval of a share from ``hits`` of ``trials`` (Clopper and Pearson)."""
+    low = stats.beta.ppf(0.025, hits, trials - hits + 1) if hits else 0.0
+    high = stats.beta.ppf(0.975, hits + 1, trials - hits) if hits < trials else 1.0
+    return float(low), float(high)
+
+
+def rank_correlation(
+    x: Any, y: Any, *, seed: int = 0, draws: int = 2000
+) -> tuple[float, Interval, Interval, float]:
+    """Spearman's ρ, its 95 % bootstrap interval, the 95 % range and p-value of shuffled pairs."""
+    random = np.random.default_rng(seed)
+    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    value = float(_row_correlations(a[None], b[None])[0])
+    chosen = random.integers(0, len(a), (draws, len(a)))
+    resampled = _row_correlations(a[chosen], b[chosen])
+    shuffled = _row_correlations(
+        np.broadcast_to(a, (draws, len(a))), random.permuted(np.tile(b, (draws, 1)), axis=1)
+    )
+    low, high = np.nanquantile(resampled, [0.025, 0.975])
+    null = np.nanquantile(shuffled, [0.025, 0.975])
+    p_value = (1 + int((np.abs(shuffled) >= abs(value) - 1e-12).sum())) / (draws + 1)
+    return value, (float(low), float(high)), (float(null[0]), float(null[1])), p_value
+
+
+def _row_correlations(x: Array, y: Array) -> Array:
+    """Correlations of the ranks in each pair of rows, (B, n) → (B,); NaN where all are equal."""
+    a, b = (stats.rankdata(rows, axis=1) for rows in (x, y))
+    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray((a * b).sum(1) / np.sqrt((a**2).sum(1) * (b**2).sum(1)))
+
+
 def line_slope(x: Any, y: Any) -> tuple[float, Interval]:
     """Slope of y over x (at least 3 points) with its 95 % interval."""
     fitted = stats.linregress(x, y)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
-from curvatlas import results
+from curvatlas import results, zoo
 from curvatlas.errors import NonFiniteError
 from curvatlas.training import (
     LinesTracker,
@@ -24,7 +24,7 @@ from curvatlas.training import (
     WandbTracker,
     monitor as monitor_module,
 )
-from curvatlas.training.snapshot import Snapshot, events_of
+from curvatlas.training.snapshot import Snapshot, Tracker, events_of, loss_events, rate_alarm
 
 
 def network() -> nn.Sequential:
@@ -185,21 +185,157 @@ def names(snapshot: Snapshot, earlier: list[Snapshot], **thresholds: float) -> l
     return [event.name for event in events_of(snapshot, earlier, Thresholds(**thresholds))]
 
 
-def test_events_fire_where_their_thresholds_say() -> None:
-    calm = [snapshot_at(i) for i in range(3)]
-    assert names(snapshot_at(3), calm) == []
-    assert names(snapshot_at(3, edge=21.0), calm) == ["edge_of_stability"]
-    assert names(snapshot_at(3, edge=21.0), calm, edge=1.5) == []
-    assert names(snapshot_at(3, edge=40.0), calm) == ["edge_of_stability", "spike_ahead"]
-    assert names(snapshot_at(3, loss=2.0), calm) == ["loss_spike"]
-    assert names(snapshot_at(3, loss=math.nan), calm) == ["loss_spike"]
-    fired = events_of(
-        snapshot_at(3, role_gradient={"query": 50.0, "value": 0.0}), calm, Thresholds()
+def losses(*values: float, **thresholds: float) -> list[str]:
+    looks = list(enumerate(values))
+    return [event.name for event in loss_events(looks, Thresholds(**thresholds))]
+
+
+def test_the_edge_is_noted_once_and_an_alarm_needs_it_twice_far_beyond() -> None:
+    calm = [snapshot_at(20 + i) for i in range(3)]
+    assert names(snapshot_at(23), calm) == []
+    assert names(snapshot_at(23, edge=21.0), calm) == ["edge_of_stability"]
+    assert names(snapshot_at(23, edge=21.0), calm, edge=1.5) == []
+    beyond = snapshot_at(23, edge=80.0)
+    assert names(beyond, calm) == ["edge_of_stability"]
+    assert names(snapshot_at(24, edge=70.0), [*calm, beyond]) == ["spike_ahead"]
+    again = [*calm, beyond, snapshot_at(24, edge=70.0)]
+    assert names(snapshot_at(25, edge=70.0), again) == []
+    # Muon turns with the gradient: its edge is a guide
+    guide = [*calm, snapshot_at(23, edge=80.0, edge_is_law=False)]
+    assert names(snapshot_at(24, edge=70.0, edge_is_law=False), guide) == []
+    # the running means of the first steps are no metric yet
+    assert names(snapshot_at(1, edge=70.0), [snapshot_at(0, edge=70.0)]) == []
+
+
+def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
+    calm = [snapshot_at(20 + i) for i in range(3)]
+    earlier = [*calm, snapshot_at(23, edge=80.0)]
+    (event,) = events_of(snapshot_at(24, edge=70.0), earlier, Thresholds())
+    assert event.alarm
+    assert event.value == pytest.approx(3.5)
+    assert event.evidence["of the threshold before"] == pytest.approx(4.0)
+    assert event.false_alarm_rate is not None
+    assert event.false_alarm_rate[0] == 0.0
+    assert 0.05 < event.false_alarm_rate[1] < 0.2
+
+
+def test_a_rate_raised_between_two_measurements_is_an_alarm_at_once() -> None:
+    last = snapshot_at(20, edge=10.0, learning_rate=0.1)  # half of the threshold
+    assert rate_alarm(last, 21, 0.2, Thresholds()) is None
+    event = rate_alarm(last, 21, 0.8, Thresholds())
+    assert event is not None
+    assert event.name == "spike_ahead"
+    assert event.value == pytest.approx(4.0)
+
+
+def test_the_monitor_watches_the_rate_at_every_step() -> None:
+    model = network().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ca.Monitor(
+        model, "cross_entropy", batch(), every=100, budget=1.0, optimizer=optimizer
     )
-    assert [(e.name, e.message.split()[3]) for e in fired] == [
-        ("exploding_block", "query"),
-        ("dead_block", "value"),
-    ]
+    monitor.step(step=100)
+    optimizer.param_groups[0]["lr"] = 100.0
+    monitor.step(step=101)
+    monitor.step(step=102)
+    assert [(e.step, e.name) for e in monitor.events] == [(101, "spike_ahead")]
+
+
+def test_losses_alarm_when_they_rise_beyond_their_usual_scatter() -> None:
+    falling = [2.4, 2.2, 2.0, 1.8, 1.62, 1.45, 1.31, 1.2]
+    assert losses(*falling) == []
+    assert losses(*falling, 1.7) == []  # once may be chance
+    assert losses(*falling, 1.7, 1.7) == ["loss_rising"]
+    assert losses(*falling, 1.7, 1.7, 1.7) == []  # said once
+    assert losses(*falling, 3.0) == ["loss_spike"]
+    assert losses(*falling, math.nan) == ["loss_spike"]
+    assert losses(*falling, 1.7, 1.7, loss_rising=2.0) == []
+    noisy = [2.0, 1.3, 2.1, 1.2, 1.9, 1.3, 2.0]
+    assert losses(*noisy, 1.8, 1.9) == []
+
+
+def with_roles(step: int, loss: float = 1.0, **norms: float) -> Snapshot:
+    total = math.sqrt(sum(norm**2 for norm in norms.values()))
+    return snapshot_at(step, loss=loss, role_gradient=norms, gradient_norm=total)
+
+
+def test_blocks_alarm_when_they_explode_and_lead_or_die_alone() -> None:
+    calm = [with_roles(i, query=1.0, value=1.0, key_bias=1e-8) for i in range(4)]
+    exploded = {"query": 50.0, "value": 1.0, "key_bias": 1e-8}
+    assert names(with_roles(4, loss=2.0, **exploded), calm) == ["exploding_block"]
+    assert names(with_roles(4, loss=0.9, **exploded), calm) == []  # it begins to learn
+    # a block that grows with all the others, or that stays small, does not explode
+    small = [with_roles(i, query=1e-3, value=1.0) for i in range(4)]
+    assert names(with_roles(4, query=0.05, value=1.0), small) == []
+    died = with_roles(4, query=1.0, value=1e-6, key_bias=1e-8)
+    assert names(died, calm) == []
+    again = with_roles(5, query=1.0, value=1e-6, key_bias=1e-8)
+    assert names(again, [*calm, died]) == ["dead_block"]
+    # training that converges takes every gradient with it
+    late = [with_roles(4 + i, query=1e-6, value=1e-6, key_bias=1e-14) for i in range(2)]
+    assert names(late[1], [*calm, late[0]]) == []
+
+
+def test_a_gradient_that_is_zero_by_theory_never_alarms() -> None:
+    calm = [with_roles(i, query=1.0, key_bias=1e-9) for i in range(4)]
+    for rounding in (1e-5, 0.0, 1e-30, 3e-7):
+        raised = [with_roles(4 + i, query=1.0, key_bias=rounding) for i in range(2)]
+        assert names(raised[1], [*calm, raised[0]]) == []
+
+
+def test_a_key_bias_is_below_the_rounding_of_a_real_run() -> None:
+    model = zoo.reference_vit(d_model=4, d_ff=4)
+    data = tuple(zoo.digits().train.take(16))
+    snapshot = ca.Monitor(model, "cross_entropy", data, budget=1.0).measure()
+    share = snapshot.role_gradient["key_bias"] / snapshot.gradient_norm
+    assert share < snapshot.rounding < snapshot.role_gradient["query"] / snapshot.gradient_norm
+
+
+def test_a_measurement_that_fails_is_an_event_and_training_goes_on(monkeypatch: Any) -> None:
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), every=1, budget=1.0)
+
+    def changed(step: int, rate: float | None) -> Snapshot:
+        raise RuntimeError("the model was changed:\n mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(monitor._measuring, "measure", changed)
+    assert monitor.step() is None
+    (event,) = monitor.events
+    assert event.name == "not_measured"
+    assert not event.alarm
+    assert "\n" not in event.message
+
+
+def test_a_tracker_that_fails_is_an_event_and_the_others_go_on(tmp_path: Path) -> None:
+    class Broken(Tracker):
+        def write(self, snapshot: Snapshot, events: Any) -> None:
+            raise OSError("no space left")
+
+    lines = LinesTracker(tmp_path / "lines.jsonl")
+    monitor = ca.Monitor(
+        network().eval(), "cross_entropy", batch(), budget=1.0, trackers=[Broken(), lines]
+    )
+    assert monitor.step() is not None
+    assert [event.name for event in monitor.events] == ["tracker_failed"]
+    assert "no space left" in monitor.events[0].message
+    assert len(lines.path.read_text().splitlines()) == 1
+
+
+def test_the_loss_is_looked_at_between_measurements(monkeypatch: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(monitor_module.time, "perf_counter", lambda: clock[0])
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), every=1, budget=0.1)
+    real = monitor._measuring.measure
+
+    def slow(step: int, rate: float | None) -> Snapshot:
+        clock[0] += 5.0
+        return real(step, rate)
+
+    monkeypatch.setattr(monitor._measuring, "measure", slow)
+    for _ in range(90):
+        clock[0] += 1.0
+        monitor.step()
+    assert len(monitor.snapshots) < len(monitor.looks)
+    assert all(loss == pytest.approx(monitor.snapshots[0].loss) for _, loss in monitor.looks)
 
 
 def test_a_diverged_run_is_an_event_and_not_an_exception() -> None:

@@ -53,6 +53,9 @@ def train(
     samples: Annotated[
         int, typer.Option(min=2, help="Training samples the curvature is measured on.")
     ] = 64,
+    maps: Annotated[
+        bool, typer.Option("--maps", help="Maps of H, H_o and H_f over training, as a film.")
+    ] = False,
     seed: Seed = 0,
     time: Time = None,
     console: Console,
@@ -94,13 +97,21 @@ def train(
             "budget": budget,
             "samples": samples,
             "seed": seed,
+            **({"maps": True} if maps else {}),
         },
         model_fingerprint=of_model(network),
         data_fingerprint=of_data(watched),
     )
     updates = make_optimizer(optimizer.value, network, lr=rate)
     monitor = Monitor(
-        network, "cross_entropy", watched, every=every, budget=budget, optimizer=updates, seed=seed
+        network,
+        "cross_entropy",
+        watched,
+        every=every,
+        budget=budget,
+        optimizer=updates,
+        maps=maps,
+        seed=seed,
     )
     session = Session(
         network,
@@ -138,6 +149,8 @@ def train(
         # The checkpoint goes when "training" is stored: until then a stopped run has both.
         history = run.step("dynamics", dynamics)
         trained = run.step("training", lambda: weights_of(network, finished()))
+        if len(history.mapped) > 1:
+            console.say(run.step("early_blocks", history.early_blocks))
         for event in history.events:
             console.say(event)
         console.say(trained)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from curvatlas.figures.drawing import (
     BLUE,
@@ -54,6 +54,34 @@ def history_figure(history: CurvatureHistory) -> Figure:
     negative.set(ylabel="share of λ < 0 (95 %)", xlabel="training step")
     for event in history.events:
         loss.axvline(event.step, color=ORANGE, alpha=0.4, linewidth=1)
+    return figure
+
+
+def film_figure(history: CurvatureHistory, *, view: str, part: str) -> Figure:
+    """‖H_ab‖_F of every map of a run, one panel a step, on one logarithmic colour scale."""
+    frames = [(s.step, s.maps.view(view, part=part)) for s in history.snapshots if s.maps]
+    if not frames:
+        raise ValueError("this history has no maps: use Monitor(maps=True).")
+    columns = min(len(frames), 4)
+    rows = -(-len(frames) // columns)
+    figure = new_figure(2.2 + 2.6 * columns, 1.2 + 2.6 * rows)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    top = max(float(frame.values.max()) for _, frame in frames)
+    picture: Any = None
+    for place, axes in enumerate(grid.flat):
+        if place >= len(frames):
+            axes.axis("off")
+            continue
+        step, frame = frames[place]
+        shown = (frame.values / top).clamp_min(1e-4).log10()
+        picture = axes.imshow(shown.numpy(), vmin=-4, vmax=0, cmap="viridis")
+        names, every = frame.names, -(-len(frame.names) // 16)
+        ticks = range(0, len(names), every)
+        axes.set_title(f"step {step}", fontsize=9)
+        axes.set_xticks(ticks, [names[k] for k in ticks], rotation=90, fontsize=6)
+        axes.set_yticks(ticks, [names[k] for k in ticks] if not place % columns else [])
+        axes.tick_params(labelsize=6)
+    figure.colorbar(picture, ax=grid, label=f"log₁₀ of the norm over the largest ({top:.3g})")
     return figure
 
 

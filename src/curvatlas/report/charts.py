@@ -561,6 +561,14 @@ def heatmap(
     )
 
 
+def thumbnail(values: Matrix, *, title: str, limits: tuple[float, float]) -> Markup:
+    """A heat map without names, for small multiples."""
+    scale = _colour_scale(values, False, limits)
+    pixels = [[_colour(value, scale, False) for value in row] for row in values]
+    image = tag("img", src=_png(pixels), alt=title, width=104, height=104)
+    return tag("figure", image, tag("figcaption", title), class_="thumbnail")
+
+
 def common_limits(matrices: Sequence[Matrix], *, signed: bool) -> tuple[float, float]:
     """Limits that make several maps comparable."""
     scales = [_colour_scale(matrix, signed, None) for matrix in matrices]

@@ -3,8 +3,11 @@
 from curvatlas.training.monitor import Monitor
 from curvatlas.training.snapshot import (
     CurvatureHistory,
+    EarlyBlocks,
     Event,
     LinesTracker,
+    MlflowTracker,
+    RankCorrelation,
     Snapshot,
     TensorBoardTracker,
     Thresholds,
@@ -14,9 +17,12 @@ from curvatlas.training.snapshot import (
 
 __all__ = [
     "CurvatureHistory",
+    "EarlyBlocks",
     "Event",
     "LinesTracker",
+    "MlflowTracker",
     "Monitor",
+    "RankCorrelation",
     "Snapshot",
     "TensorBoardTracker",
     "Thresholds",

@@ -44,6 +44,7 @@ class Piece:
 
     threshold: float
     root: Tensor | tuple[Tensor, Tensor] | None = None  # None: the identity
+    law: bool = True  # False: the update is no linear map of the gradient, the edge only a guide
 
     def apply(self, rows: Tensor, factor: float) -> Tensor:
         """(K, *shape) → factor · P^(−1/2) of each."""
@@ -184,6 +185,7 @@ def muon_piece(
             _gram_root(matrix @ matrix.mT, size, iterations, coefficients),
             _gram_root(matrix.mT @ matrix, size, iterations, coefficients),
         ),
+        law=False,
     )
 
 
@@ -259,6 +261,11 @@ class Metric:
     def plain(self) -> bool:
         """Whether λmax(P⁻¹H) is λmax(H)."""
         return not self.pieces
+
+    @property
+    def law(self) -> bool:
+        """Whether every update is linear in the gradient, so that the threshold is one."""
+        return all(piece is None or piece.law for piece in self.pieces) and not self.note
 
     def root(self, columns: Tensor, layout: Layout) -> Tensor:
         """(P, K) → P^(−1/2) of the columns."""

@@ -7,10 +7,11 @@ seeds the weights are the same bit for bit with and without it.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
 
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from curvatlas import parallel
+from curvatlas.analysis.atlas.mapping import atlas
+from curvatlas.analysis.atlas.result import Atlas, blocks_of
 from curvatlas.anatomy import Slice
 from curvatlas.errors import NonFiniteError
 from curvatlas.fits import mean_reach
@@ -34,8 +38,11 @@ from curvatlas.training.snapshot import (
     Snapshot,
     Thresholds,
     Tracker,
+    alarm,
     events_of,
     lightning_callback,
+    loss_events,
+    rate_alarm,
     trainer_callback,
 )
 
@@ -55,6 +62,9 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+_PROBES_A_BLOCK = 6  # of a map; its intervals say what that is worth
+
+
 @dataclass(kw_only=True)
 class Measuring:
     """Measures one problem again and again; keeps the eigenvectors between measurements."""
@@ -67,8 +77,11 @@ class Measuring:
     max_products: int
     seed: int
     optimizers: Sequence[Optimizer] = field(default_factory=list)
+    mapping: bool = False  # whether the next measurement takes maps as well
 
     def __post_init__(self) -> None:
+        self._blocks = blocks_of(self.problem.anatomy, biases=False)
+        self._mapped: Tensor | None = None  # weights at the first map
         self._edge: Tensor | None = None  # eigenvector of P^(−1/2) H P^(−1/2)
         self._ends: Tensor | None = None  # eigenvectors of both ends, for the warm start
         self._top: Tensor | None = None
@@ -113,6 +126,9 @@ class Measuring:
         edge, edge_interval = sharpness, sharpness_interval
         if not metric.plain:
             edge, edge_interval = self._own_edge(operator, metric)
+        mapping_began = time.perf_counter()
+        maps = self._maps(step) if self.mapping else None
+        map_seconds = time.perf_counter() - mapping_began
         snapshot = Snapshot(
             step=step,
             loss=loss,
@@ -122,6 +138,8 @@ class Measuring:
             edge=edge,
             edge_interval=edge_interval,
             edge_threshold=metric.threshold,
+            edge_is_law=metric.law or not self.optimizers,
+            rounding=min(1.0, 100 * torch.finfo(operator.dtype).eps),
             metric=metric.name + (f" ({metric.note})" if metric.note else ""),
             most_negative=float(ends.values.min()),
             trace=trace,
@@ -138,6 +156,9 @@ class Measuring:
                 for role, pieces in self._roles.items()
             },
             products=operator.products,
+            maps=maps,
+            map_seconds=map_seconds,
+            moved=self._moved(),
             seconds=time.perf_counter() - began,
         )
         self._ends, self._top = ends.vectors, top
@@ -158,11 +179,47 @@ class Measuring:
         self._edge = top.vectors[:, :1]
         return float(top.values[0]), (float(top.interval[0][0]), float(top.interval[1][0]))
 
+    @property
+    def map_products(self) -> int:
+        """Products of one map, each of which gives H, H_o and H_f."""
+        return _PROBES_A_BLOCK * len(self._blocks)
+
+    def _maps(self, step: int) -> Atlas:
+        """Role × role, layer × layer and block × block; exact where the model is tiny."""
+        method = "dense" if self.problem.size <= self.map_products else "sketch"
+        whole = atlas(
+            self.problem,
+            biases=False,
+            method=method,
+            products=self.map_products,
+            seed=self.seed + step,
+        )
+        if self._mapped is None:
+            self._mapped = self.problem.parameters.detach().clone()
+        kept = {
+            key: one
+            for key, one in whole.maps.items()
+            if one.quantity in ("frobenius", "trace")
+            and (one.view in ("role", "layer") or one.part == "total")
+        }
+        return replace(whole, maps=kept)
+
+    def _moved(self) -> dict[str, float] | None:
+        """‖θ − θ at the first map‖ of every block."""
+        if self._mapped is None:
+            return None
+        change = self.problem.parameters.detach() - self._mapped
+        return {
+            block.name: float(sum(piece.view(change).norm() ** 2 for piece in block.slices) ** 0.5)
+            for block in self._blocks
+        }
+
     def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
         """Eigenvectors and the state of the rounds over roles."""
         vectors = {f"role/{role}": v for role, v in self._role_vectors.items()}
-        if self._edge is not None:
-            vectors["edge"] = self._edge
+        for name, tensor in (("edge", self._edge), ("mapped", self._mapped)):
+            if tensor is not None:
+                vectors[name] = tensor
         if self._ends is not None and self._top is not None:
             vectors.update(ends=self._ends, top=self._top)
         return vectors, dict(self._role_sharpness), self._turn
@@ -172,7 +229,7 @@ class Measuring:
     ) -> None:
         """Start the next measurement from ``warm_start()``."""
         self._ends, self._top = vectors.get("ends"), vectors.get("top")
-        self._edge = vectors.get("edge")
+        self._edge, self._mapped = vectors.get("edge"), vectors.get("mapped")
         self._role_vectors = {
             name.removeprefix("role/"): v for name, v in vectors.items() if name.startswith("role/")
         }
@@ -245,6 +302,22 @@ def _overlap(a: Tensor, b: Tensor) -> float:
     return min(1.0, float((a.T @ b).square().sum()) / b.shape[1])
 
 
+def _told(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _note(step: int, name: str, message: str) -> Event:
+    return Event(step=step, name=name, message=message, value=nan, threshold=nan)
+
+
+def _failure(step: int, error: Exception) -> Event:
+    """A measurement that failed: an alarm where the loss is no number, else a note."""
+    if isinstance(error, NonFiniteError):
+        return alarm("not_finite", step, _told(error), {"loss": nan, "limit": nan})
+    return _note(step, "not_measured", _told(error))
+
+
 class Monitor:
     """Measure curvature every ``every`` steps, spending at most ``budget`` of the wall time.
 
@@ -254,6 +327,8 @@ class Monitor:
         (Muon with AdamW for the rest) as a list. Without one, ``step(learning_rate=...)`` gives the
         edge 2/η of plain gradient descent.
     eigenvalues, tol: how many at each end and how precisely;  probes: for traces.
+    maps: True adds maps of H, H_o and H_f with intervals, role by role and layer by layer, to the
+        snapshots whose half of the budget allows it; steps: to the first snapshot from each on.
     trackers: where snapshots go besides ``history`` (run folder, TensorBoard, Weights & Biases).
 
         with ca.Monitor(model, "cross_entropy", batch, every=20, optimizer=optimizer) as monitor:
@@ -277,6 +352,7 @@ class Monitor:
         probes: int = 4,
         density_products: int = 24,
         max_products: int = 60,
+        maps: bool | Iterable[int] = False,
         thresholds: Thresholds | None = None,
         trackers: Iterable[Tracker] = (),
         seed: int = 0,
@@ -292,6 +368,9 @@ class Monitor:
         self.optimizer = optimizer
         self.thresholds = thresholds or Thresholds()
         self.trackers = list(trackers)
+        self._map_steps = None if isinstance(maps, bool) else sorted(int(step) for step in maps)
+        self._wants_maps = bool(maps) if self._map_steps is None else bool(self._map_steps)
+        self._map_cost, self._map_spent = 0.0, 0.0
         bare = unwrap(model)
         with leaving_no_trace(bare):
             problem = Problem(bare, loss, data)
@@ -306,6 +385,9 @@ class Monitor:
         )
         self.snapshots: list[Snapshot] = []
         self.events: list[Event] = []
+        self.looks: list[tuple[int, float]] = []  # step and loss, of snapshots and between them
+        self._look_cost, self._look_spent = 0.0, 0.0
+        self._watched_rate = math.inf  # the highest since the last snapshot
         self.steps = 0
         self.skipped = 0
         self._costs: deque[float] = deque(maxlen=3)  # seconds of the last measurements
@@ -319,41 +401,125 @@ class Monitor:
         """Call once after each optimizer step; returns a snapshot when one was taken."""
         now = self.steps if step is None else step
         self.steps = now + 1
+        self._watch_rate(now, learning_rate)
         if now % self.every:
             return None
-        elapsed = time.perf_counter() - self._began
-        # The first measurement is taken at once; later ones wait until all are paid for, their own
-        # expected cost included: the dearest of the last three and more, as machines scatter.
-        expected = 1.3 * max(self._costs, default=0.0)
-        if self._costs and self.budget < 1 and self.spent + expected > self.budget * elapsed:
-            self.skipped += 1
-            return None
         try:
-            return self.measure(step=now, learning_rate=learning_rate)
-        except NonFiniteError as error:
-            # A diverged run is news, not a reason to stop somebody's training loop.
-            self.events.append(
-                Event(step=now, name="not_finite", message=str(error), value=nan, threshold=nan)
-            )
-            return None
+            # The first measurement is taken at once; later ones wait until all are paid for, their
+            # own expected cost included: the dearest of the last three and more, as machines
+            # scatter. Meanwhile the loss alone, a forward pass, is looked at for a tenth of that.
+            if not self._costs or self._affords(max(self._costs)):
+                return self.measure(step=now, learning_rate=learning_rate)
+            self.skipped += 1
+            looked = self._look_spent + self._look_cost <= 0.1 * self._allowance
+            if self.snapshots and self._agreed(looked) and self._affords(self._look_cost):
+                self._look(now)
+        except Exception as error:
+            # A diverged run, a model changed under the monitor or rounding that swamps the second
+            # derivative is news, not a reason to stop somebody's training loop.
+            self._report([_failure(now, error)], None)
+        return None
+
+    def _affords(self, cost: float) -> bool:
+        """Whether a measurement fits; with maps, which cost more, each kind has its half."""
+        spent, allowed = self.spent, self._allowance
+        if self._wants_maps:
+            spent, allowed = self.spent - self._map_spent, self._allowance / 2
+        return self._agreed(spent + 1.3 * cost <= allowed)
+
+    def _agreed(self, fits: bool) -> bool:
+        """What the slowest process says: all of them measure together, or none."""
+        if self.budget == 1 or not self._measuring.problem.spread:
+            return fits
+        return bool(parallel.smallest_over_processes(int(fits)))
+
+    def _map_due(self, step: int) -> bool:
+        if not self._wants_maps:
+            return False
+        if self._map_steps is not None:
+            taken = [s.step for s in self.snapshots if s.maps is not None]
+            due = [k for k in self._map_steps if k <= step and not any(t >= k for t in taken)]
+            if not due:
+                return False
+        if self.budget == 1:
+            return True
+        if not self._map_cost:  # a product of a map gives three matrices: about two of H
+            rates = [s.seconds / max(s.products, 1) for s in self.snapshots]
+            if not rates:
+                return False
+            self._map_cost = 2 * rates[-1] * self._measuring.map_products
+        return self._agreed(self._map_spent + 1.3 * self._map_cost <= self._allowance / 2)
+
+    @property
+    def _allowance(self) -> float:
+        """Seconds that may have been spent by now."""
+        if self.budget == 1:
+            return math.inf
+        return self.budget * (time.perf_counter() - self._began)
+
+    def _watch_rate(self, now: int, learning_rate: float | None) -> None:
+        """Every step, free: a rate raised beyond what the last measured curvature allows."""
+        rate = self._rate() if learning_rate is None else learning_rate
+        if not self.snapshots or rate is None or rate <= self._watched_rate:
+            return
+        self._watched_rate = rate
+        event = rate_alarm(self.snapshots[-1], now, rate, self.thresholds)
+        if event is not None:
+            self._watched_rate = math.inf  # said once until the next snapshot
+            self._report([event], None)
+
+    def _look(self, now: int) -> None:
+        """The loss on the monitor's data, between two snapshots."""
+        began = time.perf_counter()
+        try:
+            with leaving_no_trace(self._measuring.problem.model):
+                self.looks.append((now, self._measuring.problem.value()))
+            self._report(list(loss_events(self.looks, self.thresholds)), None)
+        finally:
+            self._look_cost = time.perf_counter() - began
+            self.spent += self._look_cost
+            self._look_spent += self._look_cost
 
     def measure(self, *, step: int | None = None, learning_rate: float | None = None) -> Snapshot:
         """Measure now, whatever the budget says."""
         began = time.perf_counter()
         rate = self._rate() if learning_rate is None else learning_rate
         self._measuring.optimizers = self._optimizers()
+        now, mapping = self.steps if step is None else step, 0.0
+        self._measuring.mapping = self._map_due(now)
         try:
-            snapshot = self._measuring.measure(self.steps if step is None else step, rate)
-            events = list(events_of(snapshot, self.snapshots, self.thresholds))
+            snapshot = self._measuring.measure(now, rate)
+            mapping = snapshot.map_seconds
+            if snapshot.maps is not None:
+                self._map_cost, self._map_spent = mapping, self._map_spent + mapping
+            self.looks.append((snapshot.step, snapshot.loss))
+            events = [
+                *events_of(snapshot, self.snapshots, self.thresholds),
+                *loss_events(self.looks, self.thresholds),
+            ]
             self.snapshots.append(snapshot)
-            self.events.extend(events)
-            for tracker in self.trackers:
-                tracker.write(snapshot, events)
+            self._watched_rate = snapshot.learning_rate or 0.0
+            self._report(events, snapshot)
         finally:  # a measurement that fails is paid for as well
             cost = time.perf_counter() - began
-            self._costs.append(cost)
+            self._costs.append(cost - mapping)
             self.spent += cost
         return snapshot
+
+    def _report(self, events: list[Event], snapshot: Snapshot | None) -> None:
+        """Keep the events and hand everything to the trackers; one that fails is an event too."""
+        self.events.extend(events)
+        for tracker in self.trackers:
+            try:
+                if snapshot is not None:
+                    tracker.write(snapshot, events)
+                elif events:
+                    tracker.notify(events)
+            except Exception as error:
+                step = self.steps - 1 if snapshot is None else snapshot.step
+                who = type(tracker).__name__
+                told = f"{who} failed ({_told(error)}): its records have a gap here"
+                self.events.append(_note(step, "tracker_failed", told))
 
     def _optimizers(self) -> list[Optimizer]:
         return [] if self.optimizer is None else unwrapped(self.optimizer)
@@ -406,6 +572,7 @@ class Monitor:
         """Go on from ``warm_start()`` with what was seen before."""
         self._measuring.resume(warm, role_sharpness, turn)
         self.snapshots, self.events = list(snapshots), list(events)
+        self.looks = [(snapshot.step, snapshot.loss) for snapshot in self.snapshots]
 
     # --- in other people's loops ----------------------------------------------------------------
 

@@ -319,6 +319,19 @@
   });
 
   document.querySelectorAll("figure.chart").forEach(enhance);
+  // a film shows the frame of its slider; without JavaScript all frames stand below each other
+  document.querySelectorAll(".film").forEach((film) => {
+    const slider = film.querySelector("input"), frames = [...film.querySelectorAll(".frame")];
+    const small = [...film.querySelectorAll(".thumbnail")];
+    const turn = (to) => {
+      slider.value = String(to);
+      frames.forEach((frame, i) => { frame.hidden = i !== to; });
+      small.forEach((figure, i) => figure.classList.toggle("current", i === to));
+    };
+    slider.addEventListener("input", () => turn(Number(slider.value)));
+    small.forEach((figure, i) => figure.addEventListener("click", () => turn(i)));
+    turn(0);
+  });
   // paper shows what a reader would have to open
   addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.dataset.was = d.open; d.open = true; }));
   addEventListener("afterprint", () => document.querySelectorAll("details").forEach((d) => { d.open = d.dataset.was === "true"; }));

@@ -106,7 +106,7 @@ def _view(
             description=description,
             identifier=f"{identifier}-{part}",
             limits=limits,
-            notes=_notes(entry, len(names)),
+            notes=interval_notes(entry, len(names)),
             bar=f"Frobenius norm of the blocks of {PARTS[part]}",
         )
         numbers = None
@@ -122,7 +122,7 @@ def _view(
     return switch(identifier, panels, label="Matrix that is mapped")
 
 
-def _notes(entry: dict[str, Any], size: int) -> list[list[str | None]] | None:
+def interval_notes(entry: dict[str, Any], size: int) -> list[list[str | None]] | None:
     low, high = matrix(entry.get("low")), matrix(entry.get("high"))
     if size * size > _MOST_NOTES or len(low) != size or len(high) != size:
         return None

@@ -8,22 +8,29 @@ from typing import Any
 from curvatlas.report.charts import (
     Series,
     chart,
+    common_limits,
     fitting_scale,
+    heatmap,
     linear_scale,
     log_scale,
     symlog_scale,
+    thumbnail,
 )
 from curvatlas.report.contents import (
+    PARTS,
     Contents,
     Section,
+    as_interval,
     as_number,
     capitalised,
+    matrix,
     numbers,
     quantity,
     stage_heading,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, sentence, tag
+from curvatlas.report.markup import Markup, join, number, sentence, switch, table, tag
+from curvatlas.report.sections.atlas import interval_notes
 
 _MOST_POINTS = 400
 
@@ -102,7 +109,7 @@ _CHARTS = {
     "role_trace": ("Curvature by role", "tr H[role, role]", "A point where measured."),
     "role_gradient": ("Gradient by role", "‖∇L‖ of the role", "A point where measured."),
 }
-_BOOKKEEPING = ("step", "products", "seconds")
+_BOOKKEEPING = ("step", "products", "seconds", "map_seconds", "rounding", "edge_is_law")
 
 
 def _labels(name: str) -> tuple[str, str, str]:
@@ -113,7 +120,7 @@ def _labels(name: str) -> tuple[str, str, str]:
 def dynamics(contents: Contents) -> Section | None:
     """Results with a list of records that carry a ``step``: numbers become curves with their
     ``<name>_interval`` and ``<name>_threshold``, ``events`` a list in words."""
-    bodies = []
+    bodies: list[Markup] = []
     for entry in contents.entries:
         records = _records(entry.content)
         if records:
@@ -121,7 +128,9 @@ def dynamics(contents: Contents) -> Section | None:
             said = [tag("li", one) for one in _course(records)]
             course = tag("ul", said, class_="findings") if said else None
             figures = _figures(records, _marks(entry.content))
-            bodies.append(join(stage_heading(entry.stage), course, events, figures))
+            film = _film(records, f"film{len(bodies)}")
+            bodies.append(join(stage_heading(entry.stage), course, events, film, figures))
+    bodies += [_early_blocks(entry.content) for entry in contents.of_kind("EarlyBlocks")]
     if not bodies:
         return None
     return Section("dynamics", "Training dynamics", join(*bodies))
@@ -277,6 +286,82 @@ def _figure(records: list[dict[str, Any]], name: str, marks: list[tuple[float, s
     )
 
 
+_MOST_FRAMES = 16
+_FILM_VIEWS = {"role": "roles", "layer": "layers"}
+
+
+def _film(records: list[dict[str, Any]], identifier: str) -> Markup | None:
+    """The maps over training: a slider through the steps, all of them small beside each other."""
+    mapped = [r for r in records if isinstance(r.get("maps"), dict) and r["maps"].get("maps")]
+    mapped = mapped[:: -(-len(mapped) // _MOST_FRAMES)] if mapped else []
+    panels = {}
+    for view, words in _FILM_VIEWS.items():
+        for part, symbol in PARTS.items():
+            frames = [(r, r["maps"]["maps"].get(f"{view}/frobenius/{part}")) for r in mapped]
+            shown = [(r, frame) for r, frame in frames if isinstance(frame, dict)]
+            if len(shown) > 1 and len(shown[0][1].get("names") or ()) > 1:
+                name = f"{identifier}-{view}-{part}"
+                panels[f"{symbol} over {words}"] = _reel(shown, symbol, words, name)
+    if not panels:
+        return None
+    lead = tag("p", "Frobenius norms of the blocks at the steps that were mapped; colours mean the "
+               "same at every step.")  # fmt: skip
+    return join(tag("h3", "Maps over training"), lead, switch(identifier, panels, label="Map"))
+
+
+def _reel(
+    frames: list[tuple[dict[str, Any], dict[str, Any]]], symbol: str, words: str, identifier: str
+) -> Markup:
+    matrices = [matrix(frame.get("values")) for _, frame in frames]
+    limits = common_limits(matrices, signed=False)
+    small, large = [], []
+    for index, ((record, frame), values) in enumerate(zip(frames, matrices, strict=True)):
+        title = f"step {number(as_number(record['step']) or 0.0, 6)}"
+        names = [str(name) for name in frame.get("names") or ()]
+        small.append(thumbnail(values, title=title, limits=limits))
+        picture = heatmap(
+            values,
+            rows=names,
+            columns=names,
+            title=f"{symbol} over {words}, {title}",
+            description="With 95 % intervals.",
+            bar=f"Frobenius norm of the blocks of {symbol}",
+            identifier=f"{identifier}-{index}",
+            limits=limits,
+            notes=interval_notes(frame, len(names)),
+        )
+        large.append(tag("div", picture, class_="frame"))
+    slider = tag(
+        "input", type="range", min=0, max=len(frames) - 1, value=0, aria_label="Step of training"
+    )
+    return tag("div", tag("div", small, class_="multiples"), slider, large, class_="film")
+
+
+_CORRELATIONS = {
+    "per_weight": "tr H_bb / n and change of a weight",
+    "dominance": "‖H_bb‖_F and distance of the block",
+    "size_alone": "size of the block and distance (control)",
+}
+
+
+def _early_blocks(content: dict[str, Any]) -> Markup:
+    rows: list[list[object]] = []
+    for key, words in _CORRELATIONS.items():
+        entry = content.get(key) or {}
+        value, interval = quantity(entry)
+        null = as_interval(entry.get("null"))
+        p_value = as_number(entry.get("p_value"))
+        shuffled = "" if null is None else f"{null[0]:.2f} … {null[1]:.2f}"
+        rows.append([words, with_interval(value, interval), shuffled, p_value])
+    lead = (
+        f"Over {len(content.get('names') or ())} blocks: curvature at step {content.get('step')}, "
+    )
+    lead += f"movement until step {content.get('until')}."
+    head: list[object] = ["Spearman's ρ of", "ρ (95 %)", "shuffled blocks (95 %)", "p"]
+    title = tag("h3", "Do early dominant blocks predict which weights move?")
+    return join(title, tag("p", lead), table(head, rows))
+
+
 def _events(content: dict[str, Any]) -> Markup | None:
     events = content.get("events")
     if not isinstance(events, list) or not events:
@@ -286,10 +371,15 @@ def _events(content: dict[str, Any]) -> Markup | None:
 
 
 def _words(event: Any) -> str:
+    if isinstance(event, dict) and isinstance(event.get("message"), str):
+        name = str(event.get("name") or "event").replace("_", " ")
+        kind = "alarm " if event.get("alarm") else ""
+        words = f"Step {event.get('step')}, {kind}{name}: {event['message']}"
+        rate = as_interval(event.get("false_alarm_rate"))
+        return (
+            words if rate is None else f"{words} (false in at most {rate[1]:.0%} of healthy runs)"
+        )
     if isinstance(event, dict):
-        if event.get("message"):
-            name = str(event.get("name") or "event").replace("_", " ")
-            return f"Step {event.get('step')}, {name}: {event['message']}"
         shown = (f"{k.replace('_', ' ')}: {v}" for k, v in event.items() if k != "kind")
         return ", ".join(shown)
     return str(event)

@@ -1,0 +1,276 @@
+"""Alarms of the monitor: how many in healthy runs, and how long before a loss doubles.
+
+    python benchmarks/alarms.py [--quick] [--notes FILE]
+
+Healthy runs: a ViT on digits and a GPT on characters, SGD with momentum, AdamW and Muon (AdamW for
+what is no matrix), warm-up with a constant rate or cosine decay, two seeds, drawn batches.
+Divergences, in full batches so that curvature and not the draw makes them: after 60 healthy steps,
+with the rate rising to 10 times over 100 steps, or with one batch of inputs ten times too large and
+wrong labels; and from the first step, at 10 times the rate, without normalisation (the rate rising
+over 100 steps) or without warm-up. A divergence is a loss on the monitor's samples (the median of
+five steps, which a single spike does not move) twice its lowest so far; a run whose loss never
+doubles is told and not counted. The monitor measures every five steps without a limit of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvatlas as ca
+from curvatlas import zoo
+from curvatlas.anatomy import anatomy_of
+from curvatlas.fits import share_interval
+from curvatlas.training import Event
+from harness.racing import Notebook
+from harness.results import keep, requirement
+
+MODELS, OPTIMIZERS = ("ViT", "GPT"), ("SGD", "AdamW", "Muon")
+RATES = {"SGD": 0.1, "AdamW": 8e-3, "Muon": 0.02}
+FACTOR = {"rate": 10.0, "no norm": 10.0, "no warm-up": 10.0, "batch": 10.0}
+WARM_UP, HEALTHY, STEPS, RAMP, EVERY = 20, 60, 180, 100, 5
+LEAD = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; fault: what is done to it, factor: how much of it."""
+
+    model: str
+    optimizer: str
+    seed: int
+    schedule: str = "constant"
+    fault: str = "none"
+    factor: float = 1.0
+
+    @property
+    def begins(self) -> int:
+        """The step from which the fault acts."""
+        return HEALTHY if self.fault in ("rate", "batch") else 0
+
+
+def healthy() -> list[Case]:
+    kinds = itertools.product(MODELS, OPTIMIZERS, ("constant", "cosine"), (0, 1))
+    return [Case(m, o, seed, schedule) for m, o, schedule, seed in kinds]
+
+
+def divergent() -> list[Case]:
+    pairs = list(itertools.product(MODELS, OPTIMIZERS))
+    cases = [Case(m, o, seed, fault="rate") for seed in (2, 3) for m, o in pairs]
+    for fault in ("no norm", "no warm-up"):
+        cases += [Case(m, o, 6, fault=fault) for m in MODELS for o in ("SGD", "AdamW")]
+    cases += [Case(m, "SGD", 5, fault="batch") for m in MODELS]
+    return [replace(case, factor=FACTOR[case.fault]) for case in cases]
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+    classes: int
+    batch_size: int
+    watched: int  # samples of the monitor
+
+
+def setting(case: Case) -> Setting:
+    sampled = case.fault == "none"
+    if case.model == "ViT":
+        digits = zoo.digits(seed=3)
+        vit = zoo.reference_vit(seed=case.seed, norm_first=True)
+        made = Setting(
+            vit,
+            *digits.train.take(512 if sampled else 64),
+            digits.classes,
+            64,
+            48 if sampled else 64,
+        )
+    else:
+        text = zoo.text(level="character", context=32)
+        sizes = {"context": 32, "d_model": 16, "n_layers": 1, "n_heads": 2}
+        gpt = zoo.reference_gpt(seed=case.seed, vocabulary=text.classes, **sizes)
+        made = Setting(
+            gpt, *text.train.take(48 if sampled else 12), text.classes, 12, 8 if sampled else 12
+        )
+    if case.fault == "no norm":
+        for module in list(made.model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.LayerNorm):
+                    setattr(module, name, nn.Identity())
+    return made
+
+
+def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    rate = RATES[name]
+    if name == "SGD":
+        return [torch.optim.SGD(model.parameters(), rate, momentum=0.9)]
+    if name == "AdamW":
+        return [torch.optim.AdamW(model.parameters(), rate)]
+    pieces = {piece.parameter: piece.sublayer for piece in anatomy_of(model).slices}
+    matrices, others = [], []
+    for label, parameter in model.named_parameters():
+        inside = parameter.ndim == 2 and pieces.get(label) not in ("embedding", "head")
+        (matrices if inside else others).append(parameter)
+    return [torch.optim.Muon(matrices, rate), torch.optim.AdamW(others, RATES["AdamW"])]
+
+
+def factor_at(case: Case, step: int, steps: int) -> float:
+    """The rate's factor: warm-up, decay, and the fault."""
+    if case.fault == "no warm-up":
+        return case.factor
+    factor = min(1.0, (step + 1) / WARM_UP)
+    if case.schedule == "cosine":
+        factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
+    if case.fault == "no norm":
+        factor = case.factor * min(1.0, (step + 1) / (RAMP))
+    if case.fault == "rate" and step >= HEALTHY:
+        factor *= 1 + (case.factor - 1) * min(1.0, (step + 1 - HEALTHY) / RAMP)
+    return factor
+
+
+def batches(case: Case, made: Setting) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 + case.seed)
+    for step in itertools.count():
+        chosen = torch.arange(made.batch_size)  # all of them in a divergence
+        if len(made.inputs) > made.batch_size:
+            chosen = torch.randint(0, len(made.inputs), (made.batch_size,), generator=generator)
+        x, y = made.inputs[chosen], made.targets[chosen]
+        wrong = torch.randint(0, made.classes, y.shape, generator=generator)
+        if case.fault == "batch" and step == HEALTHY:
+            x, y = (x * case.factor if x.is_floating_point() else x), wrong
+        yield x, y
+
+
+def run(case: Case, *, steps: int) -> tuple[list[float], ca.Monitor]:
+    """Losses on the monitor's samples after every step, and the monitor."""
+    made = setting(case)
+    model, watched = made.model, (made.inputs[: made.watched], made.targets[: made.watched])
+    movers = optimizers(case.optimizer, model)
+    rates = [[group["lr"] for group in mover.param_groups] for mover in movers]
+    monitor = ca.Monitor(
+        model, "cross_entropy", watched, every=EVERY, budget=1.0, optimizer=movers, eigenvalues=1,
+        density_products=2, probes=2,
+    )  # fmt: skip
+    since = max(0, case.begins - 8 * EVERY)
+    losses = []
+    for step, (x, y) in zip(range(steps), batches(case, made), strict=False):
+        for mover, own in zip(movers, rates, strict=True):
+            mover.zero_grad()
+            for group, rate in zip(mover.param_groups, own, strict=True):
+                group["lr"] = rate * factor_at(case, step, steps)
+        value = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        value.backward()
+        for mover in movers:
+            mover.step()
+        with torch.no_grad():
+            loss = F.cross_entropy(model(watched[0]).flatten(0, -2), watched[1].flatten())
+        losses.append(float(loss))
+        if step >= since:
+            monitor.step(step=step)
+        at = doubled(losses, case.begins) if case.fault != "none" else None
+        if not math.isfinite(losses[-1]) or (at is not None and step >= at + 2 * EVERY):
+            break
+    return losses, monitor
+
+
+def doubled(losses: list[float], begins: int) -> int | None:
+    """The first step after the fault with twice the lowest loss so far, medians of five."""
+    lowest = math.inf
+    for step in range(4, len(losses)):
+        loss = statistics.median(losses[step - 4 : step + 1])
+        if step > begins and not loss < 2 * lowest:
+            return step
+        lowest = min(lowest, loss)
+    return None if math.isfinite(losses[-1]) else len(losses) - 1
+
+
+def watch(case: Case, *, steps: int) -> dict[str, Any]:
+    """What happened in one run, in plain numbers."""
+    losses, monitor = run(case, steps=steps)
+    return row(case, losses, monitor.snapshots, monitor.events)
+
+
+def row(
+    case: Case, losses: list[float], snapshots: list[ca.Snapshot], events: list[Event]
+) -> dict[str, Any]:
+    """One line of the tables."""
+    alarms = [event for event in events if event.alarm]
+    at = doubled(losses, case.begins) if case.fault != "none" else None
+    first = next((e for e in alarms if e.step >= case.begins), None)
+    ratios = [s.edge_ratio for s in snapshots if s.step >= 10 and s.edge_ratio is not None]
+    return {
+        **asdict(case),
+        "steps": len(losses),
+        "lowest_loss": round(min(losses), 4),
+        "last_loss": round(losses[-1], 4) if math.isfinite(losses[-1]) else "not finite",
+        "largest_edge_ratio": round(max(ratios, default=math.nan), 2),
+        "doubled_at": at,
+        "first_alarm": None if first is None else f"{first.step}: {first.name}",
+        "lead": None if first is None or at is None else at - first.step,
+        "early_alarms": sum(e.step < case.begins for e in alarms),
+        "alarms": ", ".join(f"{e.step}: {e.name}" for e in alarms[:6]),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few steps, nothing is kept")
+    parser.add_argument("--part", default="1/1", help="k/n: every n-th run only, nothing is kept")
+    parser.add_argument("--notes", type=Path, help="file of finished runs, to go on where it was")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    notes = Notebook(options.notes)
+    steps = 12 if options.quick else STEPS
+    place, parts = (int(x) for x in options.part.split("/"))
+    chosen = slice(place - 1, None, parts * (8 if options.quick else 1))
+
+    def noted(case: Case, length: int) -> dict[str, Any]:
+        line: dict[str, Any] = notes.once(str(case), lambda: watch(case, steps=length))
+        print("  " + ", ".join(f"{k} {v}" for k, v in line.items()), file=sys.stderr, flush=True)
+        return line
+
+    calm = [noted(case, min(steps, 160)) for case in healthy()[chosen]]
+    faults = [noted(case, steps) for case in divergent()[chosen]]
+    if not options.quick and parts == 1:
+        _keep(calm, faults)
+    return 0
+
+
+def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
+    false = sum(bool(row["alarms"]) for row in calm) + sum(
+        row["early_alarms"] > 0 for row in faults
+    )
+    counted = [row for row in faults if row["doubled_at"] is not None]
+    late = sum(row["lead"] is None or row["lead"] < LEAD for row in counted)
+    low, high = share_interval(sum(bool(row["alarms"]) for row in calm), len(calm))
+    requirements = [
+        requirement(f"false alarms in {len(calm)} healthy runs", false, 0),
+        requirement(
+            f"share of {len(counted)} divergences without an alarm {LEAD} steps ahead",
+            round(late / max(1, len(counted)), 3), 0.2,
+        ),
+    ]  # fmt: skip
+    summary = {
+        "healthy_runs": len(calm), "false_alarm_rate_interval": [round(low, 3), round(high, 3)],
+        "divergences": len(counted), "warned_in_time": len(counted) - late,
+        "faults_that_did_not_double": len(faults) - len(counted),
+    }  # fmt: skip
+    keep(
+        "alarms",
+        {"requirements": requirements, "summary": summary, "healthy": calm, "faults": faults},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
