@@ -49,10 +49,17 @@ from curvatlas.training.snapshot import (
 
 @contextlib.contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; training flags and every random number generator as before after."""
+    """Evaluation mode and the weights' own precision inside, whatever autocast says outside.
+
+    Training flags and every random number generator are as before after.
+    """
     training = [module for module in model.modules() if module.training]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    kinds = sorted({p.device.type for p in model.parameters()})
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
         try:
             for module in training:
                 module.training = False

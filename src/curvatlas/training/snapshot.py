@@ -501,10 +501,12 @@ class MlflowTracker(Tracker):
             raise ImportError(
                 "MlflowTracker needs mlflow: pip install 'curvatlas[trackers]'."
             ) from error
-        active = self._mlflow.active_run() if run_id is None else None
-        if run_id is None and active is None:
-            raise ValueError("no MLflow run is active: start one, or give its run_id.")
-        self._run_id = active.info.run_id if run_id is None else run_id
+        if run_id is None:
+            active = self._mlflow.active_run()
+            if active is None:
+                raise ValueError("no MLflow run is active: start one, or give its run_id.")
+            run_id = active.info.run_id
+        self._run_id = run_id
 
     def write(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
         values = {f"curvature/{name}": value for name, value in scalars(snapshot).items()}
