@@ -41,10 +41,27 @@ from .analysis.diagnostics import (
     ConvergenceTrajectory as ConvergenceTrajectory,
     Rate as Rate,
 )
+from .analysis.landscape.ascent import (
+    Sharpness as Sharpness,
+    sharpness_by_ascent as sharpness_by_ascent,
+)
 from .analysis.landscape.convergence import (
     LandscapeConvergence as LandscapeConvergence,
     landscape_convergence as landscape_convergence,
 )
+from .analysis.landscape.flatness import (
+    Flatness as Flatness,
+    Invariance as Invariance,
+    RelativeFlatness as RelativeFlatness,
+    flatness as flatness,
+    relative_flatness as relative_flatness,
+    rescaling_invariance as rescaling_invariance,
+)
+from .analysis.landscape.pac_bayes import (
+    PacBayes as PacBayes,
+    pac_bayes as pac_bayes,
+)
+from .analysis.landscape.rescaling import rescaled as rescaled
 from .analysis.landscape.sharpness import (
     SharpnessDrift as SharpnessDrift,
     sharpness_drift as sharpness_drift,

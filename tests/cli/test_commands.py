@@ -82,6 +82,10 @@ def test_every_command_refuses_an_unknown_option_in_one_line(
         (("landscape", "vit", "digits", "--accuracy", "2"), "--accuracy"),
         (("landscape", "vit", "digits", "--time", "soon"), "soon"),
         (("landscape", "vit", "digits", "--weights", "gone.safetensors"), "gone.safetensors"),
+        (("flatness", "vit", "digits", "--radius", "0"), "--radius"),
+        (("flatness", "vit", "digits", "--adaptive-radius", "-1"), "--adaptive-radius"),
+        (("flatness", "vit", "digits", "--test", "nowhere.npz"), "nowhere.npz"),
+        (("flatness", "vit", "digits", "--prior", "gone.safetensors"), "gone.safetensors"),
         (("atlas", "vit"), "DATA"),
         (("atlas", "vit", "nowhere.txt"), "nowhere.txt"),
         (("atlas", "no_such_module:f", "digits"), "no_such_module"),
@@ -332,3 +336,51 @@ def test_the_papers_experiments_take_a_model_and_data_and_make_a_page(
     assert kind in {result["kind"] for result in answer["results"].values()}
     assert f'id="{section}"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert curvatlas(*arguments)[1] == out  # read back, nothing computed again
+
+
+def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_path: Path) -> None:
+    inputs, targets = _samples(24)
+    np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
+    np.savez(tmp_path / "test.npz", inputs=1.1 * inputs.numpy(), targets=targets.numpy())
+    command = ("flatness", "cli_models:make_model", "data.npz", "--test", "test.npz", "--dtype",
+               "float64", "--draws", "4", "--output", "run", "--json")  # fmt: skip
+    code, out, err = curvatlas(*command)
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    found = answer["results"]["model.flatness"]
+    assert found["kind"] == "Flatness"
+    assert found["sam"]["value"] > 0
+    assert found["diagonal"]["test_loss"] > 0
+    model = make_model().double()
+    test_loss = torch.nn.functional.cross_entropy(model(1.1 * inputs), targets)
+    assert found["test_loss"] == pytest.approx(float(test_loss), rel=1e-9)
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "<h2" in page
+    assert "Relative flatness by layer" in page
+    assert "SAM sharpness: a certified local maximum" in page
+    assert (tmp_path / "run/figures/flatness-model.png").is_file()
+    code, again, _ = curvatlas(*command)
+    assert code == 0
+    assert json.loads(again)["results"]["model.flatness"] == found
+
+
+@pytest.mark.slow
+def test_flatness_shows_what_rescaling_changes(curvatlas: Call, tmp_path: Path) -> None:
+    tokens = torch.arange(24).reshape(6, 4) % 5
+    np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
+    code, out, err = curvatlas(
+        "flatness", "cli_models:make_block_model", "data.npz", "--dtype", "float64", "--draws",
+        "2", "--products", "16", "--invariance", "--output", "run",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "invariant" in out
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "Relative change under rescalings" in page
+    assert "query_key, uniform" in page
+    stored = runs.load(tmp_path / "run").results["model.invariance"]
+    assert stored.invariant("fisher_rao")  # type: ignore[attr-defined]
+    code, _, err = curvatlas(
+        "flatness", "cli_models:make_model", "data.npz", "--invariance", "--output", "other"
+    )
+    assert code in (1, 2)
+    assert "float64" in err or "fails" in err

@@ -25,6 +25,7 @@ from curvatlas.cli.checks import bench, check, compare, doctor, report, verify
 from curvatlas.cli.compression import prune, quantize
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
+from curvatlas.cli.flatness import flatness
 from curvatlas.cli.options import with_groups
 from curvatlas.cli.papers import gauss_newton, growth, sinks
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "growth": growth,
     "sinks": sinks,
     "gauss-newton": gauss_newton,
+    "flatness": flatness,
     "scaling": scaling,
     "train": train,
     "prune": prune,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ class Prepared:
     options: dict[str, Any]  # everything that decides the numbers
     loss: str
     batches: Any
+    named_model: NamedModel
     notes: tuple[str, ...] = ()  # kept with the run
 
     def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
@@ -61,6 +62,13 @@ class Prepared:
         for note in self.notes:
             run.warn(note)
         return run
+
+    def test_data(self, text: str, samples: int) -> Any:
+        """Other data for the same model; of our own sets, the samples that were held out."""
+        names = ("context", "tokenizer", "loss", "seed", "text_column", "label_column")
+        how = {name: self.options.get(name) for name in (*names, "batch_size")}
+        found: Any = find_data(text, self.named_model, samples=samples, part="validation", **how)  # type: ignore[arg-type]
+        return found.batches
 
     def subject(self) -> Subject:
         """Model, data, loss and gradient norm; costs one gradient."""
@@ -125,6 +133,7 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
         options=options,
         loss=data.loss,
         batches=data.batches,
+        named_model=model,
         notes=(*(f"model: {note}" for note in model.notes), *(f"data: {n}" for n in data.notes)),
     )
 
@@ -323,12 +332,17 @@ def _from_reference(text: str) -> nn.Module:
     return value
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file."""
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: weights are read from .safetensors files only.")
     if not path.is_file():
         raise ValueError(f"{path} does not exist.")
-    _, tensors = files.parse(files.read(path), str(path))
+    return files.parse(files.read(path), str(path))[1]
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    tensors = read_weights(path)
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
@@ -395,13 +409,17 @@ def find_data(
     seed: int = 0,
     text_column: str | None = None,
     label_column: str | None = None,
+    part: Literal["train", "validation"] = "train",
 ) -> NamedData:
-    """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype."""
+    """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype.
+
+    part: of our own data sets.
+    """
     path = Path(text)
     ours = zoo_name(text, ZOO_DATA)
     notes: list[str] = []
     if ours is not None:
-        raw: Any = _zoo_data(ours, model, context, notes)
+        raw: Any = _zoo_data(ours, model, context, notes, part)
         name = ours
     elif is_reference(text):
         raw, name = made(text), text
@@ -453,7 +471,9 @@ def _takes_labels(model: NamedModel) -> bool:
     return model.folder is not None and "ForSequenceClassification" in type(inner).__name__
 
 
-def _zoo_data(name: str, model: NamedModel, context: int | None, notes: list[str]) -> Any:
+def _zoo_data(
+    name: str, model: NamedModel, context: int | None, notes: list[str], part: str
+) -> Any:
     from curvatlas import zoo
 
     if name == "text":
@@ -465,7 +485,7 @@ def _zoo_data(name: str, model: NamedModel, context: int | None, notes: list[str
             "mnist": zoo.mnist,
         }
         dataset = makers[name]()
-    return tuple(dataset.train)
+    return tuple(dataset.train if part == "train" else dataset.validation)
 
 
 def _from_file(

@@ -20,6 +20,7 @@ from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
 from curvatlas.report.sections.experiments import gauss_newton, growth, sinks
 from curvatlas.report.sections.findings import findings, recommendations, verdicts
+from curvatlas.report.sections.flatness import flatness
 from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.setting import cautions, others, reproduction, subject
 from curvatlas.report.sections.spectrum import spectrum
@@ -37,6 +38,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     growth,
     sinks,
     gauss_newton,
+    flatness,
     training,
     dynamics,
     scaling,

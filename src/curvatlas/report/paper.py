@@ -17,13 +17,24 @@ _OWN_PLOTS = {
     "Atlas": "map",
     "CurvatureFlow": "propagation",
     "LandscapeConvergence": "convergence",
+    "Flatness": "flatness",
+    "Invariance": "invariance",
     "ScalingGrid": "scaling",
     "Growth": "growth",
     "Sinks": "sinks",
     "GaussNewtonQuality": "quality",
 }
 # what a command draws by itself: one picture a run, since a figure takes about a second
-MAIN = ("overview", "convergence", "scaling", "growth", "sinks", "quality")
+MAIN = (
+    "overview",
+    "convergence",
+    "scaling",
+    "growth",
+    "sinks",
+    "quality",
+    "flatness",
+    "invariance",
+)
 
 
 def write_figures(

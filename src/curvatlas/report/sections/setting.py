@@ -111,6 +111,11 @@ _SHOWN = {
     "LandscapeConvergence",
     "PredictedTrajectory",
     "TaylorExpansion",
+    "Flatness",
+    "Sharpness",
+    "RelativeFlatness",
+    "PacBayes",
+    "Invariance",
 }
 
 

@@ -1,0 +1,100 @@
+"""``flatness``: every measure of the flatness of the user's model, and what rescaling does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from curvatlas.cli.options import Console, Inputs, Output, Products, Samples, Time
+
+
+def flatness(
+    *,
+    inputs: Inputs,
+    output: Output = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="Test data, named as DATA; our own sets give their held-out samples."),
+    ] = None,
+    prior: Annotated[
+        Path | None,
+        typer.Option(help="Weights at initialisation (.safetensors): the bounds' prior mean."),
+    ] = None,
+    radius: Annotated[float, typer.Option(help="ρ of SAM.")] = 0.05,
+    adaptive_radius: Annotated[float, typer.Option(help="ρ of ASAM.")] = 0.5,
+    draws: Annotated[int, typer.Option(min=2, help="Draws of the bounds' noise.")] = 100,
+    loss_bound: Annotated[
+        float | None, typer.Option(help="The bounds cut the loss off here (classes: 4 log C).")
+    ] = None,
+    invariance: Annotated[
+        bool,
+        typer.Option("--invariance", help="Also measure rescaled copies (float64, small models)."),
+    ] = False,
+    samples: Samples = 512,
+    products: Products = None,
+    time: Time = None,
+    console: Console,
+) -> None:
+    """Measure how flat the loss is: λmax, trace, SAM, ASAM, Fisher-Rao, PAC-Bayes, by layer."""
+    for option, value in (("--radius", radius), ("--adaptive-radius", adaptive_radius)):
+        if not 0 < value < float("inf"):
+            raise typer.BadParameter(f"{option} is a positive number, got {value:g}.")
+    from curvatlas.analysis.landscape.flatness import flatness as measure, rescaling_invariance
+    from curvatlas.budget import Clock
+    from curvatlas.cli.execution import carry_out
+    from curvatlas.cli.inputs import prepare, read_weights
+    from curvatlas.runs.subject import of_data
+
+    clock = Clock(time)
+    prepared = prepare(inputs, samples)
+    problem = prepared.problem
+    held_out = None if test is None else prepared.test_data(test, samples)
+    start = None if prior is None else read_weights(prior)
+    how: dict[str, Any] = {
+        "radius": radius,
+        "adaptive_radius": adaptive_radius,
+        "draws": draws,
+        "loss_bound": loss_bound,
+        "products": products or 150,
+    }
+    run = prepared.open_run(
+        "flatness",
+        output,
+        **how,
+        test=None if held_out is None else of_data(held_out),
+        prior=None if start is None else of_data([(start, start)]),
+        invariance=invariance,
+    )
+
+    def step(name: str, function: Callable[[], Any]) -> Any:
+        clock.check()
+        console.detail(name)
+        return run.step(name, function)
+
+    def work() -> None:
+        console.say(f"curvatlas flatness {inputs.model} {inputs.data}, into {run.path}")
+        console.say(run.step("model.subject", prepared.subject))
+        found = step(
+            "model.flatness",
+            lambda: measure(
+                problem,
+                test=held_out,
+                prior=start,
+                seed=inputs.seed,
+                keep=lambda name, function: step(f"model.{name}", function),
+                **how,
+            ),
+        )
+        console.say(found)
+        if invariance:
+            console.say(
+                step(
+                    "model.invariance",
+                    lambda: rescaling_invariance(problem, seed=inputs.seed, keep=step, **how),
+                )
+            )
+
+    carry_out(run, work, console)

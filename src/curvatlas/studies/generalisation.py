@@ -1,0 +1,298 @@
+"""Does flatness tell how well a model generalises? Rank correlations over many small ViTs.
+
+Models differ in width, depth, learning rate, batch size, weight decay and number of samples. For
+each, the measures of ``ca.flatness`` on its training data stand beside the gap, test loss minus
+training loss; Kendall's τ says whether they order the models alike. Its interval comes from drawing
+models with replacement, the control from shuffling the gaps.
+
+>>> found = examine_generalisation("digits", models=24, output="runs/gap")   # doctest: +SKIP
+>>> print(found)                                                             # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from scipy import stats
+
+from curvatlas.analysis.landscape.flatness import MEASURES, flatness
+from curvatlas.figures.flatness import generalisation_figure
+from curvatlas.fits import Array
+from curvatlas.problem import Problem
+from curvatlas.progress import track
+from curvatlas.results import Interval, Result
+from curvatlas.runs import Run, subject
+from curvatlas.studies.claims import load
+from curvatlas.zoo import Dataset, ViT, ViTConfig, evaluate, train
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# what the models differ in; every level of an axis is used equally often
+AXES: dict[str, tuple[float, ...]] = {
+    "width": (8, 12, 16),
+    "depth": (1, 2),
+    "rate": (3e-3, 8e-3, 2e-2),
+    "batch_size": (16, 64),
+    "weight_decay": (0.0, 0.1, 1.0),
+    "samples": (100, 220, 480),
+}
+# plain numbers beside which a measure of flatness has to be worth its cost
+BASELINES = {
+    "train_loss": "training loss",
+    "parameters": "number of parameters",
+    "weight_norm": "norm of the weights",
+    "distance": "distance from initialisation",
+}
+_TEST_SAMPLES = 1000
+_RESAMPLES = 2000
+_AT_ONCE = 2**21  # signs that exist at the same time
+_FEWEST_MODELS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudiedModel(Result):
+    """One trained model: how it was made, what it reached, its measures."""
+
+    options: dict[str, float]
+    train_loss: float
+    test_loss: float
+    train_error: float
+    test_error: float
+    measures: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """Test loss − training loss."""
+        return self.test_loss - self.train_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCorrelation(Result):
+    """Kendall's τ of a measure with the gap."""
+
+    measure: str
+    value: float
+    interval: Interval  # 95 %, over models drawn with replacement
+    control: Interval  # where 95 % of the values lie when the gaps are shuffled
+    p_value: float  # of no association
+
+    def __str__(self) -> str:
+        (low, high), (first, last) = self.interval, self.control
+        return (
+            f"{self.measure:<34}{self.value:+.2f} [{low:+.2f}, {high:+.2f}], p = {self.p_value:.1e}"
+            f", shuffled [{first:+.2f}, {last:+.2f}]"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generalisation(Result):
+    """Rank correlations of every measure with the generalisation gap."""
+
+    dataset: str
+    models: tuple[StudiedModel, ...]
+    correlations: tuple[RankCorrelation, ...]
+    left_out: tuple[str, ...]  # models that did not train, and why
+
+    def __str__(self) -> str:
+        gaps = [model.gap for model in self.models]
+        head = (
+            f"{self.dataset}: {len(self.models)} models, gaps {min(gaps):.3g} to {max(gaps):.3g}; "
+            "Kendall's τ with the gap [95 %]"
+        )
+        rows = sorted(self.correlations, key=lambda row: -abs(row.value))
+        return "\n".join([head, *(f"  {row}" for row in rows), *self.left_out])
+
+    def plot(self) -> Figure:
+        """τ of each measure, its interval and the control's."""
+        return generalisation_figure(self)
+
+
+def rank_correlations(
+    measures: Mapping[str, Sequence[float]], gaps: Sequence[float], *, seed: int = 0
+) -> tuple[RankCorrelation, ...]:
+    """Kendall's τ-b of each measure with the gaps, one number a model.
+
+    Measures that are no number for some model are left out of the answer.
+    """
+    count = len(gaps)
+    if count < _FEWEST_MODELS:
+        raise ValueError(
+            f"a rank correlation with an interval takes {_FEWEST_MODELS} models, got {count}."
+        )
+    target = np.asarray(gaps, dtype=np.float64)
+    if not np.isfinite(target).all():
+        raise ValueError("the gaps hold NaN or infinity: leave out models that did not train.")
+    random = np.random.default_rng(seed)
+    again = random.integers(count, size=(_RESAMPLES, count))
+    shuffled = random.permuted(np.tile(np.arange(count), (_RESAMPLES, 1)), axis=1)
+    rows = []
+    for name, values in measures.items():
+        x = np.asarray(values, dtype=np.float64)
+        if x.shape != target.shape:
+            raise ValueError(f"{name} has {len(x)} values for {count} models.")
+        if not np.isfinite(x).all():
+            continue
+        whole = stats.kendalltau(x, target)
+        drawn = _kendall(x[again], target[again])
+        control = _kendall(np.broadcast_to(x, shuffled.shape), target[shuffled])
+        rows.append(
+            RankCorrelation(
+                measure=name,
+                value=float(whole.statistic) if math.isfinite(whole.statistic) else 0.0,
+                interval=_middle(drawn),
+                control=_middle(control),
+                p_value=float(whole.pvalue) if math.isfinite(whole.pvalue) else 1.0,
+            )
+        )
+    return tuple(rows)
+
+
+def _kendall(x: Array, y: Array) -> Array:
+    """τ-b of each row of (k, n) by the signs of differences; zero where a row is constant."""
+    values = []
+    for some in np.array_split(np.arange(len(x)), max(1, x.size * x.shape[1] // _AT_ONCE)):
+        first, second = (np.sign(part[some, :, None] - part[some, None]) for part in (x, y))
+        ties = np.sqrt(np.abs(first).sum((1, 2)) * np.abs(second).sum((1, 2)))
+        values.append((first * second).sum((1, 2)) / np.maximum(ties, 1.0))
+    return np.concatenate(values)
+
+
+def _middle(values: Array) -> Interval:
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def configurations(models: int, *, seed: int = 0) -> list[dict[str, float]]:
+    """``models`` combinations of the axes, each level as often as the others (one apart)."""
+    random = np.random.default_rng(seed)
+    columns = {
+        name: random.permutation([levels[i % len(levels)] for i in range(models)])
+        for name, levels in AXES.items()
+    }
+    return [{name: float(column[i]) for name, column in columns.items()} for i in range(models)]
+
+
+def examine_generalisation(
+    dataset: str | Dataset = "digits",
+    *,
+    models: int = 24,
+    steps: int = 300,
+    products: int = 60,
+    draws: int = 40,
+    seed: int = 0,
+    output: str | os.PathLike[str] | None = None,
+) -> Generalisation:
+    """Train ``models`` ViTs on parts of the data set and correlate every measure with the gap.
+
+    steps: of training, for each. products, draws: of ``ca.flatness``. output: a run folder; each
+    finished model is stored, and the same call resumes it.
+    """
+    if models < _FEWEST_MODELS:
+        raise ValueError(f"a rank correlation takes {_FEWEST_MODELS} models, got {models}.")
+    data = load(dataset) if isinstance(dataset, str) else dataset
+    chosen = configurations(models, seed=seed)
+
+    def one(place: int) -> StudiedModel:
+        return _studied(data, chosen[place], steps, products, draws, seed + place)
+
+    places = track(range(models), f"models on {data.name}", total=models)
+    if output is None:
+        return _judged(data.name, [one(place) for place in places], seed)
+    with Run.create(
+        output,
+        options={
+            "command": "generalisation",
+            "data": data.name,
+            "models": models,
+            "steps": steps,
+            "products": products,
+            "draws": draws,
+            "seed": seed,
+        },
+        model_fingerprint=subject.of_model(_vit(data, chosen[0], seed)),
+        data_fingerprint=subject.of_data([tuple(data.train), tuple(data.validation)]),
+    ) as run:
+        studied = [run.step(f"model{place}", functools.partial(one, place)) for place in places]
+        return run.step("generalisation", lambda: _judged(data.name, studied, seed))
+
+
+def _vit(data: Dataset, options: Mapping[str, float], seed: int) -> ViT:
+    side = int(data.train.inputs.shape[-1])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ViT(
+            ViTConfig(
+                image_size=side,
+                patch_size=side // 4,
+                classes=data.classes,
+                d_model=int(options["width"]),
+                n_layers=int(options["depth"]),
+                d_ff=2 * int(options["width"]),
+                norm_first=True,
+            )
+        )
+
+
+def _studied(
+    data: Dataset, options: Mapping[str, float], steps: int, products: int, draws: int, seed: int
+) -> StudiedModel:
+    model = _vit(data, options, seed)
+    start = copy.deepcopy(model)
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(data.train.size, generator=random)[: int(options["samples"])]
+    samples = (data.train.inputs[chosen], data.train.targets[chosen])
+    train(
+        model,
+        samples,
+        steps=steps,
+        lr=options["rate"],
+        batch_size=int(options["batch_size"]),
+        weight_decay=options["weight_decay"],
+        seed=seed,
+    )
+    model.eval()
+    problem = Problem(model, "cross_entropy", samples)
+    found = flatness(problem, prior=start, starts=1, products=products, draws=draws, seed=seed)
+    _, train_accuracy = evaluate(model, samples)
+    test_loss, test_accuracy = evaluate(model, data.validation.take(_TEST_SAMPLES))
+    first = torch.cat([p.detach().reshape(-1) for p in start.parameters()])
+    return StudiedModel(
+        options=dict(options),
+        train_loss=found.loss,
+        test_loss=test_loss,
+        train_error=1 - (train_accuracy or 0.0),
+        test_error=1 - (test_accuracy or 0.0),
+        measures={
+            **found.measures,
+            "train_loss": found.loss,
+            "parameters": float(problem.size),
+            "weight_norm": float(problem.parameters.norm()),
+            "distance": float((problem.parameters - first).norm()),
+        },
+    )
+
+
+def _judged(name: str, studied: Sequence[StudiedModel], seed: int) -> Generalisation:
+    trained = [one for one in studied if math.isfinite(one.gap)]
+    left_out = tuple(
+        f"left out: {one.options}, whose loss is no number"
+        for one in studied
+        if not math.isfinite(one.gap)
+    )
+    words = {**MEASURES, **BASELINES}
+    measures = {words[key]: [one.measures[key] for one in trained] for key in words}
+    return Generalisation(
+        dataset=name,
+        models=tuple(trained),
+        correlations=rank_correlations(measures, [one.gap for one in trained], seed=seed),
+        left_out=left_out,
+    )

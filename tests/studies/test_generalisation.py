@@ -1,0 +1,87 @@
+"""Rank correlations against scipy and simulated models, and a study of five small ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from curvatlas import runs
+from curvatlas.studies import generalisation
+from curvatlas.studies.generalisation import (
+    configurations,
+    examine_generalisation,
+    rank_correlations,
+)
+
+
+def test_correlations_are_scipys_and_the_control_is_about_zero() -> None:
+    random = np.random.default_rng(0)
+    gaps = random.normal(size=24)
+    related, other = gaps + 0.3 * random.normal(size=24), random.normal(size=24)
+    found = {
+        row.measure: row
+        for row in rank_correlations({"related": related, "other": other, "opposite": -gaps}, gaps)
+    }
+    for name, values in (("related", related), ("other", other)):
+        expected = stats.kendalltau(values, gaps)
+        assert found[name].value == pytest.approx(expected.statistic)
+        assert found[name].p_value == pytest.approx(expected.pvalue)
+        assert found[name].control[0] < 0 < found[name].control[1]
+    assert found["related"].interval[0] > found["related"].control[1]
+    assert found["opposite"].value == -1.0
+    assert found["opposite"].interval == (-1.0, -1.0)
+
+
+def test_intervals_hold_the_true_correlation() -> None:
+    covered, rho = 0, 0.5
+    true = 2 / np.pi * np.arcsin(rho)  # of a normal pair
+    for trial in range(40):
+        random = np.random.default_rng(trial)
+        x = random.normal(size=28)
+        y = rho * x + np.sqrt(1 - rho**2) * random.normal(size=28)
+        (row,) = rank_correlations({"x": x}, y, seed=trial)
+        covered += row.interval[0] <= true <= row.interval[1]
+    assert covered >= 34
+
+
+def test_every_level_of_an_axis_is_used_equally_often() -> None:
+    chosen = configurations(24, seed=3)
+    for axis, levels in generalisation.AXES.items():
+        counts = [sum(one[axis] == level for one in chosen) for level in levels]
+        assert max(counts) - min(counts) <= 1, axis
+    assert chosen != configurations(24, seed=4)
+
+
+def test_a_study_is_kept_model_by_model_and_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        generalisation,
+        "AXES",
+        {**generalisation.AXES, "width": (4,), "depth": (1,), "samples": (10, 14)},
+    )
+    how = {"models": 5, "steps": 4, "products": 16, "draws": 2, "output": tmp_path / "study"}
+    found = examine_generalisation("digits", **how)  # type: ignore[arg-type]
+    assert len(found.models) == 5
+    assert {row.measure for row in found.correlations} >= {"SAM sharpness", "training loss"}
+    assert all(model.test_loss > 0 for model in found.models)
+    stored = runs.load(tmp_path / "study")
+    assert [n for n in stored.results if n.startswith("model")] == [f"model{i}" for i in range(5)]
+    monkeypatch.setattr(generalisation, "_studied", None)  # nothing is computed again
+    again = examine_generalisation("digits", **how)  # type: ignore[arg-type]
+    assert [row.value for row in again.correlations] == [row.value for row in found.correlations]
+    assert found.plot().axes
+    assert "Kendall" in str(found)
+
+
+def test_too_few_models_and_missing_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="takes 5 models, got 3"):
+        rank_correlations({"x": [1, 2, 3]}, [1, 2, 3])
+    with pytest.raises(ValueError, match="takes 5 models"):
+        examine_generalisation("digits", models=2)
+    with pytest.raises(ValueError, match="NaN"):
+        rank_correlations({"x": range(5)}, [1, 2, 3, 4, float("nan")])
+    assert rank_correlations({"x": [1, 2, 3, 4, float("nan")]}, range(5)) == ()
