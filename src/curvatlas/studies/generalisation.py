@@ -47,6 +47,7 @@ AXES: dict[str, tuple[float, ...]] = {
 }
 # plain numbers beside which a measure of flatness has to be worth its cost
 BASELINES = {
+    "samples": "number of training samples",
     "train_loss": "training loss",
     "parameters": "number of parameters",
     "weight_norm": "norm of the weights",
@@ -111,7 +112,7 @@ class Generalisation(Result):
         rows = sorted(self.correlations, key=lambda row: -abs(row.value))
         return "\n".join([head, *(f"  {row}" for row in rows), *self.left_out])
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """τ of each measure, its interval and the control's."""
         return generalisation_figure(self)
 
@@ -274,6 +275,7 @@ def _studied(
         measures={
             **found.measures,
             "train_loss": found.loss,
+            "samples": options["samples"],
             "parameters": float(problem.size),
             "weight_norm": float(problem.parameters.norm()),
             "distance": float((problem.parameters - first).norm()),

@@ -173,7 +173,7 @@ class Flatness(Result):
             lines.append(line)
         return "\n".join(lines)
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """Sharpness against radius models, flatness by layer, bounds against losses."""
         return flatness_figure(self)
 
@@ -412,7 +412,7 @@ class Invariance(Result):
             lines.append(f"{MEASURES.get(name, name):<34}{row}")
         return "\n".join([*lines, *self.refused])
 
-    def plot(self) -> Figure:
+    def _picture(self) -> Figure:
         """The changes as a table of colours."""
         return invariance_figure(self)
 
