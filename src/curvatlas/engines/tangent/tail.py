@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.head import LinearisedReadout, Readout
+from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers
 from curvatlas.engines.tangent.losses import softmax_curvature
 from curvatlas.engines.tangent.remainder import Remainder
@@ -33,11 +33,51 @@ from curvatlas.problem.losses import Loss
 _FUSED_CLASSES = 64  # fewer: the loss's own product is as fast
 
 
-class ReadoutTail:
-    """Norm, pooling and linear head at the last block's tokens z (N, d), and the loss behind them.
+class _Readout:
+    """Norm, pooling and linear head at the last block's tokens z (N, d), whatever loss follows.
 
-    ``parameters``: names of ``Readout`` → names in the model. ``shape``: the model's outputs.
-    ``share``: these samples' share of the batch's loss.
+    ``parameters``: names of ``Readout`` → names in the model.
+    """
+
+    def __init__(
+        self, readout: Readout, parameters: Mapping[str, str], z: Tensor, *, samples: int
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._layer = LinearisedReadout(readout, z, samples=samples)
+
+    def _recorded(self, slope: Tensor) -> Tensor:
+        """δ_z (1, N, d) from the outputs' δ (1, N', C); the adjoints are kept."""
+        backward = BackwardPass(Buffers(keep=False), frozenset(), record=True)
+        delta = self._layer.pull(slope, None, backward)
+        assert delta is not None
+        return delta
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters in here."""
+        return frozenset(self._parameters.values())
+
+    def _push(
+        self, moved: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
+    ) -> ReadoutTangent:
+        own = {ours: dots[name] for ours, name in self._parameters.items() if name in dots}
+        return self._layer.push(moved, own, space)
+
+    def _pull(
+        self, rate: Tensor | None, state: ReadoutTangent | None, slots: Slots, space: Buffers
+    ) -> Tensor | None:
+        names = self._parameters.items()
+        into = {ours: slots.into[name] for ours, name in names if name in slots.into}
+        backward = BackwardPass(space, frozenset(into), into, accumulate=slots.accumulate)
+        rate = self._layer.pull(rate, state, backward)
+        slots.written.update(self._parameters[ours] for ours in backward.rates)
+        return rate
+
+
+class ReadoutTail(_Readout):
+    """Norm, pooling and linear head, and the loss behind them.
+
+    ``shape``: the model's outputs. ``share``: these samples' share of the batch's loss.
     """
 
     def __init__(
@@ -52,23 +92,14 @@ class ReadoutTail:
         targets: Any,
         share: float,
     ) -> None:
-        self._parameters = dict(parameters)
-        self._layer = LinearisedReadout(readout, z, samples=samples)
+        super().__init__(readout, parameters, z, samples=samples)
         self.output = self._layer.output.reshape(shape)
         self._share = share
         with torch.enable_grad():
             self.value, slopes = loss.fixed_slopes([self.output], lambda z: z[0], targets)
         self._curvature = _curvature(loss, self.output, targets)
-        backward = BackwardPass(Buffers(keep=False), frozenset(), record=True)
-        seeds = slopes[0].reshape(1, -1, self._layer.output.shape[-1])
-        delta = self._layer.pull(seeds * share if share != 1 else seeds, None, backward)
-        assert delta is not None
-        self.delta = delta  # (1, N, d)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The parameters in here."""
-        return frozenset(self._parameters.values())
+        slope = slopes[0].reshape(1, -1, self._layer.output.shape[-1])
+        self.delta = self._recorded(slope * share if share != 1 else slope)  # (1, N, d)
 
     def product(
         self,
@@ -79,18 +110,11 @@ class ReadoutTail:
         space: Buffers,
     ) -> Tensor | None:
         """Rδ_z (K, N, d) of ż ``moved``."""
-        own = {ours: dots[name] for ours, name in self._parameters.items() if name in dots}
-        state = self._layer.push(moved, own, space)
+        state = self._push(moved, dots, space)
         rate: Tensor | None = None
         if part != "functional" and state.output is not None:
             rate = self._outputs_rate(state.output)
-        into = {
-            ours: slots.into[name] for ours, name in self._parameters.items() if name in slots.into
-        }
-        backward = BackwardPass(space, frozenset(into), into, accumulate=slots.accumulate)
-        rate = self._layer.pull(rate, None if part == "outer" else state, backward)
-        slots.written.update(self._parameters[ours] for ours in backward.rates)
-        return rate
+        return self._pull(rate, None if part == "outer" else state, slots, space)
 
     def _outputs_rate(self, moved: Tensor) -> Tensor:
         """Λ times the outputs' tangent (K, N', C)."""
@@ -111,7 +135,7 @@ def _curvature(loss: Loss, outputs: Tensor, targets: Any) -> Callable[[Tensor], 
     return lambda w: product([w])[0]
 
 
-class ChunkedTail:
+class ChunkedTail(_Readout):
     """Cross-entropy of a large vocabulary behind norm and pooling: logits only in chunks.
 
     ``head``: the names of the linear head's weight and bias in the model.
@@ -130,23 +154,19 @@ class ChunkedTail:
         targets: Tensor,
         share: float,
     ) -> None:
-        self._parameters, self._head = dict(parameters), head
-        self._layer = LinearisedReadout(readout, z, samples=samples)
+        super().__init__(readout, parameters, z, samples=samples)
+        self._head, self._share = head, share
         hidden = self._layer.output.reshape(-1, self._layer.output.shape[-1])
         self.output = logits._replace(hidden=self._layer.output.reshape(logits.hidden.shape))
         self._factors = (hidden, logits.weight.detach(), _detached(logits.bias))
-        self._softmax, self._share = loss.chunked(logits, targets), share
+        self._softmax = loss.chunked(logits, targets)
         self.value = float(self._softmax.loss(*self._factors))
         slope, _, _ = self._softmax.slopes(*self._factors)
-        backward = BackwardPass(Buffers(keep=False), frozenset(), record=True)
-        delta = self._layer.pull(slope.mul_(share).unsqueeze(0), None, backward)
-        assert delta is not None
-        self.delta = delta
+        self.delta = self._recorded(slope.mul_(share).unsqueeze(0))
 
     @property
     def names(self) -> frozenset[str]:
-        """The parameters in here."""
-        return frozenset([*self._parameters.values(), *(n for n in self._head if n is not None)])
+        return super().names.union(name for name in self._head if name is not None)
 
     def product(
         self,
@@ -157,34 +177,40 @@ class ChunkedTail:
         space: Buffers,
     ) -> Tensor | None:
         """Rδ_z (K, N, d) of ż ``moved``."""
-        own = {ours: dots[name] for ours, name in self._parameters.items() if name in dots}
-        state = self._layer.push(moved, own, space)
+        state = self._push(moved, dots, space)
         weight_dot, bias_dot = (None if n is None else dots.get(n) for n in self._head)
-        moving = next((t for t in (state.output, weight_dot, bias_dot) if t is not None), None)
+        tangents = (state.output, weight_dot, bias_dot)
+        moving = next((t for t in tangents if t is not None), None)
         rate: Tensor | None = None
         if moving is not None:
-            hidden = self._factors[0]
-            rate = space.take("tail.hidden", len(moving), *hidden.shape, like=hidden)
-            for k in range(len(moving)):
-                directions = [
-                    None if t is None else t[k] for t in (state.output, weight_dot, bias_dot)
-                ]
-                if directions[0] is not None:
-                    directions[0] = directions[0].reshape(hidden.shape)
-                products = self._softmax.product(
-                    self._factors,
-                    directions,
-                    outer=part != "functional",
-                    functional=part != "outer",
-                )
-                torch.mul(products[0], self._share, out=rate[k])
-                for name, product in zip(self._head, products[1:], strict=True):
-                    if name is not None and name in slots.into and product is not None:
-                        slots.to_add(name)[k].add_(product, alpha=self._share)
-        names = {ours: n for ours, n in self._parameters.items() if n in slots.into}
-        backward = BackwardPass(space, frozenset(names))
-        rate = self._layer.pull(rate, None if part == "outer" else state, backward)
-        slots.add({names[ours]: value for ours, value in backward.rates.items()})
+            rate = self._logits_rate(tangents, len(moving), part, slots, space)
+        return self._pull(rate, None if part == "outer" else state, slots, space)
+
+    def _logits_rate(
+        self,
+        tangents: Sequence[Tensor | None],
+        count: int,
+        part: Part,
+        slots: Slots,
+        space: Buffers,
+    ) -> Tensor:
+        """Rδ of the hidden states (K, N', d), column by column; the head's rates on the way."""
+        hidden = self._factors[0]
+        rate = space.take("tail.hidden", count, *hidden.shape, like=hidden)
+        for k in range(count):
+            directions = [None if t is None else t[k] for t in tangents]
+            if directions[0] is not None:
+                directions[0] = directions[0].reshape(hidden.shape)
+            products = self._softmax.product(
+                self._factors,
+                directions,
+                outer=part != "functional",
+                functional=part != "outer",
+            )
+            torch.mul(products[0], self._share, out=rate[k])
+            for name, product in zip(self._head, products[1:], strict=True):
+                if name is not None and name in slots.into and product is not None:
+                    slots.to_add(name)[k].add_(product, alpha=self._share)
         return rate
 
 
