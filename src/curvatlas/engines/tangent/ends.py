@@ -111,9 +111,14 @@ def _stem_norm(names: Names, values: Mapping[str, Tensor], module: nn.Module) ->
     if mapped is None:
         return None
     parameters = {f"stem_{own}": names.name(module, own) for own, _ in module.named_parameters()}
-    weights = {"stem_weight": mapped.weight, "stem_bias": mapped.bias}
+    weights = {"stem_weight": _gain(mapped), "stem_bias": mapped.bias}
     given = {ours: weight for ours, weight in weights.items() if weight is not None}
     return StemNorm(norm=mapped.norm, eps=mapped.eps, parameters=parameters, weights=given)
+
+
+def _gain(norm: MappedNorm) -> Tensor | None:
+    """What the norm multiplies with; its tangent is that of the weight."""
+    return norm.weight if norm.weight is None or not norm.offset else norm.weight + norm.offset
 
 
 def _read_norm(module: nn.Module) -> MappedNorm | None:
@@ -329,7 +334,7 @@ def _readouts(
             norm: dict[str, Any] = {
                 "norm": mapped.norm,
                 "eps": mapped.eps,
-                "norm_weight": mapped.weight,
+                "norm_weight": _gain(mapped),
                 "norm_bias": mapped.bias,
             }
             norms.insert(0, (norm, {f"norm_{o}": names.name(call.module, o) for o in own}))
