@@ -8,7 +8,9 @@ r"""A normalisation y = γ ⊙ n(x) + β, its tangent and its adjoint's tangent 
 With J and Ψ of derivations §5, Jδ·ẋ = δ·ṅ, everything over one common factor 1/σ, b = n·γδ_y and
 c = −(n·ẋ)/(dσ):
 
-    R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ.
+    R δ_x = { C (u + c γ ⊙ δ_y) − [ n (n·u + γδ_y·ṅ + c b) + ṅ b ]/d } / σ,
+
+where n·u = n·γRδ_y + (n ⊙ δ_y)·γ̇.
 
 ``None`` is zero. The functions of n and 1/σ below leave γ and β to the caller: for y = γ ⊙ n + β
 the Jacobian is diag(γ) J and the second derivative contracted with δ is Ψ(γ ⊙ δ). RMSNorm has C = I
@@ -111,7 +113,7 @@ class NormTangent:
     """What the backward pass needs of the forward pass, for K directions."""
 
     n_dot: Tensor | None  # ṅ (K, N, d)
-    along: Tensor | None  # n·ẋ (K, N, 1)
+    turn: Tensor | None  # c (K, N, 1)
     weight_dot: Tensor | None  # γ̇ (K, d)
     bias_dot: Tensor | None  # β̇ (K, d)
 
@@ -129,8 +131,11 @@ class Normalization:
         self.weight_name, self.bias_name = f"{name}_weight", f"{name}_bias"
         self.weight, self.bias = weights.get(self.weight_name), weights.get(self.bias_name)
         self.n, self.inv_std = normalize(x, eps=eps, norm=norm)
+        self._share = self.inv_std * (-1.0 / self.n.shape[-1])  # −1/(dσ) (N, 1)
         self.delta: Tensor | None = None  # δ_y (N, d)
+        self._crossed_delta: Tensor | None = None  # n ⊙ δ_y (N, d), with gains only
         self._along: Tensor | None = None  # b = n·(γ δ_y) (N, 1)
+        self._shared_along: Tensor | None = None  # −b/(dσ) (N, 1)
 
     def value(self, space: Buffers) -> Tensor:
         """y (N, d); formed from n whenever it is needed, cheaper than keeping both."""
@@ -139,16 +144,17 @@ class Normalization:
         y = space.take("norm.value", *self.n.shape, like=self.n)
         if self.weight is None:
             return torch.add(self.n, self.bias, out=y)  # type: ignore[arg-type]
-        torch.mul(self.n, self.weight, out=y)
-        return y if self.bias is None else y.add_(self.bias)
+        if self.bias is None:
+            return torch.mul(self.n, self.weight, out=y)
+        return torch.addcmul(self.bias, self.n, self.weight, out=y)
 
     def push(
         self, x_dot: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
     ) -> tuple[Tensor | None, NormTangent]:
         """ẏ (K, N, d) and what ``pull`` needs."""
-        n_dot, along = self._push_normalized(x_dot, space)
+        n_dot, turn = self._push_normalized(x_dot, space)
         weight_dot, bias_dot = dots.get(self.weight_name), dots.get(self.bias_name)
-        state = NormTangent(n_dot, along, weight_dot, bias_dot)
+        state = NormTangent(n_dot, turn, weight_dot, bias_dot)
         return self.tangent(state, space), state
 
     def tangent(self, state: NormTangent, space: Buffers) -> Tensor | None:
@@ -160,18 +166,20 @@ class Normalization:
         if direction is None:
             return None
         y = space.take(self.name + ".y", direction.shape[0], *self.n.shape, like=self.n)
-        done = n_dot is not None
-        if n_dot is not None and self.weight is not None:
-            torch.mul(n_dot, self.weight, out=y)
-        elif n_dot is not None:
-            y.copy_(n_dot)
-        if weight_dot is not None:
-            gain = weight_dot.unsqueeze(1)
-            y.addcmul_(self.n, gain) if done else torch.mul(self.n, gain, out=y)
-            done = True
-        if bias_dot is not None:
-            shift = bias_dot.unsqueeze(1)
-            y.add_(shift) if done else y.copy_(shift.expand_as(y))
+        gain = None if weight_dot is None else weight_dot.unsqueeze(1)
+        shift = None if bias_dot is None else bias_dot.unsqueeze(1)
+        if gain is None and shift is None:
+            assert n_dot is not None
+            assert self.weight is not None
+            return torch.mul(n_dot, self.weight, out=y)
+        if gain is None:
+            y.copy_(shift.expand_as(y))  # type: ignore[union-attr]
+        elif shift is None:
+            torch.mul(self.n, gain, out=y)
+        else:
+            torch.addcmul(shift, self.n, gain, out=y)
+        if n_dot is not None:
+            y.add_(n_dot) if self.weight is None else y.addcmul_(n_dot, self.weight)
         return y
 
     def pull(
@@ -191,30 +199,32 @@ class Normalization:
             backward.sums((self.weight_name,), (shape[-1],), crossed)
         along = None if crossed is None else self._row_sums(crossed)
         pulled = backward.space.take(f"{self.name}.pulled{backward.turn}", *shape, like=self.n)
-        pulled = self._through_jacobian(rate, state, along, pulled, scratch)
         if backward.record:
             assert rate is not None
             assert along is not None
-            self.delta, self._along = rate[0], along[0]
-        return pulled
+            self.delta, self._along = rate[0], along[0].clone()
+            self._shared_along = self._along * self._share
+            if self.weight is not None:
+                self._crossed_delta = self.n * self.delta
+        return self._through_jacobian(rate, state, along, pulled)
 
     def _push_normalized(
         self, x_dot: Tensor | None, space: Buffers
     ) -> tuple[Tensor | None, Tensor | None]:
-        """ṅ = (Cẋ − n (n·ẋ)/d)/σ and n·ẋ."""
+        """ṅ = (Cẋ − n (n·ẋ)/d)/σ and c = −(n·ẋ)/(dσ)."""
         if x_dot is None:
             return None, None
-        if self.norm == "none":  # a copy: the caller's buffer does not live until the backward pass
-            return space.take(self._key + "n", *x_dot.shape, like=self.n).copy_(x_dot), None
-        scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
-        along = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True)
         n_dot = space.take(self._key + "n", *x_dot.shape, like=self.n)
+        if self.norm == "none":  # a copy: the caller's buffer does not live until the backward pass
+            return n_dot.copy_(x_dot), None
+        scratch = space.take("norm.scratch", *x_dot.shape, like=self.n)
+        turn = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True).mul_(self._share)
         if self.norm == "layer":
-            torch.sub(x_dot, x_dot.mean(-1, keepdim=True), out=n_dot)
-            n_dot.addcmul_(self.n, along, value=-1.0 / self.n.shape[-1])
+            shift = x_dot.sum(-1, keepdim=True).mul_(self._share)
+            torch.addcmul(shift, x_dot, self.inv_std, out=n_dot)
         else:
-            torch.addcmul(x_dot, self.n, along, value=-1.0 / self.n.shape[-1], out=n_dot)
-        return n_dot.mul_(self.inv_std), along
+            torch.mul(x_dot, self.inv_std, out=n_dot)
+        return n_dot.addcmul_(self.n, turn), turn
 
     def _crossed(self, rate: Tensor | None, state: NormTangent, out: Tensor) -> Tensor | None:
         """n ⊙ Rδ_y + ṅ ⊙ δ_y: its token sum is γ's rate, its product with γ the row sums."""
@@ -240,41 +250,39 @@ class Normalization:
         state: NormTangent,
         along: Tensor | None,
         out: Tensor,
-        scratch: Tensor,
     ) -> Tensor:
         """R δ_x of the module's last equation, written to ``out``."""
-        share = -1.0 / self.n.shape[-1]
-        turn: Tensor | None = None  # c (K, N, 1)
-        if state.along is not None:
+        turn = state.turn
+        if turn is not None:
             assert self.delta is not None
             assert self._along is not None
-            turn = state.along * self.inv_std * share
-            along = turn * self._along if along is None else torch.addcmul(along, turn, self._along)
-        if turn is not None and self.delta is not None:
+            along = turn * self._along if along is None else along.addcmul_(turn, self._along)
             if rate is None:
                 torch.mul(self.delta, turn, out=out)
             else:
                 torch.addcmul(rate, self.delta, turn, out=out)
-        elif rate is not None:
+        elif rate is not None and self.weight is None:
             out.copy_(rate)
-        else:
+        elif rate is None:
             out.zero_()
-        if self.weight is not None:
-            out *= self.weight
+        if self.weight is not None and (rate is not None or turn is not None):
+            torch.mul(out if turn is not None else rate, self.weight, out=out)  # type: ignore[arg-type]
         if state.weight_dot is not None:
             assert self.delta is not None
-            gain = state.weight_dot.unsqueeze(1)
-            out.addcmul_(self.delta, gain)
-            torch.mul(self.delta, gain, out=scratch)
-            turned = scratch.mul_(self.n).sum(-1, keepdim=True)
-            along = turned if along is None else along + turned
+            assert self._crossed_delta is not None
+            out.addcmul_(self.delta, state.weight_dot.unsqueeze(1))
+            turned = torch.mm(state.weight_dot, self._crossed_delta.T).unsqueeze(-1)
+            along = turned if along is None else along.add_(turned)
         if self.norm == "none":
             return out
         if self.norm == "layer":
-            out -= out.mean(-1, keepdim=True)
+            shift = out.sum(-1, keepdim=True).mul_(self._share)
+            torch.addcmul(shift, out, self.inv_std, out=out)
+        else:
+            out *= self.inv_std
         if along is not None:
-            out.addcmul_(self.n, along, value=share)
+            out.addcmul_(self.n, along.mul_(self._share))
         if state.n_dot is not None:
-            assert self._along is not None
-            out.addcmul_(state.n_dot, self._along, value=share)
-        return out.mul_(self.inv_std)
+            assert self._shared_along is not None
+            out.addcmul_(state.n_dot, self._shared_along)
+        return out
