@@ -24,6 +24,7 @@ _WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itru
 _PLACED: dict[Any, Callable[..., Any]] = {
     torch.cat: torch.cat,
     torch.addcmul: torch.addcmul,
+    torch.mm: torch.mm,
     Tensor.mul: torch.mul,
     Tensor.add: torch.add,
     Tensor.sub: torch.sub,
