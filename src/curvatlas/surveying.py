@@ -109,7 +109,7 @@ def survey(
     ready, for example ``print``; detail: with each step's number, name and the time that is left.
     """
     _check_options(problem, stage, skip, eigenvalues, density_products, products)
-    situation = Situation(optimizer=optimizer, learning_rate=learning_rate)
+    situation = Situation(optimizer=optimizer, learning_rate=learning_rate).checked()
     if roles is not None:
         chosen_slices(problem.anatomy, roles)  # a wrong name is told at once
     clock = time if isinstance(time, Clock) else Clock(time)

@@ -297,4 +297,4 @@ def batch_classes(problem: Problem) -> int:
 
 def test_an_unknown_optimizer_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"optimizer is one of sgd.* got 'adamz'"):
-        Situation(optimizer="adamz")
+        Situation(optimizer="adamz").checked()

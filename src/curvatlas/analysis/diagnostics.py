@@ -146,12 +146,14 @@ class Situation(Result):
     trained: bool | None = None  # None: cannot be told
     because: str = ""  # how it was told
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Situation:
+        """Itself; raises where the user named no optimizer there is, or no rate."""
         if self.optimizer is not None and self.optimizer.lower() not in (*SGD, *ADAPTIVE):
             known = ", ".join((*SGD, *ADAPTIVE))
             raise ValueError(f"optimizer is one of {known}, got {self.optimizer!r}.")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(f"a learning rate is positive, got {self.learning_rate!r}.")
+        return self
 
     @property
     def adaptive(self) -> bool | None:

@@ -137,7 +137,7 @@ def analyze(
     from curvatlas.cli.inputs import prepare
     from curvatlas.surveying import SKIPPABLE, chosen_slices, effort, plan_survey, survey
 
-    Situation(optimizer=optimizer, learning_rate=lr)  # a wrong name is told at once
+    Situation(optimizer=optimizer, learning_rate=lr).checked()  # a wrong name is told at once
     clock, size = Clock(time), None if memory is None else parse_bytes(memory)
     prepared = prepare(inputs, samples)
     if roles:

@@ -77,7 +77,7 @@ class StudiedModel(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankCorrelation(Result):
+class MeasureCorrelation(Result):
     """Kendall's τ of a measure with the gap."""
 
     measure: str
@@ -100,7 +100,7 @@ class Generalisation(Result):
 
     dataset: str
     models: tuple[StudiedModel, ...]
-    correlations: tuple[RankCorrelation, ...]
+    correlations: tuple[MeasureCorrelation, ...]
     left_out: tuple[str, ...]  # models that did not train, and why
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Generalisation(Result):
 
 def rank_correlations(
     measures: Mapping[str, Sequence[float]], gaps: Sequence[float], *, seed: int = 0
-) -> tuple[RankCorrelation, ...]:
+) -> tuple[MeasureCorrelation, ...]:
     """Kendall's τ-b of each measure with the gaps, one number a model.
 
     Measures that are no number for some model are left out of the answer.
@@ -146,7 +146,7 @@ def rank_correlations(
         drawn = _kendall(x[again], target[again])
         control = _kendall(np.broadcast_to(x, shuffled.shape), target[shuffled])
         rows.append(
-            RankCorrelation(
+            MeasureCorrelation(
                 measure=name,
                 value=float(whole.statistic) if math.isfinite(whole.statistic) else 0.0,
                 interval=_middle(drawn),
