@@ -353,7 +353,7 @@ def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_pa
     assert found["diagonal"]["test_loss"] > 0
     model = make_model().double()
     test_loss = torch.nn.functional.cross_entropy(model(1.1 * inputs), targets)
-    assert found["test_loss"] == pytest.approx(float(test_loss), rel=1e-9)
+    assert found["test_loss"] == pytest.approx(test_loss.item(), rel=1e-9)
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "<h2" in page
     assert "Relative flatness by layer" in page
