@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas import zoo
+from curvatlas.anatomy import anatomy_of
 
 Losses = dict[str, float]
 
@@ -113,6 +114,8 @@ def racers() -> list[Racer]:
         Racer("CurvatureAwareOptimizer", lambda m, lr: ca.CurvatureAwareOptimizer(m, lr),
               _grid(2e-3)),
     ]  # fmt: skip
+    if hasattr(torch.optim, "Muon"):
+        found.append(Racer("Muon + AdamW", MuonAdamW, _grid(5e-3)))
     if importlib.util.find_spec("pytorch_optimizer") is not None:
         import pytorch_optimizer as peers
 
@@ -122,8 +125,65 @@ def racers() -> list[Racer]:
                   _grid(0.05), _PERIOD),
             Racer("AdaHessian", lambda m, lr: peers.AdaHessian(m.parameters(), lr, **period),
                   _grid(0.005), _PERIOD),
+            Racer("SOAP", lambda m, lr: peers.SOAP(m.parameters(), lr), _grid(1e-3)),
+            Racer("Kron", lambda m, lr: peers.Kron(m.parameters(), lr), _grid(1e-4)),
+            Racer("Shampoo", lambda m, lr: peers.ScalableShampoo(m.parameters(), lr), _grid(1e-3)),
         ]  # fmt: skip
+    if importlib.util.find_spec("schedulefree") is not None:
+        import schedulefree
+
+        found.append(
+            Racer("schedule-free AdamW", lambda m, lr: _training(
+                schedulefree.AdamWScheduleFree(m.parameters(), lr, warmup_steps=20)),
+                _grid(2e-3)))  # fmt: skip
     return found
+
+
+class MuonAdamW:
+    """``torch.optim.Muon`` for the matrices between embedding and head, AdamW for the rest.
+
+    AdamW's rate is a quarter of Muon's, for everyone's tuning is of one rate.
+    """
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        places = {piece.parameter: piece.sublayer for piece in anatomy_of(model).slices}
+        matrices, others = [], []
+        for name, parameter in model.named_parameters():
+            inside = parameter.ndim == 2 and places.get(name) not in ("embedding", "head")
+            (matrices if inside else others).append(parameter)
+        self.parts = [torch.optim.Muon(matrices, lr), torch.optim.AdamW(others, lr, fused=True)]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def set_rate(self, rate: float) -> None:
+        for part, share in zip(self.parts, (1.0, 0.25), strict=True):
+            for group in part.param_groups:
+                group["lr"] = share * rate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def _training(optimizer: Any) -> Any:
+    """A schedule-free optimizer trains on other weights than it is judged by."""
+    optimizer.train()
+    return optimizer
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """One rate for all groups; schedule-free optimizers keep their own from the first step on."""
+    if hasattr(optimizer, "set_rate"):
+        optimizer.set_rate(rate)
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def _grid(smallest: float) -> tuple[float, ...]:
@@ -186,7 +246,10 @@ def race(
             if schedule:
                 factor = min(1.0, (step + 1) / max(1, steps // 20))
                 factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+            # schedule-free: warm-up and averaging are its own
+            free = hasattr(optimizer, "eval")
+            set_rate(optimizer, rate if free else rate * factor)
             racer.step(model, optimizer, x, y, step)
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
     return setting.losses(model)
