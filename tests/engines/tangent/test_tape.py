@@ -54,6 +54,21 @@ def test_later_products_are_those_of_the_first(name: str, operator: Any) -> None
     assert torch.equal(op @ one[3:-2], op @ one[3:-2].clone())
 
 
+def test_a_product_with_the_weights_themselves_is_not_mistaken_for_them() -> None:
+    problem = _gpt()
+    flat = torch.cat([p.detach().reshape(-1) for p in problem.model.parameters()])
+    offset = 0
+    for parameter in problem.model.parameters():
+        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    op, exact = ca.Hessian(problem, engine="tangent"), ca.Hessian(problem, engine="autograd")
+    for _ in range(4):
+        op @ flat
+    v = torch.randn_like(flat)
+    want = exact @ v
+    assert torch.linalg.norm(op @ v - want) <= 1e-11 * torch.linalg.norm(want)
+
+
 class _Allocations(TorchDispatchMode):
     """Bytes of every result that is no view of an argument."""
 

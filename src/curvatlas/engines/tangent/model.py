@@ -721,7 +721,9 @@ class TangentLinearisation:
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
             for chain in self.chains
         )
-        self._space, self._tapes = space, Tapes(space, record=by_hand and not recompute)
+        self._space = space
+        own = problem.own_tensors()
+        self._tapes = Tapes(space, own=own, record=by_hand and not recompute)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
 

@@ -226,7 +226,7 @@ class LinearisedStack(DecomposedHessian):
         targets = with_sample_axis(targets, stack.readout)
         self.include_input = include_input
         self.space = Buffers(keep=True)
-        self._tapes = Tapes(self.space)
+        self._tapes = Tapes(self.space, own=[x, *stack.named_weights.values()])
         shapes = stack.named_weights if include_weights else {}
         self._shapes = {name: tuple(weight.shape) for name, weight in shapes.items()}
         if include_input:

@@ -8,7 +8,7 @@ to cut out of the next ones. Of 1500 calls of H·v on a GPT of four blocks, abou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,7 @@ class _Listener(TorchFunctionMode):
         super().__init__()
         self._tape = tape
         self._vectors = {_memory(vector): i for i, vector in enumerate(vectors)}
+        self._starts = [int(vector.storage_offset()) for vector in vectors]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -135,7 +136,11 @@ class _Listener(TorchFunctionMode):
             for place, value in (*enumerate(args), *kwargs.items())
             if (pieces := self._pieces(value)) is not None
         ]
-        self._tape.calls.append(_Call(func, tuple(args), kwargs, tuple(cut), into))
+        # the vectors themselves are not kept: only their places
+        places = dict(cut)
+        kept = tuple(None if i in places else value for i, value in enumerate(args))
+        named = {key: None if key in places else value for key, value in kwargs.items()}
+        self._tape.calls.append(_Call(func, kept, named, tuple(cut), into))
         if len(self._tape.calls) > _MOST_CALLS:
             raise UnrecordableError(f"more than {_MOST_CALLS} calls")
         return result
@@ -146,7 +151,8 @@ class _Listener(TorchFunctionMode):
             number = self._vectors.get(_memory(value))
             if number is None:
                 return None
-            piece = _Piece(number, tuple(value.shape), value.stride(), value.storage_offset())
+            start = int(value.storage_offset()) - self._starts[number]
+            piece = _Piece(number, tuple(value.shape), value.stride(), start)
             return self._tape.piece(piece)
         pieces = [self._pieces(tensor) for tensor in _tensors(value)]
         if all(piece is None for piece in pieces):
@@ -160,11 +166,12 @@ class Tapes:
     """Products of several kinds at one point, on the memory ``space``: recorded the second time.
 
     The first time their memory grows to its size. Where it grows again, for more columns, a tape
-    would keep the memory it was recorded on: all are dropped.
+    would keep the memory it was recorded on: all are dropped. ``own``: what products read beside
+    the vector, and a caller could give as one (the weights).
     """
 
-    def __init__(self, space: Buffers, *, record: bool = True) -> None:
-        self._record = record
+    def __init__(self, space: Buffers, *, own: Iterable[Tensor] = (), record: bool = True) -> None:
+        self._record, self._own = record, {_memory(tensor) for tensor in own}
         self._space, self._generation = space, space.generation
         self._tapes: dict[Any, Tape | None] = {}  # None: run once, or not to be recorded
         self._plain: set[Any] = set()
@@ -186,8 +193,8 @@ class Tapes:
             return
         if key in self._tapes and key not in self._plain:
             try:
-                # a copy: memory that nothing else shares, unlike a vector that a caller keeps
-                self._tapes[key] = Tape(product, rows.clone(), out)
+                vector = rows.clone() if _memory(rows) in self._own else rows
+                self._tapes[key] = Tape(product, vector, out)
                 return
             except UnrecordableError:
                 self._plain.add(key)
