@@ -221,11 +221,25 @@ def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
 
 def test_a_rate_raised_between_two_measurements_is_an_alarm_at_once() -> None:
     last = snapshot_at(20, edge=10.0, learning_rate=0.1)  # half of the threshold
-    assert rate_alarm(last, 21, 0.2, Thresholds()) is None
-    event = rate_alarm(last, 21, 0.8, Thresholds())
+    assert rate_alarm([last], 21, 0.2, Thresholds()) is None
+    event = rate_alarm([last], 21, 0.8, Thresholds())
     assert event is not None
     assert event.name == "spike_ahead"
     assert event.value == pytest.approx(4.0)
+
+
+def test_a_rate_that_goes_on_rising_at_the_edge_is_an_alarm_once() -> None:
+    there = snapshot_at(20, edge=19.0, learning_rate=0.1)
+    after = snapshot_at(25, edge=10.0, learning_rate=0.13)
+    assert rate_alarm([there, after], 26, 0.14, Thresholds()) is None
+    event = rate_alarm([there, after], 27, 0.16, Thresholds())
+    assert event is not None
+    assert event.evidence["limit"] == pytest.approx(0.15)
+    later = snapshot_at(30, edge=10.0, learning_rate=0.17)
+    assert rate_alarm([there, after, later], 31, 0.18, Thresholds()) is None
+    # a restart goes back to a rate that was used before the edge was reached
+    before = snapshot_at(15, edge=1.0, learning_rate=0.3)
+    assert rate_alarm([before, there, after], 27, 0.3, Thresholds()) is None
 
 
 def test_the_monitor_watches_the_rate_at_every_step() -> None:

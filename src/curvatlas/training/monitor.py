@@ -470,7 +470,7 @@ class Monitor:
         if not self.snapshots or rate is None or rate <= self._watched_rate:
             return
         self._watched_rate = rate
-        event = rate_alarm(self.snapshots[-1], now, rate, self.thresholds)
+        event = rate_alarm(self.snapshots, now, rate, self.thresholds)
         if event is not None:
             self._watched_rate = math.inf  # said once until the next snapshot
             self._report([event], None)

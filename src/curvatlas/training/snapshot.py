@@ -274,6 +274,7 @@ class Thresholds:
 
     edge: float = 1.0  # λmax(P⁻¹H) over the optimizer's threshold
     spike_ahead: float = 2.5  # times the edge, twice in a row
+    rising_rate: float = 1.5  # times the highest rate before the edge was reached
     loss_rising: float = 1.25  # times the lowest loss so far, and beyond what it used to scatter
     loss_spike: float = 1.5  # times the median of the last five losses, and beyond its scatter
     exploding: float = 10.0  # times a role's median gradient norm so far
@@ -282,6 +283,7 @@ class Thresholds:
 
 _SCATTER = 4.0  # standard deviations of earlier changes that a rise must exceed
 _LOOKS = 6  # losses from which their scatter is known
+_NEAR = 0.9  # of the threshold: at the edge
 _YOUNG = 10  # steps in which running means of gradients are too short to be a metric
 _LEADING = 0.3  # share of the gradient's norm that an exploding block has at least
 
@@ -333,21 +335,39 @@ def _stability(
         yield alarm("spike_ahead", snapshot.step, message, evidence)
 
 
-def rate_alarm(last: Snapshot, step: int, rate: float, thresholds: Thresholds) -> Event | None:
-    """A rate that was raised since ``last`` beyond what the curvature measured then allows."""
-    ratio, limit = last.edge_ratio, thresholds.edge * thresholds.spike_ahead
+def rate_alarm(
+    snapshots: Sequence[Snapshot], step: int, rate: float, thresholds: Thresholds
+) -> Event | None:
+    """A rate raised beyond what the curvature measured last allows, or raised on at the edge."""
+    last, limit = snapshots[-1], thresholds.edge * thresholds.spike_ahead
+    ratio = last.edge_ratio
     young = last.step < _YOUNG or not last.edge_is_law
-    if ratio is None or not last.learning_rate or young or ratio >= limit:
+    if ratio is None or not last.learning_rate or young:
         return None
     now = ratio * rate / last.learning_rate
-    if now < limit:
-        return None
-    message = (
-        f"the rate rose to {rate:.3g}: λmax(P⁻¹H) of step {last.step} is {now:.2f} of its "
-        "threshold at this rate; expect a loss spike, or lower the rate"
-    )
-    evidence = {"of the threshold": now, "limit": limit, "of the threshold before": ratio}
-    return alarm("spike_ahead", step, message, evidence)
+    if ratio < limit <= now:
+        message = (
+            f"the rate rose to {rate:.3g}: λmax(P⁻¹H) of step {last.step} is {now:.2f} of its "
+            "threshold at this rate; expect a loss spike, or lower the rate"
+        )
+        evidence = {"of the threshold": now, "limit": limit, "of the threshold before": ratio}
+        return alarm("spike_ahead", step, message, evidence)
+    rates: list[float] = []
+    for snapshot in snapshots:
+        rates.append(snapshot.learning_rate or 0.0)
+        there = (snapshot.edge_ratio or 0.0) >= _NEAR * thresholds.edge
+        if there and snapshot.step >= _YOUNG:
+            most = thresholds.rising_rate * max(rates)  # a restart goes back, not beyond
+            if not last.learning_rate < most <= rate:
+                return None
+            message = (
+                f"the rate rose to {rate:.3g}, {thresholds.rising_rate:g} times what it was when "
+                f"the edge of stability was reached at step {snapshot.step}: only falling "
+                "curvature keeps the loss down; expect a spike, or hold the rate"
+            )
+            evidence = {"rate": rate, "limit": most, "of the threshold": ratio}
+            return alarm("spike_ahead", step, message, evidence)
+    return None
 
 
 def loss_events(looks: Sequence[Look], thresholds: Thresholds) -> Iterator[Event]:
