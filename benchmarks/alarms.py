@@ -256,7 +256,7 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
     low, high = share_interval(sum(bool(row["alarms"]) for row in calm), len(calm))
     requirements = [
         requirement(
-            f"runs with a false alarm, of {len(calm)} healthy and before {len(faults)} faults", false, 0
+            f"false alarms in {len(calm)} healthy runs and before {len(faults)} faults", false, 0
         ),
         requirement(
             f"share of {len(counted)} divergences without an alarm {LEAD} steps ahead",
@@ -267,7 +267,7 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
         "healthy_runs": len(calm), "false_alarm_rate_interval": [round(low, 3), round(high, 3)],
         "divergences": len(counted), "warned_in_time": len(counted) - late,
         "faults_that_did_not_double": len(faults) - len(counted),
-        "caution": "the rules of the alarms were set on these very runs: no runs were held out, and "
+        "caution": "the rules of the alarms were set on these very runs, none was held out, and "
         "the events were computed again from the recorded snapshots with the final rules",
     }  # fmt: skip
     keep(

@@ -112,10 +112,10 @@ def racers() -> list[Racer]:
         Racer("AdamW", lambda m, lr: torch.optim.AdamW(m.parameters(), lr, fused=True),
               _grid(2e-3)),
         Racer("CurvatureAwareOptimizer", lambda m, lr: ca.CurvatureAwareOptimizer(m, lr),
-              _grid(2e-3)),
+              _grid(4e-3)),
     ]  # fmt: skip
     if hasattr(torch.optim, "Muon"):
-        found.append(Racer("Muon + AdamW", MuonAdamW, _grid(5e-3)))
+        found.append(Racer("Muon + AdamW", MuonAdamW, _grid(2e-2)))
     if importlib.util.find_spec("pytorch_optimizer") is not None:
         import pytorch_optimizer as peers
 
@@ -125,9 +125,9 @@ def racers() -> list[Racer]:
                   _grid(0.05), _PERIOD),
             Racer("AdaHessian", lambda m, lr: peers.AdaHessian(m.parameters(), lr, **period),
                   _grid(0.005), _PERIOD),
-            Racer("SOAP", lambda m, lr: peers.SOAP(m.parameters(), lr), _grid(1e-3)),
-            Racer("Kron", lambda m, lr: peers.Kron(m.parameters(), lr), _grid(1e-4)),
-            Racer("Shampoo", lambda m, lr: peers.ScalableShampoo(m.parameters(), lr), _grid(1e-3)),
+            Racer("SOAP", lambda m, lr: peers.SOAP(m.parameters(), lr), _grid(4e-3)),
+            Racer("Kron", lambda m, lr: peers.Kron(m.parameters(), lr), _grid(2e-3)),
+            Racer("Shampoo", lambda m, lr: peers.ScalableShampoo(m.parameters(), lr), _grid(2e-2)),
         ]  # fmt: skip
     if importlib.util.find_spec("schedulefree") is not None:
         import schedulefree

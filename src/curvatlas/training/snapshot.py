@@ -99,8 +99,8 @@ class Event(Result):
         return f"step {self.step}, {'ALARM ' if self.alarm else ''}{self.name}: {self.message}"
 
 
-# Runs with a false alarm of healthy runs watched, by kind: benchmarks/results/alarms.json. The rules
-# were set on these runs, so that the true rates may be higher.
+# Runs with a false alarm of healthy runs watched, by kind: benchmarks/results/alarms.json.
+# The rules were set on these runs, so that the true rates may be higher.
 HEALTHY_RUNS = 24
 FALSE_ALARMS = {
     "spike_ahead": 0,
