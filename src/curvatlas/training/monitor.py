@@ -135,7 +135,7 @@ class Measuring:
             edge, edge_interval = self._own_edge(operator, metric)
         mapping_began = time.perf_counter()
         maps = self._maps(step) if self.mapping else None
-        map_seconds = time.perf_counter() - mapping_began
+        map_seconds = time.perf_counter() - mapping_began if self.mapping else 0.0
         snapshot = Snapshot(
             step=step,
             loss=loss,
