@@ -114,11 +114,10 @@ def _difference(ours: TangentLinearisation, exact: Linearisation, names: Sequenc
     """‖ours v − exact v‖ over ‖H_o v‖ + ‖H_f v‖, which rounding is relative to."""
     columns = random_columns(exact.leaves, names, 3)
     want = exact.product(columns, names)
-    outer, functional = ours.parts(columns, names)
     got = ours.product(columns, names)
     off = sum(_squared(a, b) for a, b in zip(got, want, strict=True))
-    sizes = [sum(_squared(a, None) for a in part) for part in (outer, functional)]
-    scale = math.sqrt(sizes[0]) + math.sqrt(sizes[1])
+    terms = [got] if ours.part == "outer" else ours.parts(columns, names)
+    scale = sum(math.sqrt(sum(_squared(a, None) for a in term)) for term in terms)
     return math.sqrt(off) / scale if scale > 0 else math.sqrt(off)
 
 

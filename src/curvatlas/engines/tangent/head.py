@@ -100,6 +100,12 @@ class LinearisedReadout:
         flat = pooled if self.linear is None else self.linear.value(pooled)
         self.output = flat.view(samples, -1, flat.shape[-1])  # (n, L or 1, C or d)
 
+    def give_output(self) -> Tensor:
+        """The outputs, and forget them: products do not need them."""
+        output = self.output
+        del self.output
+        return output
+
     def push(
         self, z_dot: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
     ) -> ReadoutTangent:

@@ -343,6 +343,7 @@ class Chain:
         space: Buffers,
         logit_room: int | None,
         recompute: bool,
+        bends: bool,
     ) -> None:
         self._problem, self._reading, self._batch = problem, reading, batch
         self._inner = Buffers(keep=True) if recompute else None  # of blocks that are made anew
@@ -366,8 +367,14 @@ class Chain:
         self.shape = z.shape  # (n, L, d)
         behind = [c for place, c in watch.others if place == len(watch.calls)]
         self.tail = self._tail(z, last, behind, outputs, share)
-        del self._results
-        self._record()
+        del self._results, watch, calls
+        if bends:
+            self._record()
+        else:  # H_o needs no adjoints
+            flat = self.stem.output.reshape(1, -1, self.shape[-1])
+            self.stem.record(torch.zeros_like(flat))
+            weights = {n: w.value(self._values) for n, w in self._adapted.items()}
+            self._deltas = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     # --- building -------------------------------------------------------------------------------
 
@@ -707,6 +714,7 @@ class TangentLinearisation:
                 space=space,
                 logit_room=logit_room,
                 recompute=recompute,
+                bends=part != "outer",
             )
             self.chains.append(chain)
         reached = frozenset().union(*(chain.names() for chain in self.chains))

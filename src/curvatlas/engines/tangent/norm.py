@@ -133,7 +133,6 @@ class Normalization:
         self.n, self.inv_std = normalize(x, eps=eps, norm=norm)
         self._share = self.inv_std * (-1.0 / self.n.shape[-1])  # −1/(dσ) (N, 1)
         self.delta: Tensor | None = None  # δ_y (N, d)
-        self._crossed_delta: Tensor | None = None  # n ⊙ δ_y (N, d), with gains only
         self._along: Tensor | None = None  # b = n·(γ δ_y) (N, 1)
         self._shared_along: Tensor | None = None  # −b/(dσ) (N, 1)
 
@@ -204,9 +203,7 @@ class Normalization:
             assert along is not None
             self.delta, self._along = rate[0], along[0].clone()
             self._shared_along = self._along * self._share
-            if self.weight is not None:
-                self._crossed_delta = self.n * self.delta
-        return self._through_jacobian(rate, state, along, pulled)
+        return self._through_jacobian(rate, state, along, pulled, scratch)
 
     def _push_normalized(
         self, x_dot: Tensor | None, space: Buffers
@@ -250,6 +247,7 @@ class Normalization:
         state: NormTangent,
         along: Tensor | None,
         out: Tensor,
+        scratch: Tensor,
     ) -> Tensor:
         """R δ_x of the module's last equation, written to ``out``."""
         turn = state.turn
@@ -269,9 +267,9 @@ class Normalization:
             torch.mul(out if turn is not None else rate, self.weight, out=out)  # type: ignore[arg-type]
         if state.weight_dot is not None:
             assert self.delta is not None
-            assert self._crossed_delta is not None
             out.addcmul_(self.delta, state.weight_dot.unsqueeze(1))
-            turned = torch.mm(state.weight_dot, self._crossed_delta.T).unsqueeze(-1)
+            crossed = torch.mul(self.n, self.delta, out=scratch[0])
+            turned = torch.mm(state.weight_dot, crossed.T).unsqueeze(-1)
             along = turned if along is None else along.add_(turned)
         if self.norm == "none":
             return out

@@ -93,12 +93,12 @@ class ReadoutTail(_Readout):
         share: float,
     ) -> None:
         super().__init__(readout, parameters, z, samples=samples)
-        self.output = self._layer.output.reshape(shape)
-        self._share = share
+        outputs = self._layer.give_output().reshape(shape)
+        self._shape, self._share = tuple(shape), share
         with torch.enable_grad():
-            self.value, slopes = loss.fixed_slopes([self.output], lambda z: z[0], targets)
-        self._curvature = _curvature(loss, self.output, targets)
-        slope = slopes[0].reshape(1, -1, self._layer.output.shape[-1])
+            self.value, slopes = loss.fixed_slopes([outputs], lambda z: z[0], targets)
+        self._curvature = _curvature(loss, outputs, targets)
+        slope = slopes[0].reshape(1, -1, outputs.shape[-1])
         self.delta = self._recorded(slope * share if share != 1 else slope)  # (1, N, d)
 
     def product(
@@ -120,7 +120,7 @@ class ReadoutTail(_Readout):
         """Λ times the outputs' tangent (K, N', C)."""
         # The head's output has a buffer of its own; without a head ``moved`` is needed again.
         free = self._layer.linear is not None
-        shaped = moved.view(moved.shape[0], *self.output.shape)
+        shaped = moved.view(moved.shape[0], *self._shape)
         rate = self._curvature(shaped if free else shaped.clone()).reshape(moved.shape)
         return rate.mul_(self._share) if self._share != 1 else rate
 
@@ -157,7 +157,6 @@ class ChunkedTail(_Readout):
         super().__init__(readout, parameters, z, samples=samples)
         self._head, self._share = head, share
         hidden = self._layer.output.reshape(-1, self._layer.output.shape[-1])
-        self.output = logits._replace(hidden=self._layer.output.reshape(logits.hidden.shape))
         self._factors = (hidden, logits.weight.detach(), _detached(logits.bias))
         self._softmax = loss.chunked(logits, targets)
         self.value = float(self._softmax.loss(*self._factors))
@@ -236,7 +235,7 @@ class AutogradTail:
         tensors, rebuild = differentiable_leaves(outputs)
         self.value, slopes = loss.fixed_slopes(tensors, rebuild, targets)
         slopes = [slope * share for slope in slopes] if share != 1 else slopes
-        self.output, self._share = outputs, share
+        self._share = share
         self._remainder = Remainder(tensors, {_Z: z, **leaves}, slopes)
         self._curvature = output_curvature(loss, tensors, rebuild, targets)
         self._tensors, self._tokens, self._axes = tensors, tokens, axes
