@@ -45,7 +45,7 @@ PEERS = (
     Peer("pytorch-optimizer", "pytorch_optimizer", ("pytorch_optimizer==4.1.0",)),
 )  # fmt: skip
 OURS = ("numpy>=1.26", "scipy>=1.11", "safetensors>=0.4", "tqdm>=4.66", "typer>=0.12",
-        "transformers>=4.45", "scikit-learn>=1.4", "psutil")  # fmt: skip
+        "lazy_loader>=0.4", "transformers>=4.45", "scikit-learn>=1.4", "psutil")  # fmt: skip
 UNWANTED = ("torchvision", "torchaudio")
 
 
