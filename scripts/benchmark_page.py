@@ -58,8 +58,9 @@ def _answer(results: dict[str, dict[str, Any]]) -> list[str]:
     lines = [line for result in results.values() for line in result.get("requirements", [])]
     met = sum(line["met"] is True for line in lines)
     return [
-        "**What does it cost, and is it right?** One product with H takes about two gradients, one "
-        "with H_o about one and a half, at rounding error (dashed: the limit of the count):",
+        "**What does it cost, and is it right?** One product in gradients of the same model by "
+        "autograd, at rounding error (dashed: the count of operations, which hand-written passes "
+        "undercut because a gradient by autograd spends much of its time outside of them):",
         "",
         "![Cost of one product with H and H_o in gradients, beside other libraries]"
         "(figures/benchmarks.png)",
