@@ -130,9 +130,21 @@ def _from_sums(trace: float, total: float, count: int) -> float:
 
 SGD = ("sgd", "gd", "momentum", "nesterov")
 ADAPTIVE = (
-    "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adafactor", "lamb", "lion",
-    "shampoo", "soap", "muon", "sophia",
-)  # fmt: skip
+    "adam",
+    "adamw",
+    "adamax",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "adagrad",
+    "adafactor",
+    "lamb",
+    "lion",
+    "shampoo",
+    "soap",
+    "muon",
+    "sophia",
+)
 TRAINED_BELOW = 0.9  # of the loss of a model that knows nothing: log of the number of classes
 
 

@@ -441,9 +441,15 @@ def find_data(
         else:
             words, name = prose(table, text_column), f"column {text_column} of {table.name}"
             raw = token_windows(
-                words, path, model, context, tokenizer=tokenizer, samples=samples, seed=seed,
+                words,
+                path,
+                model,
+                context,
+                tokenizer=tokenizer,
+                samples=samples,
+                seed=seed,
                 notes=notes,
-            )  # fmt: skip
+            )
     elif path.is_file():
         raw, name = _from_file(path, model, context, tokenizer, samples, seed, notes), path.name
     else:

@@ -304,8 +304,11 @@ def _film(records: list[dict[str, Any]], identifier: str) -> Markup | None:
                 panels[f"{symbol} over {words}"] = _reel(shown, symbol, words, name)
     if not panels:
         return None
-    lead = tag("p", "Frobenius norms of the blocks at the steps that were mapped; colours mean the "
-               "same at every step.")  # fmt: skip
+    lead = tag(
+        "p",
+        "Frobenius norms of the blocks at the steps that were mapped; colours mean the "
+        "same at every step.",
+    )
     return join(tag("h3", "Maps over training"), lead, switch(identifier, panels, label="Map"))
 
 
