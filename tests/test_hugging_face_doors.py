@@ -226,6 +226,34 @@ DOORS: dict[str, Callable[[Case], float]] = {
     "quantization_sensitivity": lambda c: float(
         ca.quantization_sensitivity(c.model, "cross_entropy", c.loader, bits=(4,)).loss
     ),
+    "pruning_costs": lambda c: float(
+        ca.pruning_costs(
+            c.model,
+            None,
+            c.batch,
+            ca.prune(c.model, None, c.batch, sparsity=0.3, method="magnitude"),
+            by="role",
+        ).loss
+    ),
+    "rounding_costs": lambda c: float(
+        ca.rounding_costs(c.model, None, c.batch, bits=(4,), by="role").loss
+    ),
+    "allocate_bits": lambda c: float(
+        ca.allocate_bits(c.model, None, c.batch, average=4.0, bits=(3, 4, 5)).loss
+    ),
+    # flatness and the papers' experiments
+    "sharpness_by_ascent": lambda c: float(
+        ca.sharpness_by_ascent(c.problem, radius=0.01, starts=1, steps=3).value
+    ),
+    "relative_flatness": lambda c: float(
+        ca.relative_flatness(c.problem, rtol=0.5, max_products=10).value
+    ),
+    "gauss_newton_quality": lambda c: float(
+        len(str(ca.gauss_newton_quality(c.problem, probes=3)))
+    ),
+    "sinks": lambda c: float(
+        len(str(ca.sinks(c.problem, levels=(0.0, 1.0, 2.0), heads=False, products=9, probes=3)))
+    ),
     # scaling and the whole
     "compute_hessian_norm": lambda c: float(
         ca.ScalingLawAnalyzer(lambda width: model_of(c.kind, width))
@@ -309,6 +337,9 @@ def test_the_doors_are_all_entry_points_that_take_a_model_or_a_problem() -> None
 _OTHERWISE = {  # take no data, or an operator, or are studies of fixed models of their own
     "estimate_hessian_from_trajectory", "demo_hessian_analysis", "predict_optimal_dataset_size",
     "compare_predictions", "examine_claims", "anatomy_of", "from_problem", "survey",
+    "compare_gauss_newton",  # trains an MLP of its own beside the user's
+    "flatness", "pac_bayes",  # made of doors above; tests/analysis/landscape/test_flatness.py
+    "rescaled", "rescaling_invariance",  # need a symmetry of the model; tested there by family
 }  # fmt: skip
 
 

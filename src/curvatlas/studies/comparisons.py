@@ -70,7 +70,7 @@ def spread_of(values: Iterable[float], *, ratio: bool = False) -> Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Result):
+class ModelComparison(Result):
     """One row a model; every number over the seeds, and the atlas of the first seed."""
 
     title: str
@@ -115,7 +115,7 @@ def compare(
     seeds: Sequence[int] = (0, 1, 2),
     products: int | None = None,
     rtol: float = 0.08,
-) -> Comparison:
+) -> ModelComparison:
     """Measure ``maker(seed)`` for every name and seed."""
     rows: dict[str, dict[str, Spread]] = {}
     roles: dict[str, dict[str, Spread]] = {}
@@ -138,7 +138,7 @@ def compare(
         roles[name] = {
             role: spread_of((r[role] for r in by_role), ratio=True) for role in by_role[0]
         }
-    return Comparison(title=title, rows=rows, roles=roles, atlases=first, seeds=len(seeds))
+    return ModelComparison(title=title, rows=rows, roles=roles, atlases=first, seeds=len(seeds))
 
 
 def numbers_of(problem: Problem, one: Atlas) -> dict[str, float]:
@@ -177,7 +177,7 @@ def _vit(data: Data, **options: Any) -> Callable[[int], Problem]:
 
 def compare_norm_placement(
     *, depth: int = 2, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
-) -> Comparison:
+) -> ModelComparison:
     """Pre- against post-norm: the same ViT on digits at initialisation."""
     data = _digits(samples)
     return compare(
@@ -198,7 +198,7 @@ def compare_input_scale(
     samples: int = 64,
     seeds: Sequence[int] = (0, 1, 2),
     **options: Any,
-) -> Comparison:
+) -> ModelComparison:
     """The same ViT on digits with pixels multiplied by each scale."""
     images, labels = _digits(samples)
     makers = {f"× {s:g}": _vit((images * s, labels), norm_first=norm_first) for s in scales}
@@ -207,7 +207,7 @@ def compare_input_scale(
 
 def compare_softmax(
     *, depth: int = 1, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
-) -> Comparison:
+) -> ModelComparison:
     """Softmax against linear attention, the source of heterogeneity taken away."""
     data = _digits(samples)
     makers = {
@@ -219,7 +219,7 @@ def compare_softmax(
 
 def compare_with_mlp(
     *, depth: int = 1, samples: int = 64, seeds: Sequence[int] = (0, 1, 2), **options: Any
-) -> Comparison:
+) -> ModelComparison:
     """A Transformer against an MLP of equal size and the same number of hidden layers plus one."""
     images, labels = _digits(samples)
     size = sum(p.numel() for p in ViT(ViTConfig(n_layers=depth)).parameters())
@@ -241,7 +241,7 @@ def compare_training(
     seeds: Sequence[int] = (0, 1, 2),
     architecture: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Comparison:
+) -> ModelComparison:
     """The reference ViT on digits before and after training."""
     dataset = digits()
     batch = dataset.train.take(samples)
@@ -265,7 +265,7 @@ def compare_checkpoints(
     loss: str | Callable[[Any, Any], Tensor],
     data: Any,
     **options: Any,
-) -> Comparison:
+) -> ModelComparison:
     """One model with several state dictionaries on the same data; the model is left as it was."""
 
     def at(state: Mapping[str, Tensor]) -> Callable[[int], Problem]:

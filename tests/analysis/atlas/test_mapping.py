@@ -351,10 +351,9 @@ SUBLAYERS = {
         {"hidden_size": 4, "num_channels": 1, **SMALLEST},
         {
             "embedding": r"embeddings\.",
-            "blocks.0.attention": r"attention\.",
+            "blocks.0.attention": r"attention\.|lambda_1",
             "blocks.0.norm": r"layers\..*layernorm",
-            "blocks.0.ffn": r"mlp",
-            "blocks.0.other": r"lambda_",
+            "blocks.0.ffn": r"mlp|lambda_2",
             "head": r"classifier",
             "head.norm": r"pooler\.layernorm",
         },

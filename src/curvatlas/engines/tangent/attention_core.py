@@ -365,7 +365,10 @@ class AttentionCore:
         torch.bmm(tile.slots(self.delta), tile.slots(self.v).mT, out=centred)
         w = space.take("core.adjoint", *weights.shape, like=self.q)
         if self.row_sums is not None:
-            centred.sub_(tile.slots(self.row_sums))
+            if weights.shape[-1] == 1:
+                centred.zero_()  # one key has all the weight: no rounding of D − r is left over
+            else:
+                centred.sub_(tile.slots(self.row_sums))
             torch.mul(centred, weights, out=w).mul_(self.scale)
             return centred, w
         torch.mul(centred, self.scale, out=w)
