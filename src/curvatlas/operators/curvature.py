@@ -272,22 +272,20 @@ class CurvatureOperator(LinearOperator):
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
             by_hand = self._tangent(sample, names, linear)
-            bytes_of_sample = linear.held_bytes
-            if by_hand is not None:
-                bytes_of_sample = by_hand(self.problem, sample, names).held_bytes
+        linearise, held = by_hand or (self._compiled(), linear.held_bytes)
         return KeptLinearisations(
             self.problem,
             names,
-            by_hand or self._compiled(),
+            linearise,
             budget=self.budget,
-            probe_bytes=bytes_of_sample,
+            probe_bytes=held,
             probe_samples=self.problem.units(sample),
         )
 
     def _tangent(
         self, sample: Batch, names: Sequence[str], exact: Linearisation
-    ) -> Linearise | None:
-        """The hand-written engine, where it may be used and is right."""
+    ) -> tuple[Linearise, int] | None:
+        """The hand-written engine and a sample's bytes, where it may be used and is right."""
         reason = self._autograd_only()
         if reason is None:
             assert self.part is not None

@@ -53,15 +53,16 @@ def tangent_engine(
     part: Part,
     logit_room: int,
     budget: int,
-) -> Linearise | None:
-    """The hand-written engine where it understands the model and its product is right; else None.
+) -> tuple[Linearise, int] | None:
+    """The hand-written engine and the bytes a sample holds, where it understands the model and its
+    product is right; else None.
 
     exact: the sample's linearisation by autograd. With ``engine="tangent"`` what is not understood
     raises. Where the activations of one sample do not fit the budget, blocks are made anew when a
     product needs them. Call it inside ``problem.evaluating``.
     """
 
-    def differences() -> Iterator[tuple[float, Linearise, ModelReading]]:
+    def differences() -> Iterator[tuple[float, Linearise, int, ModelReading]]:
         """Of our product from the exact one; a second time with the model's ends by autograd."""
         reading = read_model(problem.model)
         for plain in dict.fromkeys((reading.plain_ends, False)):
@@ -76,15 +77,15 @@ def tangent_engine(
             if ours.held_bytes > PLANNED * budget / (1 + TRANSIENT):
                 linearise = functools.partial(linearise, recompute=True)
                 ours = linearise(problem, sample, names)
-            yield _difference(ours, exact, names), linearise, reading
+            yield _difference(ours, exact, names), linearise, ours.held_bytes, reading
 
     off, allowed = math.inf, 0.0
     try:
-        for off, linearise, reading in differences():
+        for off, linearise, held, reading in differences():
             allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
             if off <= allowed:
                 problem.engine = EngineChoice("tangent", _described(reading, off))
-                return linearise
+                return linearise, held
     except UnmappedModuleError as error:
         if engine == "tangent":
             raise

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
@@ -83,7 +84,6 @@ class KnownLayer:
     path: str
     module: nn.Module
     spec: BlockSpec
-    pick: Pick
     places: Mapping[str, Place]  # our weight → where it stands
     adapted: Mapping[str, EffectiveWeight]  # name without adapter → what it is made of
 
@@ -180,7 +180,7 @@ def _known_layer(
         taken = {place.parameter for place in places.values()}
         left = [name for name in owner.values() if name not in taken] or list(owner.values())
         raise UnmappedModuleError(f"{path} has parameters that no block has: {listed(left)}.")
-    return KnownLayer(path, module, spec, pick, places, adapted)
+    return KnownLayer(path, module, spec, places, adapted)
 
 
 def _owner_of_copy(path: str, numbers: Mapping[str, Tensor], pick: Pick, ours: str) -> str:
@@ -683,8 +683,6 @@ class TangentLinearisation:
     blocks only, and linearise each anew when a product needs it.
     """
 
-    needs_scope = False
-
     def __init__(
         self,
         problem: Problem,
@@ -719,12 +717,14 @@ class TangentLinearisation:
             self.chains.append(chain)
         reached = frozenset().union(*(chain.names() for chain in self.chains))
         self.unused = frozenset(names) - reached
-        self.held_bytes = sum(
-            {
-                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for tensor in tensors_in(self.chains, without=problem.own_tensors())
-            }.values()
-        )
+        own = problem.own_tensors()
+        storages = (t.untyped_storage() for t in tensors_in(self.chains, without=own))
+        kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        ends = [end for chain in self.chains for end in (chain.stem, chain.tail)]
+        graphs = [end.graph() for end in ends if isinstance(end, AutogradStem | AutogradTail)]
+        size = graph_size([root for roots in graphs for root in roots], excluding=own)
+        self.held_bytes = sum(kept.values()) + size.bytes
+        self.needs_scope = size.runs_python
         by_hand = all(
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
             for chain in self.chains
