@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -329,14 +329,17 @@ def written_buffers(model: nn.Module) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
+def evaluation(
+    model: nn.Module, *, stay_double: bool, compute_dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """Everything a twice-differentiable forward needs, restored on the way out.
 
     Evaluation mode; operations that can be differentiated twice (``TwiceDifferentiable``), also
     where the model chooses others; no encoder fast path, no autocast, no key/value cache, nothing
     compiled or checkpointed; gradients enabled even under ``no_grad``; experts one by one in
     float64, which the grouped kernel does not take. Buffers and attributes that the model changes
-    in its forward pass are put back.
+    in its forward pass are put back. Nothing of ``compute_dtype``, or of float64 with
+    ``stay_double``, is rounded to a narrower dtype on the way.
     """
     modules = list(model.modules())
     training = [module for module in modules if module.training]
@@ -344,7 +347,8 @@ def evaluation(model: nn.Module, *, stay_double: bool) -> Iterator[None]:
     first = next(model.parameters(), None)
     device = "cpu" if first is None else first.device.type
     scope = _Scope(model)
-    mode = TwiceDifferentiable(model, double=stay_double, device=device)
+    keep = torch.float64 if stay_double else compute_dtype
+    mode = TwiceDifferentiable(model, keep=keep, device=device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -435,23 +439,93 @@ def called_with(
     ``torch.func.functional_call`` leaves a replacement behind in a module that is registered under
     two names (shared layers, soft prompts on a model's own embedding), instead of its parameter.
     """
-    modules = list(module.modules())
-    if any(isinstance(part, torch.jit.ScriptModule) for part in modules):
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         return torch.func.functional_call(module, dict(values), tuple(args), dict(kwargs))
+    with _replaced(module, values):
+        return module(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the module's parameters are replaced by name, wherever in it they are used."""
     by_parameter = {
         id(parameter): values[name]
         for name, parameter in module.named_parameters()
         if name in values
     }
-    kept = [(part._parameters, dict(part._parameters)) for part in modules if part._parameters]
+    parts = [part._parameters for part in module.modules() if part._parameters]
+    kept = [(held, dict(held)) for held in parts]
     try:
         for held, own in kept:
             held.update({name: by_parameter.get(id(p), p) for name, p in own.items()})  # type: ignore[misc]
-        return module(*args, **kwargs)
+        yield
     finally:
         for held, own in kept:
             held.clear()
             held.update(own)
+
+
+# A block → its own name of a parameter → the parameter's name in the model.
+Places = Mapping[nn.Module, Mapping[str, str]]
+
+
+def block_places(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    named: Mapping[str, Tensor],
+    *,
+    without: Container[str] = (),
+) -> Places:
+    """The parameters that belong to some of the blocks and to nothing outside them."""
+    inside = {part for block in blocks for part in block.modules()}
+    outside = {
+        id(parameter)
+        for part in model.modules()
+        if part not in inside
+        for parameter in part._parameters.values()
+    }
+    first: dict[int, str] = {}
+    for (_, parameter), name in zip(model.named_parameters(), named, strict=True):
+        if id(parameter) not in outside and name not in without:
+            first[id(parameter)] = name
+    return {
+        block: {own: first[id(p)] for own, p in block.named_parameters() if id(p) in first}
+        for block in blocks
+    }
+
+
+@contextlib.contextmanager
+def block_by_block(
+    places: Places,
+    present: Callable[[Iterable[str]], contextlib.AbstractContextManager[Mapping[str, Tensor]]],
+) -> Iterator[None]:
+    """Inside, every block runs with the weights that ``present`` gives, for as long as it runs."""
+
+    def run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own = places[block]
+        with present(own.values()) as weights:
+            values = {name: weights[whole] for name, whole in own.items()}
+            with _replaced(block, values):
+                return forward(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for block in places:
+            stack.enter_context(_with_forward(block, functools.partial(run, block, block.forward)))
+        yield
+
+
+@contextlib.contextmanager
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module's forward pass is another one."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
 
 
 def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
@@ -488,19 +562,46 @@ def fresh_leaf(parameter: Tensor) -> Tensor:
 _RATES = ("dropout", "attention_dropout", "dropout_p", "attn_dropout", "drop_prob", "layerdrop")
 
 
-def check_weights(named: Mapping[str, Tensor]) -> None:
-    """Finite values, one floating dtype of at least float32, one device."""
-    dtypes = {p.dtype for p in named.values()}
-    low = sorted(str(t) for t in dtypes if t not in (torch.float32, torch.float64))
-    if low:
+_COMPUTED = (torch.float32, torch.float64)  # dtypes that curvature is computed in
+
+
+def check_compute_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Refuse arithmetic in half precision, where second derivatives are lost in rounding."""
+    if dtype is not None and dtype not in _COMPUTED:
         raise ProblemError(
-            f"parameters of {', '.join(low)}: curvature needs float32 or float64, "
-            "call model.float() or model.double() first."
+            f"compute_dtype is torch.float32 or torch.float64, got {dtype!r}: curvature is lost in "
+            "the rounding of half precision; weights may be stored in it."
         )
-    if len(dtypes) > 1:
+    return dtype
+
+
+def check_weights(
+    everything: Mapping[str, Tensor], varying: Sequence[str], compute_dtype: torch.dtype | None
+) -> None:
+    """Finite values, one dtype of at least float32 to compute in, one device."""
+    real = {name: p for name, p in everything.items() if p.is_floating_point()}
+    dtypes = {p.dtype for p in real.values()}
+    low = sorted(str(t).removeprefix("torch.") for t in dtypes if t not in _COMPUTED)
+    tiny = [t for t in low if "float8" in t or "float4" in t]
+    if tiny:
+        name = next(name for name, p in real.items() if str(p.dtype).endswith(tiny[0]))
+        raise ProblemError(
+            f"{name!r} is {tiny[0]}, a quantised weight whose scale is kept elsewhere: load the "
+            "model dequantised (in bfloat16 or float32), or let only adapters vary."
+        )
+    if compute_dtype is None and low:
+        fixed = {n for n, p in real.items() if p.dtype not in _COMPUTED}.isdisjoint(varying)
+        raise ProblemError(
+            f"{'frozen weights' if fixed else 'parameters'} of {', '.join(low)}: curvature needs "
+            "float32 or float64. Pass compute_dtype=torch.float32, which keeps them as they are "
+            "and computes in float32, or call model.float()."
+        )
+    named = {name: everything[name] for name in varying}
+    if compute_dtype is None and len(dtypes := {p.dtype for p in named.values()}) > 1:
         examples = {str(p.dtype): name for name, p in named.items()}
         raise ProblemError(
-            f"parameters of several dtypes ({examples}): call model.float() or model.double()."
+            f"parameters of several dtypes ({examples}): pass compute_dtype=, or call "
+            "model.float() or model.double()."
         )
     devices = {p.device for p in named.values()}
     if len(devices) > 1:

@@ -34,16 +34,16 @@ class TwiceDifferentiable(TorchFunctionMode):
     """Inside, operations are replaced by ones that can be differentiated twice.
 
     Attention by plain matrix products, whatever kernel the module asks for; weight normalisation
-    written out; no autocast, even where the module opens it itself. With ``double`` no float64
-    tensor is rounded to float32 on the way: some libraries compute norms and softmax by
+    written out; no autocast, even where the module opens it itself. With ``keep`` no tensor of that
+    dtype is rounded to a narrower one on the way: some libraries compute norms and softmax by
     ``x.to(torch.float32)`` or ``dtype=torch.float32``, which rounds a float64 model to 5e-8 and
-    makes its second derivatives asymmetric.
+    makes its second derivatives asymmetric; and models made for half precision round to it.
     """
 
-    def __init__(self, model: nn.Module, *, double: bool, device: str) -> None:
+    def __init__(self, model: nn.Module, *, keep: torch.dtype | None, device: str) -> None:
         super().__init__()
         self._model = weakref.ref(model)
-        self._double, self._device = double, device
+        self._keep, self._device = keep, device
         self._pauses = 0
         self._replaced = _replacements()
 
@@ -52,8 +52,8 @@ class TwiceDifferentiable(TorchFunctionMode):
     ) -> Any:
         operation = self._replaced.get(func, func)
         kwargs = kwargs or {}
-        if self._double and not self._pauses:
-            operation, args, kwargs = _unrounded(operation, args, kwargs)
+        if self._keep is not None and not self._pauses:
+            operation, args, kwargs = _unrounded(operation, args, kwargs, self._keep)
         if torch.is_autocast_enabled(self._device):
             warn_once(
                 self._model(),
@@ -76,7 +76,7 @@ class TwiceDifferentiable(TorchFunctionMode):
             self._pauses -= 1
 
         handles = []
-        if self._double:
+        if self._keep is not None:
             for module in model.modules():
                 if "Rotary" in type(module).__name__:
                     handles.append(module.register_forward_pre_hook(pause))
@@ -99,18 +99,29 @@ def same_operations() -> contextlib.AbstractContextManager[Any]:
     return _active[-1] if _active else contextlib.nullcontext()
 
 
+_HALF = frozenset((torch.bfloat16, torch.float16))
+_NARROWER = {torch.float64: _HALF | {torch.float32}, torch.float32: _HALF}
+_ROUNDS = {  # methods that round, by the dtype they round to
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+}
+
+
 def _unrounded(
-    operation: Operation, args: Any, kwargs: dict[str, Any]
+    operation: Operation, args: Any, kwargs: dict[str, Any], keep: torch.dtype
 ) -> tuple[Operation, Any, dict[str, Any]]:
-    """A call that would round a float64 tensor to float32, as one that does not."""
+    """A call that would round a tensor of dtype ``keep``, as one that does not."""
     first = args[0] if args else None
-    if isinstance(first, Tensor) and first.dtype == torch.float64:
-        if operation is torch.Tensor.float:
-            return torch.Tensor.double, args, kwargs
-        if kwargs.get("dtype") is torch.float32:
-            return operation, args, {**kwargs, "dtype": torch.float64}
+    if isinstance(first, Tensor) and first.dtype == keep:
+        narrower = _NARROWER[keep]
+        if _ROUNDS.get(operation) in narrower:
+            return torch.Tensor.to, (first, keep), kwargs
+        if kwargs.get("dtype") in narrower:
+            return operation, args, {**kwargs, "dtype": keep}
         if operation is torch.Tensor.to:
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            rounds = [isinstance(a, torch.dtype) and a in narrower for a in args]
+            args = tuple(keep if r else a for a, r in zip(args, rounds, strict=True))
     return operation, args, kwargs
 
 

@@ -69,12 +69,13 @@ class HeadSearch:
         targets: Any,
         named: Mapping[str, Tensor],
         small_call: Callable[[], Callable[[], Any]],
+        *,
+        itemsize: int,
     ) -> Head | None:
         """The head if its logits of these targets take more than ``size`` bytes.
 
-        named: the model's parameters;  small_call: prepares a call of the model on one sample.
+        named: the model's parameters;  itemsize: bytes of a logit;  small_call: prepares a call of the model on one sample.
         """
-        itemsize = next(iter(named.values())).dtype.itemsize
         if largest_logits(self._model, targets, itemsize) <= size:
             return None
         if not self._looked:
@@ -96,7 +97,7 @@ def factored_logits(
         return leaves[name] if name in leaves else named[name].detach()
 
     bias = None if head.bias is None else value(head.bias)
-    return HiddenLogits(hidden, value(head.weight), bias, room)
+    return HiddenLogits(hidden, value(head.weight), bias, room, (head.weight, head.bias))
 
 
 def find_head(model: nn.Module, named: Mapping[str, Tensor], run: Callable[[], Any]) -> Head | None:
@@ -171,6 +172,7 @@ class HiddenLogits(NamedTuple):
     weight: Tensor  # (V, d)
     bias: Tensor | None  # (V,)
     room: int
+    names: tuple[str, str | None] | None = None  # of weight and bias in the model
 
     @property
     def shape(self) -> torch.Size:

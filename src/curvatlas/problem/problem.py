@@ -31,7 +31,7 @@ from curvatlas.problem.batches import (
     shapes,
     size_in_bytes,
 )
-from curvatlas.problem.checkpointing import checkpointed
+from curvatlas.problem.checkpointing import checkpointed, repeated_blocks
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
     arguments_of,
@@ -40,6 +40,9 @@ from curvatlas.problem.evaluation import (
     check_finite_loss,
     check_mode,
     check_same_loss,
+    block_by_block,
+    block_places,
+    check_compute_dtype,
     check_same_parameters,
     check_weights,
     evaluation,
@@ -203,6 +206,10 @@ class Problem:
         it for ``labels`` of a mapping; targets of a pair stay where they are).
     keep_float64: keep float64 models in float64 where libraries round to float32 inside
         (Llama's norms, eager softmax); False follows the model as it is.
+    compute_dtype: float32 or float64, for weights that are stored in another floating dtype
+        (bfloat16 and float16 checkpoints). They stay as they are; a block's are cast when a pass
+        goes through it and let go of after. Vectors and products are of this dtype. The numbers are
+        those of the network with the rounded weights, exactly as it is stored.
     checkpoint_activations: keep only the inputs of the model's repeated blocks and compute what is
         inside again when a product needs it: slower, with the memory of one block at a time.
     distributed: sum over the process group's ranks (default: when one is initialised). Ranks that
@@ -213,6 +220,7 @@ class Problem:
         see other data are refused.
     """
 
+    _in_call = False  # whether a block of a call under way has asked for its weights
     _state: tuple[object, bytes] | None  # version and digest of weights, buffers and loss
     # Which engine made the last operator's products; operators choose on their first one.
     engine = EngineChoice("undecided", "no product has been made yet")
@@ -228,6 +236,7 @@ class Problem:
         reduction: Reduction | None = None,
         shift: bool | None = None,
         keep_float64: bool = True,
+        compute_dtype: torch.dtype | None = None,
         checkpoint_activations: bool = False,
         batch_axis: int | None = None,
         distributed: bool | None = None,
@@ -236,6 +245,7 @@ class Problem:
     ) -> None:
         self.roles = dict(roles or {})
         self.keep_float64 = keep_float64
+        self.compute_dtype = check_compute_dtype(compute_dtype)
         self.checkpoint_activations = checkpoint_activations
         self.distributed = parallel.world_size() > 1 if distributed is None else distributed
         self._shard = shard and self.distributed
@@ -266,7 +276,7 @@ class Problem:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
         self.parameter_names = choose_parameters(self.model, self._everything, varying)
         first = self._everything[self.parameter_names[0]]
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device = self.compute_dtype or first.dtype, first.device
         if data is None:
             raise ProblemError("no data: pass Problem(model, loss, data).")
         self.data = batches_of(data, dtype=self.dtype)
@@ -309,11 +319,64 @@ class Problem:
     @property
     def parameters(self) -> Tensor:
         """θ as a flat vector (P,), a copy."""
-        return torch.cat([self._everything[n].detach().reshape(-1) for n in self.parameter_names])
+        with self.present(self.parameter_names) as weights:
+            return torch.cat([weights[n].reshape(-1) for n in self.parameter_names])
+
+    @property
+    def in_place(self) -> bool:
+        """Whether passes compute with the model's own tensors, as they lie in memory."""
+        return all(not self._is_cast(weight) for weight in self._everything.values())
+
+    def _is_cast(self, weight: Tensor) -> bool:
+        return (
+            self.compute_dtype is not None
+            and weight.is_floating_point()
+            and weight.dtype != self.compute_dtype
+        )
+
+    @contextlib.contextmanager
+    def present(
+        self, names: Iterable[str], *, following: Iterable[str] = ()
+    ) -> Iterator[dict[str, Tensor]]:
+        """Some weights by name, whole and in the dtype that is computed in, detached.
+
+        The one place where a pass gets hold of weights. Where ``in_place`` holds they are the
+        model's own tensors; else copies that are made on the way in and let go of on the way out:
+        cast from half precision here, and a sharded model gathers them at the same spot. Passes
+        over a large model open it block by block and keep nothing of what it gave, so that the
+        copies of one block are all there is at a time. ``following``: what will be asked for next,
+        for a source that can fetch it meanwhile; casting needs no head start.
+        """
+        everything = self._everything
+        weights = {
+            name: everything[name].detach().to(self.dtype)
+            if self._is_cast(everything[name])
+            else everything[name].detach()
+            for name in names
+        }
+        try:
+            yield weights
+        finally:
+            weights.clear()
 
     def named_weights(self) -> dict[str, Tensor]:
-        """All parameters of the live model by name, also those that do not vary."""
-        return dict(self._everything)
+        """All parameters by name in the dtype that is computed in, also those that do not vary.
+
+        The live model's own tensors where ``in_place`` holds, else copies of all at once.
+        """
+        return {
+            name: weight.detach().to(self.dtype) if self._is_cast(weight) else weight
+            for name, weight in self._everything.items()
+        }
+
+    def copied_model(self) -> nn.Module:
+        """A copy of the model in the dtype that is computed in, whose weights may be moved."""
+        model = copy.deepcopy(self.model)
+        if self.compute_dtype is not None:
+            for parameter in model.parameters():
+                if self._is_cast(parameter):
+                    parameter.data = parameter.data.to(self.dtype)
+        return model
 
     def own_tensors(self) -> list[Tensor]:
         """Parameters and buffers: memory that is there without any graph."""
@@ -341,6 +404,7 @@ class Problem:
         return {
             "shift": self._requested[1],
             "keep_float64": self.keep_float64,
+            **({} if self.compute_dtype is None else {"compute_dtype": str(self.compute_dtype)}),
             "shard": self._shard,
         }
 
@@ -396,6 +460,8 @@ class Problem:
     @property
     def _everything(self) -> dict[str, Tensor]:
         """The live model's parameters by name, also after some were replaced."""
+        if self._in_call:  # the model holds other tensors for the moment
+            return self._named
         self._model_tensors.follow()
         if self._generation != self._model_tensors.generation and self._gathered is None:
             named = whole_parameters(self.model)
@@ -614,6 +680,7 @@ class Problem:
             parameters=list(self.parameter_names),
             shift=shift,
             keep_float64=self.keep_float64,
+            compute_dtype=self.compute_dtype,
             checkpoint_activations=self.checkpoint_activations,
             batch_axis=self._batch_axis,
             distributed=self.distributed,
@@ -669,13 +736,19 @@ class Problem:
     def evaluating(self) -> Iterator[None]:
         """The scope in which the model is called and differentiated."""
         strict = self.keep_float64 and self.dtype == torch.float64
-        with evaluation(self.model, stay_double=strict), explained():
+        with (
+            evaluation(self.model, stay_double=strict, compute_dtype=self.compute_dtype),
+            explained(),
+        ):
             yield
 
     def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Fresh leaf tensors that share the weights' memory, for the parameters that vary."""
-        chosen = self.parameter_names if names is None else tuple(names)
-        return {name: fresh_leaf(self._everything[name]) for name in chosen}
+        """Fresh leaf tensors for the parameters that vary.
+
+        They share the weights' memory where ``in_place`` holds.
+        """
+        with self.present(self.parameter_names if names is None else names) as weights:
+            return {name: fresh_leaf(weight) for name, weight in weights.items()}
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
@@ -692,10 +765,9 @@ class Problem:
         return outputs
 
     def _called(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
-        values = {n: leaves[n] if n in leaves else p.detach() for n, p in self._everything.items()}
         try:
             scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
-            with scope(self.model):
+            with self._weights_for_call(leaves) as values, scope(self.model):
                 return call(self.model, values, batch.inputs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if isinstance(error, ProblemError | UnmappedModuleError):
@@ -706,6 +778,35 @@ class Problem:
                 f"the model fails on batch {batch.index} with inputs {described(batch.inputs)} "
                 f"(parameters are {self.dtype}): {error}"
             ) from error
+
+    @contextlib.contextmanager
+    def _weights_for_call(self, leaves: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """What the model's parameters are replaced by: ``leaves``, the others as they stand.
+
+        Copies of a block's weights are made when it runs; a graph keeps those that it needs.
+        """
+        everything = self._everything
+        fixed = [name for name in everything if name not in leaves]
+        if self.in_place:
+            with self.present(fixed) as weights:
+                yield {n: leaves[n] if n in leaves else weights[n] for n in everything}
+            return
+        blocks = repeated_blocks(self.model)
+        places = block_places(self.model, blocks, everything, without=leaves)
+        inside = {name for named in places.values() for name in named.values()}
+        outside = [name for name in fixed if name not in inside]
+        with self.present(outside) as weights, block_by_block(places, self._present_in_call):
+            yield {**leaves, **weights}
+
+    @contextlib.contextmanager
+    def _present_in_call(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+        """``present`` for a block while the model is called, or a part of it called again."""
+        outer, self._in_call = self._in_call, True
+        try:
+            with self.present(names) as weights:
+                yield weights
+        finally:
+            self._in_call = outer
 
     def predictions(
         self, batch: Batch, leaves: Mapping[str, Tensor], *, logit_room: int | None = None
@@ -725,12 +826,17 @@ class Problem:
 
         last = None
         if self.loss.factored and not self._objective.labels_in_call:
-            last = self._head.beyond(room // 2, batch.targets, self._everything, on_one_sample)
+            itemsize = self.dtype.itemsize
+            last = self._head.beyond(
+                room // 2, batch.targets, self._everything, on_one_sample, itemsize=itemsize
+            )
         if last is None:
             return self.outputs(batch, leaves)
         with large_heads.without(last):
             hidden = read(batch, leaves)
-        logits = large_heads.factored_logits(last, hidden, self._everything, leaves, room)
+        own = [name for name in (last.weight, last.bias) if name is not None]
+        with self.present(own) as weights:
+            logits = large_heads.factored_logits(last, hidden, weights, leaves, room)
         if logits.shape[:-1] != batch.targets.shape or batch.targets.is_floating_point():
             return self.outputs(batch, leaves)  # another layout, or class probabilities
         self.loss.check(logits, batch.targets)
@@ -755,7 +861,7 @@ class Problem:
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
         check_same_parameters(self._kinds, self._everything)
-        check_weights({name: self._everything[name] for name in self.parameter_names})
+        check_weights(self._everything, self.parameter_names, self.compute_dtype)
         check_mode(self.model)
         batch = next(self.batches(), None)
         if batch is None or self._steady == (version := self.weights_version()):

@@ -180,7 +180,9 @@ class _Probe:
             strict = dtype == torch.float64 and self._problem.keep_float64
             for distance in (_MOVED, 0.0):
                 self._values, self._whole, self._finite = self._moved(distance), None, False
-                with evaluation(self._problem.model, stay_double=strict), torch.no_grad():
+                model, computed = self._problem.model, self._problem.compute_dtype
+                scope = evaluation(model, stay_double=strict, compute_dtype=computed)
+                with scope, torch.no_grad():
                     for axes in self._candidates:
                         layout = self._passes(axes)
                         if layout is not None:
@@ -213,11 +215,13 @@ class _Probe:
         drawn = torch.randn(
             _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
         )
+        own = {weight.data_ptr() for weight in problem.own_tensors()}
         for name, square in squares.items():
             value = values[name]
             size = max(math.sqrt(square / max(value.numel(), 1)), typical)
             noise = drawn.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
-            values[name] = torch.add(value, noise.view(value.shape), alpha=distance * size)
+            into = None if value.data_ptr() in own else value  # a copy is moved where it is
+            values[name] = torch.add(value, noise.view(value.shape), alpha=distance * size, out=into)
         return values
 
     def _with_doubts(self, layout: SampleLayout) -> SampleLayout:

@@ -310,6 +310,24 @@ class AttentionStage:
             )
         return tables.to(dtype=x.dtype, device=x.device)
 
+    def attach(self, weights: Weights) -> None:
+        """Multiply with these weights from now on."""
+        if self.together is not None:
+            self.together.attach(weights)
+            weights = {**weights, **_columns_of(self.together)}
+        for layer in self._single():
+            layer.attach(weights)
+
+    def detach(self) -> None:
+        """Let go of the weights until ``attach`` brings them again."""
+        for layer in (*self._single(), self.together):
+            if layer is not None:
+                layer.detach()
+
+    def _single(self) -> list[Linear]:
+        output = [] if self.output is None else [self.output]
+        return [*self.inputs.values(), *output]
+
     def value(self) -> Tensor:
         """F (N, d)."""
         return self._mixed if self.output is None else self.output.value(self._mixed)

@@ -31,7 +31,7 @@ from curvatlas.engines.tangent.feed_forward import (
     FeedForwardTangent,
     check_activation,
 )
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers, add, stage_number
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, add, stage_number, stand_in
 from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Norm, Weights
 from curvatlas.linear_operator import Part, require_part
@@ -496,6 +496,23 @@ class LinearisedBlock:
         for sublayer in self.sublayers:
             del sublayer.output  # the next sublayer keeps what it needs of it
         self.recorded = False
+
+    def attach(self, weights: Weights) -> None:
+        """Multiply with these weights, those it was made with, until ``detach``."""
+        for stage in self._stages():
+            stage.attach(weights)
+
+    def detach(self) -> None:
+        """Let go of the matrices; vectors (biases, gains) stay. Products need them ``attach``ed.
+
+        For weights that are copies: cast from another dtype, or gathered from several processes.
+        """
+        for stage in self._stages():
+            stage.detach()
+        self.weights = {n: stand_in(w) if w.ndim > 1 else w for n, w in self.weights.items()}
+
+    def _stages(self) -> list[AttentionStage | FeedForwardStage]:
+        return [branch.inner for sublayer in self.sublayers for branch in sublayer.branches]
 
     @property
     def output(self) -> Tensor:

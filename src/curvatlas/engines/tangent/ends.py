@@ -111,14 +111,16 @@ def _stem_norm(names: Names, values: Mapping[str, Tensor], module: nn.Module) ->
     if mapped is None:
         return None
     parameters = {f"stem_{own}": names.name(module, own) for own, _ in module.named_parameters()}
-    weights = {"stem_weight": _gain(mapped), "stem_bias": mapped.bias}
-    given = {ours: weight for ours, weight in weights.items() if weight is not None}
+    weights = {ours: values[name] for ours, name in parameters.items()}
+    given = _with_gain(weights, "stem_weight", mapped)
     return StemNorm(norm=mapped.norm, eps=mapped.eps, parameters=parameters, weights=given)
 
 
-def _gain(norm: MappedNorm) -> Tensor | None:
-    """What the norm multiplies with; its tangent is that of the weight."""
-    return norm.weight if norm.weight is None or not norm.offset else norm.weight + norm.offset
+def _with_gain(weights: dict[str, Tensor], name: str, norm: MappedNorm) -> dict[str, Tensor]:
+    """The weights with the gain as it multiplies; its tangent is that of the weight."""
+    if norm.offset and name in weights:
+        return weights | {name: weights[name] + norm.offset}
+    return weights
 
 
 def _read_norm(module: nn.Module) -> MappedNorm | None:
@@ -294,15 +296,14 @@ def recognised_tail(
                 share=share,
             )
         assert isinstance(loss, CrossEntropy)
-        by_memory = {weight.data_ptr(): name for name, weight in weights.items()}
-        bias = None if outputs.bias is None else by_memory[outputs.bias.data_ptr()]
+        assert outputs.names is not None
         return ChunkedTail(
             readout,
             parameters,
             tokens,
             samples=samples,
             logits=outputs,
-            head=(by_memory[outputs.weight.data_ptr()], bias),
+            head=outputs.names,
             loss=loss,
             targets=targets,
             share=share,
@@ -331,13 +332,14 @@ def _readouts(
         mapped = _read_norm(call.module)
         if mapped is not None and mapped.size == z.shape[-1]:
             own = [own for own, _ in call.module.named_parameters()]
-            norm: dict[str, Any] = {
+            parameters = {f"norm_{o}": names.name(call.module, o) for o in own}
+            gains = {ours: weights[name].detach() for ours, name in parameters.items()}
+            norm = {
                 "norm": mapped.norm,
                 "eps": mapped.eps,
-                "norm_weight": _gain(mapped),
-                "norm_bias": mapped.bias,
+                **_with_gain(gains, "norm_weight", mapped),
             }
-            norms.insert(0, (norm, {f"norm_{o}": names.name(call.module, o) for o in own}))
+            norms.insert(0, (norm, parameters))
         elif head and plain_linear(call.module) and _reads(call, z, result):
             own = ["weight"] if call.module.bias is None else ["weight", "bias"]
             parameters = {f"head_{o}": names.name(call.module, o) for o in own}

@@ -234,6 +234,18 @@ class FeedForwardStage:
         self.bend_cross = units.bend_cross
         self._recorded = False
 
+    def attach(self, weights: Weights) -> None:
+        """Multiply with these weights from now on."""
+        for layer in (self.up, self.gate, self.down):
+            if layer is not None:
+                layer.attach(weights)
+
+    def detach(self) -> None:
+        """Let go of the weights until ``attach`` brings them again."""
+        for layer in (self.up, self.gate, self.down):
+            if layer is not None:
+                layer.detach()
+
     def value(self) -> Tensor:
         """(N, d)."""
         return self.down.value(self.hidden)

@@ -14,7 +14,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number
+from curvatlas.engines.tangent.linear import (
+    BackwardPass,
+    Buffers,
+    Linear,
+    stage_number,
+    stand_in,
+)
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
 from curvatlas.engines.tangent.structure import Norm
 
@@ -99,6 +105,17 @@ class LinearisedReadout:
         self._pooled = pooled
         flat = pooled if self.linear is None else self.linear.value(pooled)
         self.output = flat.view(samples, -1, flat.shape[-1])  # (n, L or 1, C or d)
+
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
+        """Multiply with the head's matrix among these from now on."""
+        if self.linear is not None:
+            self.linear.attach(weights)
+
+    def detach(self) -> None:
+        """Let go of the head's matrix until ``attach`` brings it again."""
+        if self.linear is not None:
+            self.linear.detach()
+        self.weights = {n: stand_in(w) if w.ndim > 1 else w for n, w in self.weights.items()}
 
     def give_output(self) -> Tensor:
         """The outputs, and forget them: products do not need them."""

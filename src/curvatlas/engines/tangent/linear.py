@@ -205,12 +205,21 @@ class Linear:
         self.weight_names = tuple(f"{name}_weight" for name in names)
         self.bias_names = tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
         self.sizes = tuple(weights[name].shape[0] for name in self.weight_names)
-        self.weight = _join([weights[name] for name in self.weight_names], 0)
-        self._transposed = self.weight.T
         self.bias: Tensor | None = None
         if self.bias_names:
             self.bias = _join([weights[name] for name in self.bias_names], 0)
+        self.attach(weights)
         self.delta: Tensor | None = None  # (N, out)
+
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
+        """Multiply with these weights from now on."""
+        self.weight = _join([weights[name] for name in self.weight_names], 0)
+        self._transposed = self.weight.T
+
+    def detach(self) -> None:
+        """Let go of the weights until ``attach`` brings them again: their shape is left."""
+        self.weight = stand_in(self.weight)
+        self._transposed = self.weight.T
 
     def value(self, x: Tensor) -> Tensor:
         """(N, out)."""
@@ -297,6 +306,11 @@ class Linear:
             given = all(name in backward.into for name in self.weight_names)
             copied = wide and not given and backward.space.keep
             backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and place that holds a single number, NaN."""
+    return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def complete(names: Iterable[str], some: Container[str]) -> bool:

@@ -108,6 +108,17 @@ class ModelReading:
     def block_parameters(self) -> frozenset[str]:
         return frozenset().union(*(layer.parameters for layer in self.layers))
 
+    @functools.cached_property
+    def end_parameters(self) -> frozenset[str]:
+        """The parameters of the modules outside the layers."""
+        inside = {part for layer in self.layers for part in layer.module.modules()}
+        return frozenset(
+            self.name(module, own)
+            for module in self.paths
+            if module not in inside
+            for own, _ in module.named_parameters(recurse=False)
+        )
+
     def name(self, module: nn.Module, parameter: str) -> str:
         """The first name of a module's own parameter."""
         path = self.paths[module]
@@ -359,6 +370,7 @@ class Chain:
         self._results = {call.layer.path: call.result for call in watch.calls}
         self.stem = self._stem(first, [c for place, c in watch.others if place == 0])
         self.blocks: list[LinearisedBlock | RecomputedBlock] = []
+        self._held: dict[str, Weights] = {}  # by layer, where weights are the model's own
         self._adapted: dict[str, EffectiveWeight] = {}
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
         calls = self._moving(watch.calls, frozenset(names))
@@ -373,8 +385,7 @@ class Chain:
         else:  # H_o needs no adjoints
             flat = self.stem.output.reshape(1, -1, self.shape[-1])
             self.stem.record(torch.zeros_like(flat))
-            weights = {n: w.value(self._values) for n, w in self._adapted.items()}
-            self._deltas = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            self._deltas = {name: self._no_slope(name) for name in self._adapted}
 
     # --- building -------------------------------------------------------------------------------
 
@@ -393,25 +404,21 @@ class Chain:
 
     def _linearise(self, calls: Sequence[LayerCall]) -> Tensor:
         """Every block at the output of the one before it; the last one's output."""
-        values = {n: p.detach() for n, p in self._problem.named_weights().items()}
         for call in calls:
             self._adapted |= call.layer.adapted
-        self._values = {n: values[n] for w in self._adapted.values() for n in w.parameters}
-        values |= {name: weight.value(values) for name, weight in self._adapted.items()}
-        joint: dict[str, Mapping[str, Tensor]] = {}
+        terms = [term for weight in self._adapted.values() for term in weight.terms]
+        names = {name for t in terms for name in (t.left, t.right) if name is not None}
+        with self._problem.present(names) as factors:
+            self._values = dict(factors)
         z, again = self.stem.output, None
         for index, call in enumerate(calls):
-            layer = call.layer
-            if layer.path not in joint:
-                own = {
-                    ours: place.view(values[place.parameter].unsqueeze(0))[0]
-                    for ours, place in layer.places.items()
-                }
-                joint[layer.path] = with_joint_projections(own)
             try:
-                z, again = self._add_block(call, joint[layer.path], z, again, turn=index % 2)
+                with self._weights(call.layer) as weights:
+                    z, again = self._add_block(call, weights, z, again, turn=index % 2)
+                    if not self._problem.in_place:
+                        self.blocks[-1].detach()
             except ValueError as error:
-                raise UnmappedModuleError(f"{layer.path}: {error}") from error
+                raise UnmappedModuleError(f"{call.layer.path}: {error}") from error
         last = self.blocks[-1]
         if isinstance(last, LinearisedBlock):
             last.sublayers[-1].forget_output()  # the tail asks for it at once
@@ -421,21 +428,64 @@ class Chain:
             )
         return z
 
+    @contextlib.contextmanager
+    def _weights(
+        self, layer: KnownLayer, following: KnownLayer | None = None
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """A layer's weights by our names as they multiply: adapted, projections side by side.
+
+        There for as long as the scope lasts (``Problem.present``), or kept where they are the
+        model's own. ``following``: the layer that comes next.
+        """
+        if layer.path in self._held:
+            yield self._held[layer.path]
+            return
+        coming = () if following is None else following.parameters
+        with self._problem.present(layer.parameters, following=coming) as values:
+            values |= {name: weight.value(values) for name, weight in layer.adapted.items()}
+            own = {
+                ours: place.view(values[place.parameter].unsqueeze(0))[0]
+                for ours, place in layer.places.items()
+            }
+            weights = with_joint_projections(own)
+            del own
+            if self._problem.in_place:
+                self._held[layer.path] = weights
+            yield weights
+
+    @contextlib.contextmanager
+    def _block(self, index: int, following: int) -> Iterator[LinearisedBlock | RecomputedBlock]:
+        """A block with its weights, while a pass goes through it; ``following`` is the next one."""
+        block = self.blocks[index]
+        if self._problem.in_place:
+            yield block
+            return
+        after = self.layers[following] if 0 <= following < len(self.layers) else None
+        with self._weights(self.layers[index], after) as weights:
+            block.attach(weights)
+            try:
+                yield block
+            finally:
+                block.detach()
+
     def _add_block(
         self, call: LayerCall, weights: Weights, z: Tensor, again: Formed | None, *, turn: int
     ) -> tuple[Tensor, Formed | None]:
         """Linearise one block at z; its output, and how to form that once more."""
         options = replace(call.call, x=z[:0])  # what the call brings beside its tokens
 
-        def make(x: Tensor, space: Buffers, again: Formed | None = None) -> LinearisedBlock:
+        def make(
+            x: Tensor, weights: Weights, space: Buffers, again: Formed | None = None
+        ) -> LinearisedBlock:
             here = replace(options, x=x)
             return here.linearise(call.layer.spec, weights, space=space, turn=turn, x_again=again)
 
         if self._inner is not None:
             held = RecomputedBlock(functools.partial(make, space=self._inner), z)
+            held.attach(weights)
             self.blocks.append(held)
             return held.linearised().give_output(), None
-        block = make(z, self.space, again)
+        block = make(z, weights, self.space, again)
         if self.blocks and block.sublayers[0].normalizes_input:
             before = self.blocks[-1]
             assert isinstance(before, LinearisedBlock)
@@ -446,8 +496,8 @@ class Chain:
     def _stem(self, first: LayerCall, calls: Sequence[ModuleCall]) -> Stem | AutogradStem:
         x = first.call.x.detach()
         if self._reading.plain_ends:
-            weights = self._problem.named_weights()
-            stem = recognised_stem(self._reading, weights, calls, x, moves=self._moves)
+            with self._end_weights() as weights:
+                stem = recognised_stem(self._reading, weights, calls, x, moves=self._moves)
             if stem is not None:
                 return stem
         leaves = self._problem.leaves(self._names)
@@ -455,6 +505,10 @@ class Chain:
         if not tokens.requires_grad:
             return Stem(x, [])
         return AutogradStem(tokens, leaves)
+
+    def _end_weights(self) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
+        """The weights outside the blocks."""
+        return self._problem.present(self._reading.end_parameters)
 
     def _moves(self, module: nn.Module) -> bool:
         """Whether what a module of the stem is given depends on parameters."""
@@ -479,17 +533,20 @@ class Chain:
     ) -> Tail:
         problem, batch = self._problem, self._batch
         if self._reading.plain_ends and not last.call.time_major:
-            tail = recognised_tail(
-                self._reading,
-                problem.named_weights(),
-                calls,
-                z,
-                outputs,
-                loss=problem.loss,
-                targets=batch.targets,
-                share=share,
-            )
+            with self._end_weights() as weights:
+                tail = recognised_tail(
+                    self._reading,
+                    weights,
+                    calls,
+                    z,
+                    outputs,
+                    loss=problem.loss,
+                    targets=batch.targets,
+                    share=share,
+                )
             if tail is not None:
+                if not problem.in_place:
+                    tail.detach()
                 return tail
         leaf = last.call.as_module(z).detach().requires_grad_(True)
         leaves = problem.leaves(self._names)
@@ -539,10 +596,12 @@ class Chain:
 
     def _record(self) -> None:
         rate = self.tail.delta
-        for layer, block in zip(reversed(self.layers), reversed(self.blocks), strict=True):
+        for index in reversed(range(len(self.blocks))):
+            layer = self.layers[index]
             # All or none: what is wanted decides which layers are taken together.
             wanted = list(layer.places) if layer.adapted else []
-            slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
+            with self._block(index, index - 1) as block:
+                slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
             rate = delta_x.view(1, -1, delta_x.shape[-1])
             for ours, slope in slopes.items():
                 if layer.places[ours].parameter in self._adapted:
@@ -551,12 +610,19 @@ class Chain:
 
     def _add_slope(self, place: Place, slope: Tensor) -> None:
         """Keep ∂ℓ/∂W of a part of an adapted weight."""
-        weight = self._adapted[place.parameter].value(self._values)
-        delta = self._deltas.setdefault(place.parameter, torch.zeros_like(weight))
+        if place.parameter not in self._deltas:
+            self._deltas[place.parameter] = self._no_slope(place.parameter)
+        delta = self._deltas[place.parameter]
         if place.entries is None:
             place.view(delta.unsqueeze(0))[0].add_(slope)
         else:
             delta.view(-1).index_add_(0, place.entries, slope.reshape(-1))
+
+    def _no_slope(self, name: str) -> Tensor:
+        """Zeros of the shape of an adapted weight."""
+        weight, problem = self._adapted[name], self._problem
+        like = problem.all_parameters[weight.base or weight.terms[0].left]
+        return torch.zeros(like.shape, dtype=problem.dtype, device=like.device)
 
     # --- products -------------------------------------------------------------------------------
 
@@ -607,15 +673,17 @@ class Chain:
         again: Any = None
         states: list[Any] = []  # each block's own
         count = len(next(iter(columns.values())))
-        for layer, block in zip(self.layers, self.blocks, strict=True):
+        for index, layer in enumerate(self.layers):
             dots = layer_views(layer, columns)
             state: Any = None
             if moved is not None or dots:
-                state = block.push_checked(dots, moved, count, again)
+                with self._block(index, index + 1) as block:
+                    state = block.push_checked(dots, moved, count, again)
                 moved, again = state.output, state.output_again
             states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)
-        rate = self.tail.product(flat, columns, part, slots, space)
+        with self._with_tail() as tail:
+            rate = tail.product(flat, columns, part, slots, space)
         wanted = [not layer.parameters.isdisjoint(slots.into) for layer in self.layers]
         reaches_stem = not self.stem.names.isdisjoint(slots.into)
         for index in reversed(range(len(self.blocks))):
@@ -628,6 +696,19 @@ class Chain:
         if reaches_stem:
             self.stem.pull(rate, stem_state if curved else None, slots, space)  # type: ignore[arg-type]
 
+    @contextlib.contextmanager
+    def _with_tail(self) -> Iterator[Tail]:
+        """The tail with its weights, while a product goes through it."""
+        if self._problem.in_place or isinstance(self.tail, AutogradTail):
+            yield self.tail
+            return
+        with self._problem.present(self.tail.names) as weights:
+            self.tail.attach(weights)
+            try:
+                yield self.tail
+            finally:
+                self.tail.detach()
+
     def _pull_block(
         self,
         index: int,
@@ -637,7 +718,7 @@ class Chain:
         *,
         needs_input: bool,
     ) -> Tensor | None:
-        layer, block = self.layers[index], self.blocks[index]
+        layer = self.layers[index]
         into: dict[str, Tensor] = {}
         copied: list[tuple[Place, Tensor]] = []
         for ours, place in layer.places.items():
@@ -649,15 +730,16 @@ class Chain:
             else:
                 into[ours] = slot.new_zeros(slot.shape[0], *place.shape)
                 copied.append((place, into[ours]))
-        shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
-        _, back = block.pull(
-            shaped,
-            state,
-            wanted=into,
-            needs_input=needs_input,
-            into=into,
-            accumulate=slots.accumulate,
-        )
+        with self._block(index, index - 1) as block:
+            shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
+            _, back = block.pull(
+                shaped,
+                state,
+                wanted=into,
+                needs_input=needs_input,
+                into=into,
+                accumulate=slots.accumulate,
+            )
         views = [layer.places[ours] for ours in into if layer.places[ours].entries is None]
         slots.written.update(place.parameter for place in views)
         for place, result in copied:
@@ -730,8 +812,9 @@ class TangentLinearisation:
             for chain in self.chains
         )
         self._space = space
-        own = problem.own_tensors()
-        self._tapes = Tapes(space, own=own, record=by_hand and not recompute)
+        # A tape repeats calls on fixed memory: weights that come and go have none.
+        record = by_hand and not recompute and problem.in_place
+        self._tapes = Tapes(space, own=own, record=record)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
 

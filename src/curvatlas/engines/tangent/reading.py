@@ -225,8 +225,9 @@ def map_norm(module: nn.Module) -> MappedNorm:
             )
         norm: Norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         size, eps = shape[0], module.eps
-        if eps is None:  # nn.RMSNorm's default: the machine epsilon of its dtype
-            eps = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
+        if eps is None:  # nn.RMSNorm's default: the machine epsilon of what is computed in
+            half = weight is None or weight.dtype.itemsize < 4
+            eps = torch.finfo(torch.float32 if half else weight.dtype).eps
     elif "Norm" in name and type(module).__module__.startswith("transformers."):
         norm, size, eps, offset = _norm_by_value(module)
     else:

@@ -29,19 +29,28 @@ class RecomputedTangent:
 
 
 class RecomputedBlock:
-    """The products of ``LinearisedBlock``, with ``make(x)`` called for every one of them.
+    """The products of ``LinearisedBlock``, with ``make(x, weights)`` called for every one of them.
 
     All blocks of a chain share one workspace, so that its memory is that of the largest.
     """
 
-    def __init__(self, make: Callable[[Tensor], LinearisedBlock], x: Tensor) -> None:
+    def __init__(self, make: Callable[[Tensor, Weights], LinearisedBlock], x: Tensor) -> None:
         self._make, self._x, self.shape = make, x, x.shape
+        self._weights: Weights = {}
         self._delta: Tensor | None = None
+
+    def attach(self, weights: Weights) -> None:
+        """As ``LinearisedBlock.attach``."""
+        self._weights = weights
+
+    def detach(self) -> None:
+        """As ``LinearisedBlock.detach``."""
+        self._weights = {}
 
     def linearised(self) -> LinearisedBlock:
         """The block at its input."""
         restart_numbers()
-        return self._make(self._x)
+        return self._make(self._x, self._weights)
 
     def gradient(
         self, delta: Tensor, *, wanted: Collection[str] | None = None

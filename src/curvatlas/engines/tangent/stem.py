@@ -12,12 +12,12 @@ autograd (``AutogradStem``). Parameters go by their names in the model; tangents
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stand_in
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
 from curvatlas.engines.tangent.remainder import Remainder
 from curvatlas.engines.tangent.structure import Norm
@@ -71,6 +71,10 @@ class Lookup:
         rows = self.table[self.index]
         x[:, self.places].add_(self._shaped(rows, x[:, self.places]), alpha=self.scale)
 
+    def without_values(self) -> Lookup:
+        """The same for tangents, which need no value of the table."""
+        return replace(self, table=stand_in(self.table))
+
     def push(self, dots: Mapping[str, Tensor], x_dot: Tensor) -> None:
         """The same of tangents: x_dot (K, n, L, d)."""
         moved = dots[self.parameter].reshape(len(x_dot), *self.table.shape)
@@ -119,6 +123,11 @@ class Projection:
         y = self.patches @ self.matrix.T
         x[:, self.places] += y if self.shift is None else y + self.shift
 
+    def without_values(self) -> Projection:
+        """The same for tangents, which need no value of the map."""
+        shift = None if self.shift is None else stand_in(self.shift)
+        return replace(self, matrix=stand_in(self.matrix), shift=shift)
+
     def push(self, dots: Mapping[str, Tensor], x_dot: Tensor) -> None:
         into, count = x_dot[:, :, self.places], len(x_dot)
         if self.weight in dots:
@@ -157,10 +166,10 @@ class Stem:
     def __init__(
         self, base: Tensor, sources: Sequence[Source], norm: StemNorm | None = None
     ) -> None:
-        self.sources, self._plan = tuple(sources), norm
         x = base.clone() if sources else base
         for source in sources:
             source.add_value(x)
+        self.sources, self._plan = tuple(source.without_values() for source in sources), norm
         self.shape = x.shape
         self.norm: Normalization | None = None
         if norm is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
-from curvatlas.engines.tangent.linear import BackwardPass, Buffers
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stand_in
 from curvatlas.engines.tangent.losses import softmax_curvature
 from curvatlas.engines.tangent.remainder import Remainder
 from curvatlas.engines.tangent.stem import Slots
@@ -44,6 +44,15 @@ class _Readout:
     ) -> None:
         self._parameters = dict(parameters)
         self._layer = LinearisedReadout(readout, z, samples=samples)
+
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
+        """Multiply with the head among these weights of the model, until ``detach``."""
+        own = {ours: weights[name] for ours, name in self._parameters.items() if name in weights}
+        self._layer.attach(own)
+
+    def detach(self) -> None:
+        """Let go of the head's matrix: products need it ``attach``ed."""
+        self._layer.detach()
 
     def _recorded(self, slope: Tensor) -> Tensor:
         """δ_z (1, N, d) from the outputs' δ (1, N', C); the adjoints are kept."""
@@ -162,6 +171,16 @@ class ChunkedTail(_Readout):
         self.value = float(self._softmax.loss(*self._factors))
         slope, _, _ = self._softmax.slopes(*self._factors)
         self.delta = self._recorded(slope.mul_(share).unsqueeze(0))
+
+    def attach(self, weights: Mapping[str, Tensor]) -> None:
+        super().attach(weights)
+        hidden, _, bias = self._factors
+        self._factors = (hidden, weights[self._head[0]], bias)
+
+    def detach(self) -> None:
+        super().detach()
+        hidden, weight, bias = self._factors
+        self._factors = (hidden, stand_in(weight), bias)
 
     @property
     def names(self) -> frozenset[str]:
