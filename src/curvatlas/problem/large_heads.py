@@ -74,7 +74,8 @@ class HeadSearch:
     ) -> Head | None:
         """The head if its logits of these targets take more than ``size`` bytes.
 
-        named: the model's parameters;  itemsize: bytes of a logit;  small_call: prepares a call of the model on one sample.
+        named: the model's parameters;  small_call: prepares a call of the model on one sample;
+        itemsize: bytes of a logit.
         """
         if largest_logits(self._model, targets, itemsize) <= size:
             return None

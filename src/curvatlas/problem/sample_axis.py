@@ -221,7 +221,9 @@ class _Probe:
             size = max(math.sqrt(square / max(value.numel(), 1)), typical)
             noise = drawn.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
             into = None if value.data_ptr() in own else value  # a copy is moved where it is
-            values[name] = torch.add(value, noise.view(value.shape), alpha=distance * size, out=into)
+            values[name] = torch.add(
+                value, noise.view(value.shape), alpha=distance * size, out=into
+            )
         return values
 
     def _with_doubts(self, layout: SampleLayout) -> SampleLayout:

@@ -60,17 +60,18 @@ def _flat(found: dict[str, Tensor], rate_x: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [random_case, random_form])
-@pytest.mark.parametrize("start", range(0, 160, 10))
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("start", range(0, 160, 20))
 def test_products_equal_double_backward_for_any_mixture_of_options(
-    start: int, make: Callable[[int], Case]
+    start: int, blocked: bool, make: Callable[[int], Case]
 ) -> None:
-    for seed in range(start, start + 10):
+    for seed in range(start + blocked, start + 20, 1 + blocked):
         case = make(seed)
         count = 1 + seed % 3
         directions = _directions(case, count, seed)
         target = torch.randn_like(case.x.detach())
         want = _oracle(case, target, directions)
-        got = LinearisedBlock(case.spec, case.weights, case.x, case.keys)
+        got = LinearisedBlock(case.spec, case.weights, case.x, case.keys, blocked=blocked)
         seeds = TokenSquaredError().seeds(got.output, target)
         tangents = dict(zip(case.weights, directions[:-1], strict=True))
         grads, delta_x = got.gradient(seeds.delta)
@@ -89,6 +90,72 @@ def test_products_equal_double_backward_for_any_mixture_of_options(
             if name in ("total", "outer", "functional"):
                 error = float(torch.linalg.norm(left - right) / scale)
             assert error <= TOLERANCE, (seed, name, error, case.spec, list(case.weights))
+
+
+_MASKS = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 5},
+    "bare": {},
+    "linear": {"causal": True, "softmax": False},
+}
+
+
+@pytest.mark.parametrize("capped", [None, 0.9])
+@pytest.mark.parametrize("kind", ["none", "padding", "pairs", "alibi", "without keys"])
+@pytest.mark.parametrize("rule", _MASKS)
+def test_blocks_of_queries_give_what_all_of_them_together_give(
+    rule: str, kind: str, capped: float | None
+) -> None:
+    softmax = _MASKS[rule].get("softmax", True)
+    if not softmax and (capped or kind == "alibi"):
+        return
+    n, length, d = 2, 21, 8
+    spec = BlockSpec(
+        d_model=d, n_heads=4, n_kv_heads=2, d_ff=5, norm_first=True, softcap=capped, **_MASKS[rule]
+    )
+    weights = random_weights(spec, 3)
+    x = torch.randn(n, length, d, dtype=torch.float64)
+    mask: Tensor | None = None
+    if kind == "padding":
+        mask = torch.rand(n, 1, length) < 0.7
+        mask = mask | torch.eye(length, dtype=torch.bool)
+    elif kind == "pairs":
+        mask = (torch.rand(n, 4, length, length) < 0.6) | torch.eye(length, dtype=torch.bool)
+    elif kind == "alibi":
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = -distance.abs() * torch.tensor([0.5, 0.25, 0.1, 0.05])[:, None, None]
+        mask = mask.double().unsqueeze(0)
+    elif kind == "without keys":
+        mask = torch.ones(n, length, length, dtype=torch.bool)
+        mask[0, 4:9] = False
+    keyless = "zero" if kind == "without keys" else "refuse"
+    rows: list[list[Tensor]] = []
+    for blocked in (False, True):
+        got = LinearisedBlock(spec, weights, x, mask, keyless=keyless, blocked=blocked)
+        seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
+        grads, delta = got.gradient(seeds.delta)
+        results = [got.output, *grads.values(), delta]
+        for moving in (weights, {"key_weight": 0}, {"value_weight": 0}):
+            generator = torch.Generator().manual_seed(1)
+            tangents = {
+                name: torch.randn(3, *weights[name].shape, generator=generator).double()
+                for name in moving
+            }
+            for part in ("total", "outer", "functional"):
+                rates, back = got.hvp(tangents, curvature=seeds.product, part=part)
+                results += [*rates.values(), back]
+        rows.append(results)
+    for left, right in zip(*rows, strict=True):
+        assert float((left - right).norm()) <= TOLERANCE * float(right.norm() + 1), (rule, kind)
+
+
+def test_a_query_without_keys_is_refused_by_its_place_in_the_whole_input() -> None:
+    spec, weights, x = _spec_case(causal=True)
+    mask = torch.ones(x.shape[0], x.shape[1], x.shape[1], dtype=torch.bool)
+    mask[0, -1] = False
+    for blocked in (False, True):
+        with pytest.raises(ValueError, match=f"query {x.shape[1] - 1} of sample 0"):
+            LinearisedBlock(spec, weights, x, mask, blocked=blocked)
 
 
 def _whole_case() -> Case:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.attention_core import (
     AttentionCore,
+    BlockedCore,
     CoreTangent,
     Keyless,
-    attention_mask,
+    LogitMask,
 )
 from curvatlas.engines.tangent.linear import (
     BackwardPass,
@@ -225,7 +227,10 @@ class AttentionTangent:
 
 
 class AttentionStage:
-    """Self-attention at tokens x (N, d), N = n · L; ``rotation`` instead of ``spec.rope_base``."""
+    """Self-attention at tokens x (N, d), N = n · L; ``rotation`` instead of ``spec.rope_base``.
+
+    ``blocked``: by blocks of queries, in memory that is linear in L (``BlockedCore``).
+    """
 
     def __init__(
         self,
@@ -237,20 +242,12 @@ class AttentionStage:
         mask: Tensor | None,
         rotation: Rotation | None = None,
         keyless: Keyless = "refuse",
+        blocked: bool = False,
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
         self._key = stage_number()
         self.together, self.inputs = _projections(weights)
         self.rotation = self._rotation(rotation, x)
-        bias, allowed = attention_mask(
-            spec,
-            mask,
-            samples=samples,
-            length=self.length,
-            dtype=x.dtype,
-            device=x.device,
-            keyless=keyless,
-        )
         fresh = Buffers(keep=False)
         tokens = {name: self.inputs[name].value(x) for name in PROJECTIONS}
         self.norms: dict[str, HeadNorm] = {}
@@ -260,16 +257,16 @@ class AttentionStage:
                 tokens[name] = self.norms[name].value
                 del self.norms[name].value
         q, k, v = (self._split(tokens[name].unsqueeze(0), name, fresh)[0] for name in PROJECTIONS)
-        self.core = AttentionCore(
-            q,
-            k,
-            v,
-            scale=spec.logit_scale,
-            softmax=spec.softmax,
-            softcap=spec.softcap,
-            bias=self._rows_of(bias),
-            allowed=self._rows_of(allowed),
+        pairs = LogitMask(
+            spec=spec,
+            mask=mask,
+            samples=samples,
+            length=self.length,
+            dtype=x.dtype,
+            device=x.device,
+            keyless=keyless,
         )
+        self.core = self._core(q, k, v, pairs, blocked)
         # queries, keys and values go to the heads and back in one copy
         self.alike = (
             self.together is not None
@@ -283,6 +280,22 @@ class AttentionStage:
         self.output: Linear | None = None
         if "output_weight" in weights:
             self.output = Linear(["output"], weights)
+
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, pairs: LogitMask, blocked: bool
+    ) -> AttentionCore | BlockedCore:
+        spec = self.spec
+        options: Any = {
+            "scale": spec.logit_scale,
+            "softmax": spec.softmax,
+            "softcap": spec.softcap,
+        }
+        if blocked:
+            return BlockedCore(q, k, v, mask=pairs, **options)
+        bias, allowed = pairs.rows(slice(0, self.length), check=True)
+        return AttentionCore(
+            q, k, v, bias=self._rows_of(bias), allowed=self._rows_of(allowed), **options
+        )
 
     def _rotation(self, tables: Rotation | None, x: Tensor) -> Rotation | None:
         """The turns of the positions: those the call brought, or those of ``rope_base``."""

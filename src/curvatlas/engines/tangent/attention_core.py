@@ -15,7 +15,9 @@ Capped logits T' = κ tanh(T/κ) have the slope g = 1 − (T'/κ)² and the bend
 the above holds for T'; towards q and k stand w g instead of w and g Rδ_T + ġ w instead of Rδ_T.
 
 A, Ȧ and, for short inputs, D and w are the L × L matrices kept; all others exist for a few
-directions and slots at a time, small enough to stay in the cache.
+directions and slots at a time, small enough to stay in the cache. Where the former do not fit,
+``BlockedCore`` keeps none: a block of queries is attention with fewer rows, made anew when a pass
+comes to it.
 
 Shapes: S slots (samples × key/value heads), M query rows a slot (query heads sharing the slot × L),
 L keys. q (S, M, dk), k (S, L, dk), v (S, L, dv); A and w are (S, M, L). K directions come first:
@@ -24,9 +26,9 @@ q̇ (K, S, M, dk). ``None`` is zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -46,8 +48,11 @@ def attention_mask(
     dtype: torch.dtype,
     device: torch.device,
     keyless: Keyless = "refuse",
+    queries: slice | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Additive bias and boolean permission of the logits, each broadcastable to (n, H, L, L).
+
+    ``queries``: the rows of these positions only, (n, H, m, L).
 
     ``mask`` is boolean, True where attention is allowed: (n, L) for keys (padding), (L, L),
     (n, L, L) or (n, H, L, L) for pairs; or of floating dtype, added to the logits, with the same
@@ -62,10 +67,12 @@ def attention_mask(
         raise ValueError(f"a window of {spec.window} keys needs causal attention: causal=True.")
     if spec.window is not None and spec.window < 1:
         raise ValueError(f"the window must hold at least the query's own key, got {spec.window}.")
+    start, stop = (0, length) if queries is None else (queries.start, queries.stop)
     if spec.causal:
-        allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
+        allowed = torch.ones(stop - start, length, dtype=torch.bool, device=device)
+        allowed = allowed.tril_(start)[None, None]
         if spec.window is not None:
-            allowed = allowed.triu(1 - spec.window)
+            allowed = allowed.triu(1 - spec.window + start)
     if mask is not None:
         if mask.device != device:
             raise ValueError(f"the mask is on {mask.device}, the input on {device}.")
@@ -74,6 +81,8 @@ def attention_mask(
                 f"the mask must be boolean (True = attend) or floating (added), got {mask.dtype}."
             )
         shaped = _to_four_axes(mask, samples, spec.n_heads, length)
+        if queries is not None and shaped.shape[2] > 1:
+            shaped = shaped[:, :, queries]
         if mask.dtype == torch.bool:
             allowed = shaped if allowed is None else allowed & shaped
         elif spec.softmax:
@@ -90,8 +99,8 @@ def attention_mask(
         if keyless == "refuse" and bool(empty.any()):
             where = empty.nonzero()[0].tolist()
             raise ValueError(
-                f"query {where[-1]} of sample {where[0]} may attend to no key: its softmax is not "
-                "defined; unmask at least one key of every row."
+                f"query {where[-1] + start} of sample {where[0]} may attend to no key: its softmax "
+                "is not defined; unmask at least one key of every row."
             )
     return bias, allowed
 
@@ -142,9 +151,10 @@ class AttentionCore:
         bias: Tensor | None,
         allowed: Tensor | None,
         softcap: float | None = None,
+        key: str | None = None,
     ) -> None:
         self.scale, self.softmax = scale, softmax
-        self._key = stage_number()
+        self._key = stage_number() if key is None else key
         # s q, s k: the scale of the logits is multiplied in once, here
         self.q, self.k, self.v = q * scale, k * scale, v
         logits = torch.bmm(q, self.k.mT)  # (S, M, L)
@@ -215,15 +225,15 @@ class AttentionCore:
             self._pull_tile(tile, rate, state, outs, backward.space)
         if backward.record:
             assert rate is not None
-            self._record(rate[0])
+            self.record(rate[0], self.value())
         return True
 
-    def _record(self, delta: Tensor) -> None:
-        """Keep δ_O, and D and w where they are small."""
+    def record(self, delta: Tensor, value: Tensor) -> None:
+        """Keep δ_O, and D and w where they are small; ``value`` is O."""
         self.delta = delta
         if self.softmax:
             # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
-            self.row_sums = (delta * self.value()).sum(-1, keepdim=True)
+            self.row_sums = (delta * value).sum(-1, keepdim=True)
         if self.A.shape[-1] <= 2 * (self.q.shape[-1] + self.v.shape[-1]):
             self._kept = self._adjoint(_ALL, Buffers(keep=False))
 
@@ -430,3 +440,228 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         rows.baddbmm_(
             left if left.ndim == 3 else left[index], right if right.ndim == 3 else right[index]
         )
+
+
+# --- long inputs: by blocks of queries ------------------------------------------------------------
+
+_BLOCK_BYTES = 2**22  # of one L × L matrix's rows in a block: its products are then large enough
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitMask:
+    """``attention_mask`` of some queries at a time: nothing of size L × L is made here."""
+
+    spec: BlockSpec
+    mask: Tensor | None
+    samples: int
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+    keyless: Keyless
+
+    def rows(self, queries: slice, *, check: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Bias and permission of some queries; ``check``: refuse one without keys if asked to."""
+        return attention_mask(
+            self.spec,
+            self.mask,
+            samples=self.samples,
+            length=self.length,
+            dtype=self.dtype,
+            device=self.device,
+            keyless=self.keyless if check else "zero",
+            queries=queries,
+        )
+
+    def keys(self, queries: slice) -> slice:
+        """The keys that some of the queries may see by the causal rule and the window."""
+        if not self.spec.causal:
+            return slice(0, self.length)
+        window = self.spec.window
+        first = 0 if window is None else max(0, queries.start + 1 - window)
+        return slice(first, queries.stop)
+
+
+@dataclass(frozen=True)
+class _QueryBlock:
+    """Some slots with some positions of their queries, and the keys these may see."""
+
+    slots: slice
+    queries: slice
+    keys: slice
+    repeats: int  # query heads that share a slot
+
+    def rows(self, moving: Tensor) -> Tensor:
+        """(…, S, repeats·L, d) → a view (…, S', repeats, m, d)."""
+        *lead, _, rows, d = moving.shape
+        heads = moving.view(*lead, -1, self.repeats, rows // self.repeats, d)
+        return heads[..., self.slots, :, self.queries, :]
+
+    def of_queries(self, moving: Tensor | None) -> Tensor | None:
+        """(…, S, repeats·L, d) → (…, S', repeats·m, d)."""
+        return None if moving is None else self.rows(moving).flatten(-3, -2)
+
+    def of_keys(self, moving: Tensor | None) -> Tensor | None:
+        """(…, S, L, d) → a view (…, S', L', d)."""
+        return None if moving is None else moving[..., self.slots, self.keys, :]
+
+    def of_pairs(self, pairs: Tensor | None, groups: int) -> Tensor | None:
+        """(n or 1, H or 1, m or 1, L) → (S' or 1, repeats·m, L'), with G = ``groups`` a sample."""
+        if pairs is None:
+            return None
+        n, heads = pairs.shape[:2]
+        size = (self.repeats, self.queries.stop - self.queries.start, -1)
+        if n == heads == 1:
+            return pairs[0, :, :, self.keys].expand(size).flatten(0, 1).unsqueeze(0)
+        parts = []
+        for slot in range(self.slots.start, self.slots.stop):
+            sample, group = divmod(slot, groups)
+            own = pairs[sample if n > 1 else 0, :, :, self.keys]
+            if heads > 1:
+                own = own[group * self.repeats : (group + 1) * self.repeats]
+            parts.append(own.expand(size).flatten(0, 1))
+        return torch.stack(parts)
+
+
+class _Inside(Buffers):
+    """The buffers of a block's core, beside those of the stage around it."""
+
+    def __init__(self, space: Buffers) -> None:
+        super().__init__(keep=space.keep)
+        self._space = space
+
+    def take(self, key: str, *shape: int, like: Tensor) -> Tensor:
+        return self._space.take("query block." + key, *shape, like=like)
+
+
+class BlockedCore:
+    """The products of ``AttentionCore`` in memory that is linear in L.
+
+    O, δ_O and the row sums are kept; A and Ȧ of a block of queries are formed when a pass comes to
+    it, on the way back once more: 15 instead of 10 matrix products in all, half of each by the
+    causal rule, which leaves out the keys that a block cannot see.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softmax: bool,
+        softcap: float | None,
+        mask: LogitMask,
+    ) -> None:
+        self.q, self.k, self.v, self._mask = q, k, v, mask
+        self._options: Any = {"scale": scale, "softmax": softmax, "softcap": softcap}
+        self._groups = len(q) // mask.samples
+        self._repeats = q.shape[1] // k.shape[1]
+        self.delta: Tensor | None = None  # δ_O (S, M, dv)
+        self._value = q.new_empty(*q.shape[:2], v.shape[2])
+        for block, core in self._cores(check=True):
+            into = block.rows(self._value)
+            into.copy_(core.value().view(into.shape))
+
+    def value(self) -> Tensor:
+        """O (S, M, dv)."""
+        return self._value
+
+    def push(
+        self, q_dot: Tensor | None, k_dot: Tensor | None, v_dot: Tensor | None, space: Buffers
+    ) -> tuple[Tensor | None, CoreTangent]:
+        """As ``AttentionCore.push``."""
+        direction = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
+        if direction is None:
+            return None, _STILL
+        out = space.take("core.query", len(direction), *self._value.shape, like=self.q)
+        state, inside = CoreTangent(q_dot, k_dot, v_dot), _Inside(space)
+        for block, core in self._cores():
+            moved, _ = core.push(*self._tangents(block, state), inside, keep=False)
+            into = block.rows(out)
+            assert moved is not None
+            into.copy_(moved.view(into.shape))
+        return out, state
+
+    def pull(
+        self,
+        rate: Tensor | None,
+        tangent: CoreTangent | None,
+        backward: BackwardPass,
+        outs: Sequence[Tensor | None],
+    ) -> bool:
+        """As ``AttentionCore.pull``."""
+        state = tangent if tangent is not None and self.delta is not None else _STILL
+        terms = (rate, state.q_dot, state.k_dot, state.v_dot)
+        first = next((t for t in terms if t is not None), None)
+        if first is None:
+            return False
+        for out in outs[1:]:
+            if out is not None:
+                out.zero_()
+        inside = _Inside(backward.space)
+        inner = BackwardPass(inside, frozenset())
+        for block, core in self._cores():
+            _, moved = core.push(*self._tangents(block, state), inside)
+            q_out, k_out, v_out = (
+                None if out is None else block.rows(out) if i == 0 else block.of_keys(out)
+                for i, out in enumerate(outs)
+            )
+            rooms = [
+                None if out is None else inside.take(key, *out.flatten(2, -2).shape, like=self.q)
+                for key, out in (("q", q_out), ("k", k_out), ("v", v_out))
+            ]
+            core.pull(block.of_queries(rate), moved, inner, rooms)
+            if q_out is not None and rooms[0] is not None:
+                q_out.copy_(rooms[0].view(q_out.shape))
+            for out, room in ((k_out, rooms[1]), (v_out, rooms[2])):
+                if out is not None and room is not None:
+                    out.add_(room)
+        if backward.record:
+            assert rate is not None
+            self.delta = rate[0]
+        return True
+
+    def _tangents(
+        self, block: _QueryBlock, state: CoreTangent
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        queries = block.of_queries(state.q_dot)
+        return queries, block.of_keys(state.k_dot), block.of_keys(state.v_dot)
+
+    def _cores(self, *, check: bool = False) -> Iterator[tuple[_QueryBlock, AttentionCore]]:
+        """Attention of every block of queries; it sees all keys that they may see."""
+        length, slots = self.k.shape[1], len(self.q)
+        row = self._repeats * length * self.q.element_size()
+        # Several blocks however short the input: the way they are put together is then in use.
+        step = max(1, min(_BLOCK_BYTES // row, -(-length // 4)))
+        together = max(1, _BLOCK_BYTES // (row * step))
+        for start in range(0, length, step):
+            queries = slice(start, min(start + step, length))
+            bias, allowed = self._mask.rows(queries, check=check)
+            keys = self._mask.keys(queries)
+            for first in range(0, slots, together):
+                some = slice(first, min(first + together, slots))
+                block = _QueryBlock(some, queries, keys, self._repeats)
+                yield block, self._core(block, bias, allowed)
+
+    def _core(
+        self, block: _QueryBlock, bias: Tensor | None, allowed: Tensor | None
+    ) -> AttentionCore:
+        q, k, v = block.of_queries(self.q), block.of_keys(self.k), block.of_keys(self.v)
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        core = AttentionCore(
+            q,
+            k,
+            v,
+            bias=block.of_pairs(bias, self._groups),
+            allowed=block.of_pairs(allowed, self._groups),
+            key="own.",
+            **self._options,
+        )
+        if self.delta is not None:
+            delta, value = block.of_queries(self.delta), block.of_queries(self._value)
+            assert delta is not None
+            assert value is not None
+            core.record(delta, value)
+        return core

@@ -460,6 +460,8 @@ class LinearisedBlock:
     positions as a model's own tables have them, instead of ``spec.rope_base``. A query without keys
     is refused, or mixes nothing with ``keyless="zero"``.
 
+    ``blocked``: attention by blocks of queries, whose memory is linear in L.
+
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
     workspace every result lives in a buffer that the next product overwrites. Neighbours that share
     one differ in ``turn`` (0 or 1).
@@ -474,6 +476,7 @@ class LinearisedBlock:
         *,
         rotation: Rotation | None = None,
         keyless: Keyless = "refuse",
+        blocked: bool = False,
         space: Buffers | None = None,
         turn: int = 0,
         x_again: Formed | None = None,
@@ -484,6 +487,7 @@ class LinearisedBlock:
         self._check(spec, weights, x)
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec, self._rotation, self._keyless = spec, rotation, keyless
+        self._blocked = blocked
         # Two sublayers alternate by themselves; one alone would overwrite its neighbour's result.
         self.turn = turn = turn if spec.d_ff is None or spec.parallel else 2
         self.space = space if space is not None else Buffers(keep=False)
@@ -713,6 +717,7 @@ class LinearisedBlock:
                 mask=mask,
                 rotation=self._rotation,
                 keyless=self._keyless,
+                blocked=self._blocked,
             )
 
         def make_norm(
