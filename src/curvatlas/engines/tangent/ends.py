@@ -334,7 +334,7 @@ def _readouts(
             own = [own for own, _ in call.module.named_parameters()]
             parameters = {f"norm_{o}": names.name(call.module, o) for o in own}
             gains = {ours: weights[name].detach() for ours, name in parameters.items()}
-            norm = {
+            norm: dict[str, Any] = {
                 "norm": mapped.norm,
                 "eps": mapped.eps,
                 **_with_gain(gains, "norm_weight", mapped),

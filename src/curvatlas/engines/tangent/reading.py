@@ -226,8 +226,8 @@ def map_norm(module: nn.Module) -> MappedNorm:
         norm: Norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         size, eps = shape[0], module.eps
         if eps is None:  # nn.RMSNorm's default: the machine epsilon of what is computed in
-            half = weight is None or weight.dtype.itemsize < 4
-            eps = torch.finfo(torch.float32 if half else weight.dtype).eps
+            stored = torch.float32 if weight is None else weight.dtype
+            eps = torch.finfo(torch.float32 if stored.itemsize < 4 else stored).eps
     elif "Norm" in name and type(module).__module__.startswith("transformers."):
         norm, size, eps, offset = _norm_by_value(module)
     else:
