@@ -236,8 +236,12 @@ from .training.compression import (
     BitAllocation as BitAllocation,
     CostTable as CostTable,
     PartCost as PartCost,
+    Quantization as Quantization,
+    QuantizationTable as QuantizationTable,
     allocate_bits as allocate_bits,
     pruning_costs as pruning_costs,
+    quantization_table as quantization_table,
+    quantize as quantize,
     rounding_costs as rounding_costs,
 )
 from .training.monitor import Monitor as Monitor

@@ -7,6 +7,7 @@ after the other elsewhere; whether they are apart at all is found by ``Problem.s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,15 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
     Row i is Jᵢᵀ r_i with r_i the residual of targets drawn from the predictive distribution,
     scaled so that a sample with many targets weighs as it does in the loss.
     """
+    rows, targets = zip(*sampled_gradient_rows(problem, samples=samples, seed=seed), strict=True)
+    # H_o is a mean over targets and a row sums those of one sample: n rows stand for ``targets``.
+    return torch.stack(rows) / math.sqrt(sum(targets) / len(rows))
+
+
+def sampled_gradient_rows(
+    problem: Problem, *, samples: int, seed: int = 0
+) -> Iterator[tuple[Tensor, float]]:
+    """Jᵢᵀ r_i (P,) and the targets it sums, sample after sample: E Σ rowᵀ row / Σ targets = H_o."""
     if not problem.loss.additive:
         raise ProblemError(
             f"sampled gradients need a likelihood; {problem.loss.name!r} is not known as one: use "
@@ -141,25 +151,19 @@ def sampled_gradients(problem: Problem, *, samples: int, seed: int = 0) -> Tenso
             "each other or their axis is not found (batch_axis=): use method='obd'."
         )
     problem.check()
-    rows: list[Tensor] = []
-    targets = 0.0
     with problem.evaluating():
-        for piece in pieces(problem, 1):
-            if len(rows) == samples:
-                break
+        for place, piece in enumerate(itertools.islice(pieces(problem, 1), samples)):
             leaves = problem.leaves()
             outputs = problem.outputs(piece, leaves)
-            generator = torch.Generator().manual_seed(seed + len(rows))
+            generator = torch.Generator().manual_seed(seed + place)
 
             def uniform(shape: torch.Size, generator: torch.Generator = generator) -> Tensor:
                 drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
                 return drawn.clamp(1e-12, 1 - 1e-12)
 
             residual = problem.loss.sample_residual(outputs, piece.targets, uniform).to(outputs)
-            rows.append(pulled_rows(leaves, outputs, residual.unsqueeze(0))[0])
-            targets += problem.loss.target_count(outputs, piece.targets)
-    # H_o is a mean over targets and a row sums those of one sample: n rows stand for ``targets``.
-    return torch.stack(rows) / math.sqrt(targets / len(rows))
+            row = pulled_rows(leaves, outputs, residual.unsqueeze(0))[0]
+            yield row, problem.loss.target_count(outputs, piece.targets)
 
 
 def root_gradients(

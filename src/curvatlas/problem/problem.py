@@ -670,14 +670,14 @@ class Problem:
         """A measure of a batch's size: its samples, or its length where they are not told apart."""
         return batch.samples if self.separable else batch.length
 
-    def with_data(self, data: Any) -> Problem:
-        """The same model, loss and parameters on other data."""
+    def with_data(self, data: Any, *, parameters: Iterable[str] | None = None) -> Problem:
+        """The same model and loss on other data, with the same or with other parameters."""
         loss, shift = self._requested
         other = Problem(
             self.model,
             loss,
             data,
-            parameters=list(self.parameter_names),
+            parameters=list(parameters or self.parameter_names),
             shift=shift,
             keep_float64=self.keep_float64,
             compute_dtype=self.compute_dtype,

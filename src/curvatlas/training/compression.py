@@ -10,18 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice
-from curvatlas.errors import ProblemError
-from curvatlas.operators import GaussNewton, Hessian
+from curvatlas.figures.compression import quantization_figure
+from curvatlas.operators import GaussNewton
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import evaluated
 from curvatlas.results import Result
-from curvatlas.training.pruning import PRUNED_ROLES, Pruning, round_to, value_at
+from curvatlas.training.pruning import (
+    PRUNED_ROLES,
+    ChangedWeights,
+    Changes,
+    Pruning,
+    check_bits,
+    named_weights,
+    places_of,
+    pruning_problem,
+    rounding_of,
+    step_sizes,
+)
+from curvatlas.training.surgeon import BlockCurvature, in_blocks, rounded_in_turn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 By = Literal["part", "layer", "role", "head"]
 GROUPINGS: tuple[By, ...] = ("part", "layer", "role", "head")
@@ -122,14 +137,6 @@ class _Group:
     places: Tensor  # positions in the flat vector
 
 
-def _pieces(problem: Problem, roles: Sequence[str]) -> list[Slice]:
-    pieces = [piece for piece in problem.anatomy.slices if piece.role in roles]
-    if not pieces:
-        present = ", ".join(sorted(set(problem.anatomy.roles)))
-        raise ProblemError(f"no parameter has one of the roles {tuple(roles)}: it has {present}.")
-    return pieces
-
-
 def _groups(problem: Problem, pieces: Sequence[Slice], by: str) -> list[_Group]:
     if by not in GROUPINGS:
         raise ValueError(f"by is one of {', '.join(GROUPINGS)}, got {by!r}.")
@@ -158,49 +165,20 @@ def _groups(problem: Problem, pieces: Sequence[Slice], by: str) -> list[_Group]:
     ]
 
 
-class _Costs:
-    """Predicted and measured rise of the loss for changes of the weights."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.theta = problem, problem.parameters
-        self.gradient, self.loss = problem.gradient(), problem.value()
-        self.hessian = Hessian(problem)
-
-    def of(self, delta: Tensor) -> tuple[float, float]:
-        """(gᵀδ + ½ δᵀHδ, L(θ + δ) − L(θ))."""
-        predicted = self.gradient @ delta + 0.5 * (delta @ (self.hessian @ delta))
-        return float(predicted), value_at(self.problem, self.theta + delta) - self.loss
-
-    def row(self, group: _Group, delta: Tensor, bits: int | None) -> PartCost:
-        """The group's own part of a change, as a row of the table."""
-        alone = torch.zeros_like(delta)
-        alone[group.places] = delta[group.places]
-        predicted, measured = self.of(alone)
-        return PartCost(
-            name=group.name,
-            layer=group.layer,
-            role=group.role,
-            weights=len(group.places),
-            bits=bits,
-            changed=float((alone[group.places] != 0).to(torch.float32).mean()),
-            predicted=predicted,
-            measured=measured,
-        )
-
-
-def _rounding(pieces: Sequence[Slice], theta: Tensor, bits: int) -> Tensor:
-    """δ that rounds the pieces to so many bits, one scale a row."""
-    delta = torch.zeros_like(theta)
-    for piece in pieces:
-        weights = piece.view(theta)
-        delta[piece.indices.to(theta.device)] = (round_to(weights, bits) - weights).reshape(-1)
-    return delta
-
-
-def _check_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    if not bits or any(bit < 2 for bit in bits):
-        raise ValueError(f"at least 2 bits are needed for a sign and a step, got {tuple(bits)}.")
-    return tuple(sorted(set(bits)))
+def _row(changes: Changes, group: _Group, delta: Tensor, bits: int | None) -> PartCost:
+    """The group's own part of a change, as a row of the table."""
+    alone = torch.zeros_like(delta)
+    alone[group.places] = delta[group.places]
+    return PartCost(
+        name=group.name,
+        layer=group.layer,
+        role=group.role,
+        weights=len(group.places),
+        bits=bits,
+        changed=float((alone[group.places] != 0).to(torch.float32).mean()),
+        predicted=sum(changes.terms(alone)),
+        measured=changes.rise(alone),
+    )
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -211,41 +189,45 @@ def pruning_costs(
     model: nn.Module, loss: Any, data: Any, pruning: Pruning, *, by: By = "part"
 ) -> CostTable:
     """What the removals of a pruning cost in every layer, role, head or part, each alone."""
-    problem = Problem(model, loss, data, parameters=list(pruning.weights))
-    pieces = _pieces(problem, tuple(pruning.role_sparsity))
-    costs = _Costs(problem)
+    problem, pieces = pruning_problem(model, loss, data, tuple(pruning.role_sparsity))
+    costs = Changes(problem)
     new = torch.cat([pruning.weights[name].reshape(-1) for name in problem.layout.names])
     delta = new.to(costs.theta) - costs.theta
-    rows = [costs.row(group, delta, None) for group in _groups(problem, pieces, by)]
-    predicted, measured = costs.of(delta)
+    rows = [_row(costs, group, delta, None) for group in _groups(problem, pieces, by)]
     return CostTable(
         what=f"{pruning.method} at {pruning.sparsity:.0%}",
         by=by,
         rows=tuple(rows),
         loss=costs.loss,
-        predicted=predicted,
-        measured=measured,
+        predicted=sum(costs.terms(delta)),
+        measured=costs.rise(delta),
     )
 
 
 @evaluated
 def rounding_costs(
-    model: nn.Module,
-    loss: Any,
-    data: Any,
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
     *,
     bits: Sequence[int] = (8, 4, 3),
+    group: int | None = None,
     by: By = "part",
     roles: Sequence[str] = PRUNED_ROLES,
 ) -> CostTable:
-    """What rounding every layer, role, head or part to each number of bits costs, each alone."""
-    chosen = _check_bits(bits)
-    problem = Problem(model, loss, data)
-    pieces = _pieces(problem, roles)
-    costs = _Costs(problem)
-    groups = _groups(problem, pieces, by)
-    deltas = {bit: _rounding(pieces, costs.theta, bit) for bit in chosen}
-    rows = [costs.row(group, deltas[bit], bit) for group in groups for bit in reversed(chosen)]
+    """What rounding every layer, role, head or part to each number of bits costs, each alone.
+
+    group: inputs of an output that share a scale; None: one scale a row.
+    """
+    chosen = check_bits(bits, group)
+    problem, pieces = pruning_problem(model, loss, data, roles)
+    costs = Changes(problem)
+    deltas = {bit: rounding_of(pieces, costs.theta, bit, group) for bit in chosen}
+    rows = [
+        _row(costs, members, deltas[bit], bit)
+        for members in _groups(problem, pieces, by)
+        for bit in reversed(chosen)
+    ]
     return CostTable(
         what="rounding", by=by, rows=tuple(rows), loss=costs.loss, predicted=None, measured=None
     )
@@ -285,58 +267,214 @@ def give_out_bits(
 
 @evaluated
 def allocate_bits(
-    model: nn.Module,
-    loss: Any,
-    data: Any,
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
     *,
     average: float = 4.0,
     bits: Sequence[int] = (2, 3, 4, 6, 8),
+    group: int | None = None,
     roles: Sequence[str] = PRUNED_ROLES,
 ) -> BitAllocation:
     """Bits for every part (a role of a layer) so that the weights take ``average`` bits each.
 
-    Cost of a part at so many bits: ½ δᵀH_oδ, one product each; the model is left as it is.
+    Cost of a part at so many bits: ½ δᵀH_oδ, one product each; the model is left as it is. Scales
+    (one a row, or a ``group`` of inputs) come on top of the bits.
     """
-    choices = _check_bits(bits)
-    problem = Problem(model, loss, data)
-    pieces = _pieces(problem, roles)
-    costs = _Costs(problem)
+    choices = check_bits(bits, group)
+    problem, pieces = pruning_problem(model, loss, data, roles)
+    costs = Changes(problem)
     groups = _groups(problem, pieces, "part")
-    deltas = {bit: _rounding(pieces, costs.theta, bit) for bit in choices}
+    deltas = {bit: rounding_of(pieces, costs.theta, bit, group) for bit in choices}
     outer = GaussNewton(problem)
     table: dict[str, dict[int, float]] = {}
-    for group in groups:
+    for members in groups:
         columns = torch.zeros(
             len(costs.theta), len(choices), dtype=costs.theta.dtype, device=costs.theta.device
         )
         for place, bit in enumerate(choices):
-            columns[group.places, place] = deltas[bit][group.places]
+            columns[members.places, place] = deltas[bit][members.places]
         curved = 0.5 * (columns * (outer @ columns)).sum(0)
-        table[group.name] = dict(zip(choices, curved.clamp_min(0).tolist(), strict=True))
-    sizes = {group.name: len(group.places) for group in groups}
+        table[members.name] = dict(zip(choices, curved.clamp_min(0).tolist(), strict=True))
+    sizes = {members.name: len(members.places) for members in groups}
     chosen = give_out_bits(table, sizes, average)
     delta = torch.zeros_like(costs.theta)
-    for group in groups:
-        delta[group.places] = deltas[chosen[group.name]][group.places]
-    predicted, measured = costs.of(delta)
+    for members in groups:
+        delta[members.places] = deltas[chosen[members.name]][members.places]
     weights = sum(sizes.values())
     uniform = max(bit for bit in choices if bit <= average)
-    new = problem.layout.split((costs.theta + delta).unsqueeze(1))
-    touched = {piece.parameter for piece in pieces}
     return BitAllocation(
         average=float(average),
         used=sum(chosen[name] * size for name, size in sizes.items()) / weights,
         choices=choices,
-        rows=tuple(costs.row(group, delta, chosen[group.name]) for group in groups),
+        rows=tuple(_row(costs, one, delta, chosen[one.name]) for one in groups),
         weights=weights,
-        predicted=predicted,
-        measured=measured,
+        predicted=sum(costs.terms(delta)),
+        measured=costs.rise(delta),
         uniform_bits=uniform,
-        uniform_measured=value_at(problem, costs.theta + deltas[uniform]) - costs.loss,
+        uniform_measured=costs.rise(deltas[uniform]),
         loss=costs.loss,
-        rounded={
-            name: piece.squeeze(0).clone()
-            for name, piece in zip(problem.layout.names, new, strict=True)
-            if name in touched
-        },
+        rounded=named_weights(problem, costs.theta + delta),
+    )
+
+
+# --- rounding by groups, so that the weights that are still free take up the errors ---------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization(ChangedWeights):
+    """All chosen weights rounded: to so many bits, a scale a group, nearest or by curvature."""
+
+    bits: int
+    group: int | None  # inputs of an output that share a scale; None: all of them
+    rounding: str  # "nearest", "curvature"
+    bits_per_weight: float  # with a scale of 16 bits a group
+
+    @property
+    def name(self) -> str:
+        """Such as "4 bits, groups of 64, curvature"."""
+        groups = "a scale a row" if self.group is None else f"groups of {self.group}"
+        return f"{self.bits} bits, {groups}, {self.rounding}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.bits_per_weight:.2f} bits a weight): {self._prediction()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationTable(Result):
+    """Rounding to several bits, by several groups, nearest and by curvature, side by side."""
+
+    rows: tuple[Quantization, ...]  # without their weights
+    weights: int
+    loss: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"rounding {self.weights:,} weights; loss {self.loss:.5g}",
+            f"{'':34s}  bits each   predicted  {'interval':>22s}    measured",
+        ]
+        for row in self.rows:
+            low, high = row.predicted_interval
+            held = "" if row.in_quadratic_range else "  outside the quadratic range"
+            lines.append(
+                f"{row.name:34s}  {row.bits_per_weight:9.2f}  {row.predicted_rise:+10.3g}  "
+                f"{f'[{low:.3g}, {high:.3g}]':>22s}  {row.rise:+10.3g}{held}"
+            )
+        return "\n".join(lines)
+
+    def _picture(self) -> Figure:
+        """Measured rise against bits a weight, nearest and by curvature; predictions beside."""
+        return quantization_figure(self)
+
+
+Rounding = Literal["nearest", "curvature"]
+_SCALE_BITS = 16
+
+
+class _Rounder:
+    """Rounds a problem's weights in every way, on one curvature."""
+
+    def __init__(self, problem: Problem, pieces: Sequence[Slice], options: dict[str, Any]) -> None:
+        self.changes = Changes(problem)
+        self._pieces, self._options = pieces, options
+        self._curvature: BlockCurvature | None = None
+
+    def fields(self, bits: int, group: int | None, rounding: str) -> tuple[Tensor, dict[str, Any]]:
+        """The new weights (P,), and all other fields of ``Quantization``."""
+        theta, problem = self.changes.theta, self.changes.problem
+        check_bits([bits], group)
+        if rounding not in ("nearest", "curvature"):
+            raise ValueError(f"rounding is 'nearest' or 'curvature', got {rounding!r}.")
+        if rounding == "nearest":
+            new = theta + rounding_of(self._pieces, theta, bits, group)
+        else:
+            new = self._in_turn(bits, group)
+        matrices = [places_of(piece, problem.device) for piece in self._pieces]
+        scales = sum(len(m) * -(-m.shape[1] // (group or m.shape[1])) for m in matrices)
+        return new, {
+            "bits": bits,
+            "group": group,
+            "rounding": rounding,
+            "bits_per_weight": bits + _SCALE_BITS * scales / sum(m.numel() for m in matrices),
+            **self.changes.fields(new),
+        }
+
+    def _in_turn(self, bits: int, group: int | None) -> Tensor:
+        theta, problem = self.changes.theta, self.changes.problem
+        matrices = [places_of(piece, problem.device) for piece in self._pieces]
+        if self._curvature is None:
+            flat = [places.reshape(-1) for places in matrices]
+            size = min(self._options.pop("block_size"), max(map(len, flat)))
+            self._curvature = BlockCurvature(problem, in_blocks(flat, size), **self._options)
+        steps = torch.ones_like(theta)
+        for places in matrices:
+            steps[places] = step_sizes(theta[places], bits, group)
+        curvature, new = self._curvature, theta.clone()
+        weights, distances = curvature.gather(theta), curvature.gather(steps, padding=1.0)
+        for some, inverse in curvature.passes():
+            weights[some] = rounded_in_turn(
+                weights[some], inverse, distances[some], 2 ** (bits - 1) - 1
+            )
+        new[curvature.blocks[curvature.valid]] = weights[curvature.valid]
+        return new
+
+
+@evaluated
+def quantize(
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
+    *,
+    bits: int = 4,
+    group: int | None = 64,
+    rounding: Rounding = "curvature",
+    roles: Sequence[str] = PRUNED_ROLES,
+    samples: int = 512,
+    block_size: int = 128,
+    damping: float = 1e-2,
+    seed: int = 0,
+    memory: int | str | None = None,
+) -> Quantization:
+    """Round all weights of these roles to ``bits``; the model is left as it is.
+
+    group: inputs of an output that share a scale; None: one scale a row (per channel).
+    rounding: "nearest", or "curvature": weight after weight, and the weights of the same block of
+        the Gauss-Newton matrix that are not rounded yet move to where the loss rises least (as
+        ``prune`` with "obs"; samples, block_size, damping, seed and memory are as there).
+    """
+    problem, pieces = pruning_problem(model, loss, data, roles)
+    options = {"samples": samples, "block_size": block_size, "damping": damping, "seed": seed}
+    rounder = _Rounder(problem, pieces, {**options, "memory": memory})
+    new, fields = rounder.fields(bits, group, rounding)
+    return Quantization(weights=named_weights(problem, new), **fields)
+
+
+@evaluated
+def quantization_table(
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
+    *,
+    bits: Sequence[int] = (8, 4),
+    groups: Sequence[int | None] = (32, 64, 128, None),
+    roundings: Sequence[Rounding] = ("nearest", "curvature"),
+    roles: Sequence[str] = PRUNED_ROLES,
+    samples: int = 512,
+    block_size: int = 128,
+    damping: float = 1e-2,
+    seed: int = 0,
+    memory: int | str | None = None,
+) -> QuantizationTable:
+    """``quantize`` for every number of bits, group and way of rounding, on one curvature."""
+    problem, pieces = pruning_problem(model, loss, data, roles)
+    options = {"samples": samples, "block_size": block_size, "damping": damping, "seed": seed}
+    rounder = _Rounder(problem, pieces, {**options, "memory": memory})
+    rows = [
+        Quantization(weights={}, **rounder.fields(bit, group, rounding)[1])
+        for bit in reversed(check_bits(bits))
+        for group in groups
+        for rounding in roundings
+    ]
+    return QuantizationTable(
+        rows=tuple(rows), weights=sum(piece.size for piece in pieces), loss=rounder.changes.loss
     )

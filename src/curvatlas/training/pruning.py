@@ -1,138 +1,229 @@
-"""Which weights can go (magnitude, Optimal Brain Damage, Surgeon), and what rounding them costs.
+r"""Which weights can go (magnitude, Optimal Brain Damage, Surgeon), and what that does to the loss.
 
-The curvature is the Gauss-Newton matrix: positive semidefinite, and equal to H up to terms in the
-residual, so a saliency is never negative.
+The curvature that chooses is the Gauss-Newton matrix: positive semidefinite, and equal to H up to
+terms in the residual, so that a saliency is never negative. What the whole change δ then costs is
+predicted by gᵀδ + ½ δᵀHδ with the exact H, and said to hold or not by the loss on the way there.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from curvatlas.anatomy import Slice
+from curvatlas.anatomy import Slice, anatomy_of
 from curvatlas.errors import ProblemError
+from curvatlas.figures.compression import pruning_figure
 from curvatlas.operators import GaussNewton, Hessian
-from curvatlas.operators.per_sample import exact_outer_diagonal, sampled_gradients
+from curvatlas.operators.per_sample import exact_outer_diagonal
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
-from curvatlas.problem.evaluation import evaluated
-from curvatlas.results import Result
+from curvatlas.problem.evaluation import evaluated, listed
+from curvatlas.results import Interval, Result
+from curvatlas.spectra.checkpoint import Checkpoint, fingerprint
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
+from curvatlas.training.surgeon import operate, weights_at
 
-
-@dataclass(frozen=True)
-class Removals:
-    """For each block the order in which weights go, and what each removal adds to the loss."""
-
-    order: Tensor  # (blocks, size) places within the block, first removed first
-    cost: Tensor  # (blocks, size) rise of the loss by that removal
-
-
-def inverse_blocks(factor: Tensor, *, damping: float) -> Tensor:
-    """(B + damping·mean(diag B)·I)⁻¹ for B = FᵀF, factor F: (blocks, samples, size)."""
-    blocks = factor.transpose(1, 2) @ factor  # (blocks, size, size)
-    scale = blocks.diagonal(dim1=1, dim2=2).mean()
-    blocks.diagonal(dim1=1, dim2=2).add_(damping * scale.clamp_min(torch.finfo(factor.dtype).tiny))
-    return torch.cholesky_inverse(torch.linalg.cholesky(blocks))
-
-
-def remove_all(weights: Tensor, inverse: Tensor) -> Removals:
-    r"""Take every weight out of every block, cheapest first; weights: (blocks, size).
-
-    Removing weight q of a block with curvature B raises the loss by s_q = w_q² / (2 [B⁻¹]_qq) when
-    the other weights of the block move to the best place, δw = −w_q / [B⁻¹]_qq · B⁻¹ e_q (Hassibi
-    and Stork 1993). The inverse without row and column q is one rank-one update away. All blocks go
-    at once.
-    """
-    blocks, size = weights.shape
-    order = torch.empty(blocks, size, dtype=torch.long, device=weights.device)
-    cost = torch.empty_like(weights)
-    state, inverse = weights.clone(), inverse.clone()
-    alive = torch.ones_like(weights, dtype=torch.bool)
-    rows = torch.arange(blocks, device=weights.device)
-    for turn in range(size):
-        price = state.square() / (2 * inverse.diagonal(dim1=1, dim2=2))
-        chosen = price.masked_fill(~alive, torch.inf).argmin(1)  # (blocks,)
-        order[:, turn], cost[:, turn] = chosen, price[rows, chosen]
-        _remove(state, inverse, alive, rows, chosen)
-    return Removals(order, cost)
-
-
-def remove_first(weights: Tensor, inverse: Tensor, order: Tensor, counts: Tensor) -> Tensor:
-    """The weights after the first ``counts[b]`` removals of ``order[b]`` in each block b."""
-    state, inverse = weights.clone(), inverse.clone()
-    alive = torch.ones_like(weights, dtype=torch.bool)
-    for turn in range(int(counts.max())):
-        rows = (counts > turn).nonzero().squeeze(1)
-        _remove(state, inverse, alive, rows, order[rows, turn])
-    return state.masked_fill(~alive, 0.0)
-
-
-def _remove(state: Tensor, inverse: Tensor, alive: Tensor, rows: Tensor, chosen: Tensor) -> None:
-    column = inverse[rows, :, chosen]  # (rows, size): B⁻¹ e_q
-    pivot = column.gather(1, chosen[:, None])  # [B⁻¹]_qq
-    state[rows] -= state[rows].gather(1, chosen[:, None]) / pivot * column
-    inverse[rows] -= column.unsqueeze(2) * column.unsqueeze(1) / pivot.unsqueeze(2)
-    alive[rows, chosen] = False
-    state[rows, chosen] = 0.0
-    # Rounding leaves crumbs where the row and column should be exactly zero; the pivot stays
-    # positive so that removed weights never divide by zero.
-    inverse[rows, chosen, :] = 0.0
-    inverse[rows, :, chosen] = 0.0
-    inverse[rows, chosen, chosen] = 1.0
-
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Method = Literal["magnitude", "obd", "obs"]
+Layers = Literal["curvature", "uniform"]
 
 # Roles that are matrices doing the work; norms, biases and embeddings stay.
 PRUNED_ROLES = ("query", "key", "value", "output", "up", "gate", "down")
+_LEAST_KEPT = 0.6  # of the weights still there, in one stage of the surgeon
+
+
+# --- what a change of the weights costs -----------------------------------------------------------
+
+_MIDWAY = (0.25, 0.5)  # of the way to the new weights, where the loss is looked at
+_IN_RANGE = 0.25  # of the terms up to second order, that those beyond may make up
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pruning(Result):
-    """A mask and new values for the pruned parameters, and what it costs."""
+class ChangedWeights(Result):
+    r"""New weights θ + δ, what the derivatives at θ say of the loss there, and what it is.
 
-    method: str
-    sparsity: float  # share of the prunable weights that is removed
-    masks: dict[str, Tensor]  # parameter name → True where the weight stays
-    weights: dict[str, Tensor]  # parameter name → values after pruning
-    role_sparsity: dict[str, float]
-    role_saliency: dict[str, float]  # predicted rise of the loss from this role's removals
-    # Σ of the saliencies: second order, removals independent; "magnitude": gᵀδ + ½ δᵀHδ
-    predicted_rise: float
+    φ(t) = L(θ + tδ): ``predicted_rise`` is φ'(0) + ½ φ''(0), exact. Beyond the second order, φ at a
+    quarter and at half of the way gives the terms of third and fourth order; ``predicted_interval``
+    holds the predictions of second, third and fourth order, as far again as the last two differ.
+    The change is outside the quadratic range where these terms may be more than a quarter of
+    |gᵀδ| + ½ |δᵀHδ|: that number is then no prediction, only the interval is.
+    """
+
+    weights: dict[str, Tensor]  # parameter name → new values
+    predicted_rise: float  # gᵀδ + ½ δᵀHδ
+    linear_rise: float  # gᵀδ alone: not small where the model is not at a minimum
+    predicted_interval: Interval  # for the loss on the same data
+    in_quadratic_range: bool
     loss_before: float
     loss_after: float  # on the same data, measured
-    products: int  # for an exact diagonal from the outputs and for "obs": gradients of samples
-    curvature: dict[str, Tensor]  # parameter name → [H_o]_ii, for "obd"; pass it to prune again
+    segment: Tensor  # (2, points) t in [0, 1] and φ(t)
+
+    @property
+    def rise(self) -> float:
+        """The measured rise."""
+        return self.loss_after - self.loss_before
 
     def apply(self, model: nn.Module) -> None:
-        """Write the pruned weights into the model."""
+        """Write the new weights into the model."""
         named = dict(model.named_parameters())
         with torch.no_grad():
             for name, value in self.weights.items():
                 named[name].copy_(value)
 
+    def _prediction(self) -> str:
+        low, high = self.predicted_interval
+        words = "" if self.in_quadratic_range else "; OUTSIDE THE QUADRATIC RANGE"
+        return (
+            f"loss {self.loss_before:.4g} → {self.loss_after:.4g}, rise {self.rise:+.3g} "
+            f"(predicted {self.predicted_rise:+.3g}, [{low:.3g}, {high:.3g}]{words})"
+        )
+
+
+def value_at(problem: Problem, theta: Tensor) -> float:
+    """The loss with other weights; the model's own are put back."""
+    with weights_at(problem, theta):
+        return problem.value()
+
+
+class Changes:
+    """Predicted and measured rise of the loss for changes of a problem's weights."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.theta = problem, problem.parameters
+        self.gradient, self.loss = problem.gradient(), problem.value()
+        self.hessian = Hessian(problem)
+
+    def terms(self, delta: Tensor) -> tuple[float, float]:
+        """gᵀδ and ½ δᵀHδ."""
+        if not bool(delta.any()):
+            return 0.0, 0.0
+        wide = in_float64(delta)
+        bend = float(wide @ in_float64(self.hessian @ delta))
+        return float(in_float64(self.gradient) @ wide), 0.5 * bend
+
+    def rise(self, delta: Tensor) -> float:
+        """L(θ + δ) − L(θ)."""
+        return value_at(self.problem, self.theta + delta) - self.loss
+
+    def fields(self, new: Tensor) -> dict[str, Any]:
+        """Those of ``ChangedWeights`` but for the weights, for new weights (P,)."""
+        delta = new - self.theta
+        linear, bent = self.terms(delta)
+        rise, midway = self.rise(delta), [self.rise(t * delta) for t in _MIDWAY]
+        # φ(t) − φ(0) − t φ' − ½ t² φ'' = c₃ t³ + c₄ t⁴ at a quarter and at half of the way
+        quarter, half = (
+            value - t * linear - t * t * bent for t, value in zip(_MIDWAY, midway, strict=True)
+        )
+        quadratic = linear + bent
+        cubic = quadratic + 8 * half
+        quartic = quadratic + (128 * quarter - 8 * half) + (32 * half - 256 * quarter)
+        # Rounding of the losses, as far as the differences above enlarge it.
+        rounding = 400 * torch.finfo(delta.dtype).eps * max(abs(self.loss), abs(self.loss + rise))
+        orders, room = (quadratic, cubic, quartic), abs(quartic - cubic) + rounding
+        interval = (min(orders) - room, max(orders) + room)
+        away = max(quadratic - interval[0], interval[1] - quadratic)
+        if abs(linear) > abs(bent) + rounding:
+            warnings.warn(
+                f"the model is not at a minimum: of the predicted rise {quadratic:.3g} the "
+                f"gradient makes up {linear:.3g}. Saliencies, which know the curvature alone, "
+                "choose well only for trained weights.",
+                stacklevel=5,
+            )
+        losses = [self.loss + change for change in (0.0, *midway, rise)]
+        return {
+            "predicted_rise": quadratic,
+            "linear_rise": linear,
+            "predicted_interval": interval,
+            "in_quadratic_range": away <= _IN_RANGE * (abs(linear) + abs(bent)) + 2 * rounding,
+            "loss_before": self.loss,
+            "loss_after": self.loss + rise,
+            "segment": torch.tensor([[0.0, *_MIDWAY, 1.0], losses], dtype=torch.float64),
+        }
+
+
+# --- pruning --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruning(ChangedWeights):
+    """A mask and new values for the pruned parameters, and what it costs."""
+
+    method: str
+    sparsity: float  # share of the prunable weights that is removed
+    layers: str = "curvature"  # how many go from each part: as the saliencies say, or alike
+    masks: dict[str, Tensor]  # parameter name → True where the weight stays
+    role_sparsity: dict[str, float]
+    part_sparsity: dict[str, float]  # a role of a layer ("blocks.0.query") → share removed
+    role_saliency: dict[str, float]  # what this role's removals were said to cost when chosen
+    stages: int = 1
+    products: int  # for an exact diagonal from the outputs and for "obs": gradients of samples
+    curvature: dict[str, Tensor]  # parameter name → [H_o]_ii, for "obd"; pass it to prune again
+
     def __str__(self) -> str:
         roles = ", ".join(f"{role} {share:.0%}" for role, share in self.role_sparsity.items())
-        return (
-            f"{self.method} at {self.sparsity:.0%}: loss {self.loss_before:.4g} → "
-            f"{self.loss_after:.4g} (predicted rise {self.predicted_rise:.3g}); removed {roles}"
+        return f"{self.method} at {self.sparsity:.0%}: {self._prediction()}; removed {roles}"
+
+    def _picture(self) -> Figure:
+        """How much of every part goes, and the loss on the way."""
+        return pruning_figure(self)
+
+
+def pruning_problem(
+    model: nn.Module | Problem, loss: Any, data: Any, roles: Sequence[str]
+) -> tuple[Problem, list[Slice]]:
+    """The problem in the parameters that hold these roles, and their slices."""
+    whole = model if isinstance(model, Problem) else Problem(model, loss, data)
+    slices = whole.anatomy.slices
+    names = list(dict.fromkeys(piece.parameter for piece in slices if piece.role in roles))
+    named = whole.all_parameters
+    frozen = [
+        piece.name
+        for piece in anatomy_of(whole.model, list(named)).slices
+        if piece.role in roles and piece.parameter not in whole.parameter_names
+    ]
+    if not names:
+        present = ", ".join(sorted({piece.role for piece in slices}))
+        held = f" ({listed(frozen)} are frozen)" if frozen else ""
+        raise ProblemError(
+            f"no parameter has one of the roles {tuple(roles)}{held}: it has {present}. Say which "
+            "of them may change by roles=, or what a parameter is by Problem(roles=...)."
         )
+    if frozen:
+        warnings.warn(f"frozen, left as they are: {listed(frozen)}.", stacklevel=4)
+    problem = whole.with_data(whole.data, parameters=names)
+    return problem, [piece for piece in problem.anatomy.slices if piece.role in roles]
+
+
+def places_of(piece: Slice, device: torch.device) -> Tensor:
+    """The piece's places in the flat vector as a matrix (out, in), however it is stored."""
+    places = piece.indices.to(device)
+    if len(piece.shape) < 2:
+        return places.view(1, -1)
+    matrix = places.view(piece.shape[0], -1)
+    return matrix.mT if piece.transposed else matrix
 
 
 @evaluated
 def prune(
-    model: nn.Module,
-    loss: Any,
-    data: Any,
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
     *,
     sparsity: float,
     method: Method = "obs",
+    layers: Layers = "curvature",
     roles: Sequence[str] = PRUNED_ROLES,
+    stages: int | None = None,
+    start: Pruning | None = None,
     exact_diagonal: bool | None = None,
     curvature: Mapping[str, Tensor] | None = None,
     max_products: int = 200,
@@ -140,48 +231,122 @@ def prune(
     block_size: int = 128,
     damping: float = 1e-2,
     seed: int = 0,
+    memory: int | str | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Pruning:
     """Choose the weights whose removal costs the least; the model is left as it is.
 
-    method: "magnitude" |w|; "obd" ½ [H_o]_ii w_i²; "obs" with updates of the remaining weights in
-        blocks of ``block_size`` (curvature from ``samples`` gradients with sampled targets).
+    model: a model with its loss and data, or a ``Problem`` alone.
+    method: "magnitude" |w|; "obd" ½ [H_o]_ii w_i²; "obs" moves the remaining weights as well, by
+        blocks of ``block_size`` of the curvature (``samples`` gradients with sampled targets) and
+        exact products (``training/surgeon.py``).
+    layers: "curvature": the cheapest weights of all layers go, so that each layer loses what it can
+        spare; "uniform": the same share of every part (a role of a layer).
+    stages: of "obs": curvature and gradient are taken anew at the weights reached, and the next
+        weights go. Default: as many as keep 60 % of the weights that are left each time.
+    start: go on from an earlier pruning of the same model, whose removed weights stay removed.
+        Losses and predictions are still those from the model's own weights.
     exact_diagonal: for "obd"; False: within ``max_products``, exact where it costs no more and
         estimated elsewhere; True: exact at any price; default: True up to ``max_products``
         parameters, False beyond.
     curvature: for "obd", the diagonal of an earlier pruning of the same weights (its
         ``curvature``), so that several sparsities are compared for the price of one.
+    memory: of "obs", such as "500MB" (default: a quarter of the machine's); less takes more passes.
+    checkpoint: of "obs", a file that keeps what every stage reached: the same call goes on there.
     """
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity is a share in [0, 1), got {sparsity}.")
     if method not in ("magnitude", "obd", "obs"):
         raise ValueError(f"method is 'magnitude', 'obd' or 'obs', got {method!r}.")
-    slices = Problem(model, loss, data).anatomy.slices
-    names = list(dict.fromkeys(piece.parameter for piece in slices if piece.role in roles))
-    if not names:
-        present = ", ".join(sorted({piece.role for piece in slices}))
-        raise ProblemError(f"no parameter has one of the roles {tuple(roles)}: it has {present}.")
-    problem = Problem(model, loss, data, parameters=names)
-    chosen = [piece for piece in problem.anatomy.slices if piece.role in roles]
-    places = torch.cat([piece.indices for piece in chosen]).to(problem.device)
+    if layers not in ("curvature", "uniform"):
+        raise ValueError(f"layers is 'curvature' or 'uniform', got {layers!r}.")
+    for name, number in (("stages", stages), ("samples", samples), ("block_size", block_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
+    if not 0 < damping < math.inf:
+        raise ValueError(f"damping must be a positive number, got {damping}.")
+    problem, chosen = pruning_problem(model, loss, data, roles)
+    problem.check()
+    parts = [places_of(piece, problem.device).reshape(-1) for piece in chosen]
     theta = problem.parameters
-    wanted = round(sparsity * len(places))
+    first, alive = _start_of(problem, start)
     entries = theta.new_zeros(0)
+    taken = 1
     if method == "obs":
-        new, saliency, products = _surgery(
-            problem, theta, places, wanted, samples, block_size, damping, seed
+        plan = _stage_plan(parts, alive, sparsity, stages, layers)
+        new, alive, saliency, products = _surgery(
+            problem,
+            first,
+            alive,
+            parts,
+            plan,
+            {
+                "samples": samples,
+                "block_size": min(block_size, max(map(len, parts))),
+                "damping": damping,
+                "memory": memory,
+            },
+            seed=seed,
+            checkpoint=checkpoint,
         )
+        taken = len(plan)
     else:
         products = 0
         if method == "obd" and curvature is not None:
             entries = _earlier_diagonal(problem, curvature)
         elif method == "obd":
             entries, products = _diagonal(problem, exact_diagonal, max_products, seed)
-        scores = theta.abs() if method == "magnitude" else 0.5 * entries * theta.square()
-        keep = torch.ones_like(theta, dtype=torch.bool)
-        keep[places[torch.argsort(scores[places])[:wanted]]] = False
-        saliency = torch.where(keep, 0.0, scores)
-        new = torch.where(keep, theta, 0.0)
-    return _report(problem, chosen, places, theta, new, saliency, entries, method, products)
+        scores = first.abs() if method == "magnitude" else 0.5 * entries * first.square()
+        gone = _cheapest(scores.masked_fill(~alive, -1.0), parts, sparsity, layers)
+        alive = alive.clone()
+        alive[gone] = False
+        saliency = torch.where(alive, 0.0, scores)
+        new = torch.where(alive, first, 0.0)
+    return _report(
+        problem,
+        chosen,
+        new,
+        alive,
+        saliency,
+        {
+            "method": method,
+            "layers": layers,
+            "stages": taken,
+            "products": products,
+            "curvature": named_weights(problem, entries) if len(entries) else {},
+        },
+    )
+
+
+def _cheapest(scores: Tensor, parts: Sequence[Tensor], sparsity: float, layers: str) -> Tensor:
+    """Places of the lowest scores, of all parts or of each."""
+    groups = parts if layers == "uniform" else [torch.cat(list(parts))]
+    return torch.cat([g[torch.argsort(scores[g])[: round(sparsity * len(g))]] for g in groups])
+
+
+def _start_of(problem: Problem, start: Pruning | None) -> tuple[Tensor, Tensor]:
+    """The weights to begin with, and which of them are still there."""
+    theta = problem.parameters
+    if start is None:
+        return theta, torch.ones_like(theta, dtype=torch.bool)
+    return _flat(problem, start.weights, "start"), _flat(problem, start.masks, "start").bool()
+
+
+def _flat(problem: Problem, tensors: Mapping[str, Tensor], what: str) -> Tensor:
+    shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
+    wrong = [n for n, s in shapes.items() if n not in tensors or tensors[n].shape != s]
+    if wrong:
+        raise ValueError(
+            f"{what} does not fit the parameter {wrong[0]}: pass the {what} of a pruning of "
+            "the same model with the same roles."
+        )
+    return torch.cat([tensors[n].reshape(-1) for n in shapes]).to(problem.parameters)
+
+
+def named_weights(problem: Problem, flat: Tensor) -> dict[str, Tensor]:
+    """Parameter name → its piece of a flat vector (P,)."""
+    pieces = problem.layout.split(flat.unsqueeze(1))
+    return {n: p.squeeze(0).clone() for n, p in zip(problem.layout.names, pieces, strict=True)}
 
 
 def _diagonal(
@@ -204,118 +369,157 @@ def _diagonal(
 
 
 def _earlier_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
-    shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
-    wrong = [n for n, s in shapes.items() if n not in curvature or curvature[n].shape != s]
-    if wrong:
-        raise ValueError(
-            f"curvature does not fit the parameter {wrong[0]}: pass the curvature of a pruning of "
-            "the same model with the same roles."
-        )
-    return torch.cat([curvature[n].reshape(-1) for n in shapes]).to(problem.parameters)
+    return _flat(problem, curvature, "curvature")
+
+
+def _stage_plan(
+    parts: Sequence[Tensor], alive: Tensor, sparsity: float, stages: int | None, layers: str
+) -> list[list[int]]:
+    """How many weights are gone after each stage: in all, or of every part for "uniform"."""
+    groups = parts if layers == "uniform" else [torch.cat(list(parts))]
+    before = [1 - float(in_float64(alive[group]).mean()) for group in groups]
+    if min(before) >= sparsity:
+        return []  # as much is gone already
+    if stages is None:
+        ratio = math.log((1 - sparsity) / (1 - min(before))) / math.log(_LEAST_KEPT)
+        stages = max(1, math.ceil(ratio - 1e-9))
+    plan = []
+    for stage in range(1, stages + 1):
+        # The share that is left falls by the same factor every time.
+        shares = [1 - (1 - b) * ((1 - sparsity) / (1 - b)) ** (stage / stages) for b in before]
+        plan.append([round(s * len(g)) for s, g in zip(shares, groups, strict=True)])
+    return plan
 
 
 def _surgery(
     problem: Problem,
-    theta: Tensor,
-    places: Tensor,
-    wanted: int,
-    samples: int,
-    block_size: int,
-    damping: float,
+    weights: Tensor,
+    alive: Tensor,
+    parts: Sequence[Tensor],
+    plan: Sequence[Sequence[int]],
+    options: dict[str, Any],
+    *,
     seed: int,
-) -> tuple[Tensor, Tensor, int]:
-    """New weights, the predicted cost of each removal in its place, and gradients used."""
-    gradients = sampled_gradients(problem, samples=samples, seed=seed)[:, places]  # (n, m)
-    blocks = -(-len(places) // block_size)
-    padded = blocks * block_size
-    # The last block is filled with weights of infinite price that are never among the cheapest.
-    factor = theta.new_zeros(len(gradients), padded)
-    factor[:, : len(places)] = gradients / len(gradients) ** 0.5
-    weights = theta.new_full((padded,), torch.finfo(theta.dtype).max ** 0.25)
-    weights[: len(places)] = theta[places]
-    weights = weights.view(blocks, block_size)
-    grouped = factor.view(len(gradients), blocks, block_size).transpose(0, 1)
-    inverse = inverse_blocks(grouped, damping=damping)
-    removals = remove_all(weights, inverse)
-    # A removal is only possible after those before it: its price is the dearest so far.
-    price = removals.cost.cummax(1).values
-    cheapest = torch.argsort(price.reshape(-1), stable=True)[:wanted]
-    counts = torch.bincount(cheapest // block_size, minlength=blocks)
-    pruned = remove_first(weights, inverse, removals.order, counts).reshape(-1)[: len(places)]
-    new, saliency = theta.clone(), torch.zeros_like(theta)
-    new[places] = pruned
-    turn = torch.arange(block_size, device=theta.device)
-    spent = torch.where(turn < counts[:, None], removals.cost, 0.0)
-    by_place = torch.zeros_like(weights).scatter_(1, removals.order, spent).reshape(-1)
-    saliency[places] = by_place[: len(places)]
-    return new, saliency, len(gradients)
+    checkpoint: str | Path | None,
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """New weights, which stay, the cost of each removal in its place, and gradients used."""
+    saliency, gradients, done = torch.zeros_like(weights), 0, 0
+    mark = {
+        **options,
+        "plan": [list(p) for p in plan],
+        "seed": seed,
+        "start": _sum_of(weights),
+    }
+    file = Checkpoint(checkpoint, fingerprint(GaussNewton(problem), **mark))
+    stored = file.load()
+    if stored is not None:
+        tensors, numbers = stored
+        weights, saliency = tensors["weights"].to(weights), tensors["saliency"].to(weights)
+        alive = tensors["alive"].to(alive)
+        done, gradients = int(numbers["stages"]), int(numbers["gradients"])
+    for stage, targets in enumerate(plan):
+        if stage < done:
+            continue
+        groups = parts if len(targets) > 1 else [torch.cat(list(parts))]
+        wanted = [
+            max(0, number - int((~alive[group]).sum()))
+            for number, group in zip(targets, groups, strict=True)
+        ]
+        found = operate(
+            problem,
+            weights,
+            alive,
+            parts,
+            wanted,
+            seed=seed + 10**6 * stage,
+            **options,
+        )
+        weights, alive, saliency = found.weights, found.alive, saliency + found.saliency
+        gradients += found.gradients
+        state = {"weights": weights, "alive": alive, "saliency": saliency}
+        file.save(state, {"stages": stage + 1, "gradients": gradients})
+    return weights, alive, saliency, gradients
+
+
+def _sum_of(weights: Tensor) -> str:
+    """A number that tells one start from another."""
+    return float(in_float64(weights).abs().sum()).hex()
 
 
 def _report(
     problem: Problem,
     chosen: Sequence[Slice],
-    places: Tensor,
-    theta: Tensor,
     new: Tensor,
+    alive: Tensor,
     saliency: Tensor,
-    entries: Tensor,
-    method: str,
-    products: int,
+    fields: dict[str, Any],
 ) -> Pruning:
-    removed = torch.zeros_like(theta, dtype=torch.bool)
-    removed[places] = new[places] == 0
+    def share(pieces: Sequence[Slice]) -> float:
+        gone = sum(float((~piece.view(alive)).sum()) for piece in pieces)
+        return gone / sum(piece.size for piece in pieces)
+
     by_role: dict[str, list[Slice]] = {}
+    by_part: dict[str, list[Slice]] = {}
     for piece in chosen:
         by_role.setdefault(piece.role, []).append(piece)
-    before = problem.value()
-    after = value_at(problem, new)
-
-    def named(flat: Tensor) -> dict[str, Tensor]:
-        pieces = problem.layout.split(flat.unsqueeze(1))
-        return {n: p.squeeze(0).clone() for n, p in zip(problem.layout.names, pieces, strict=True)}
-
+        by_part.setdefault(piece.name, []).append(piece)
     return Pruning(
-        method=method,
-        sparsity=float(in_float64(removed[places]).mean()),
-        masks=named(~removed),
-        weights=named(new),
-        role_sparsity={
-            role: sum(float(p.view(removed).sum()) for p in pieces) / sum(p.size for p in pieces)
-            for role, pieces in by_role.items()
-        },
+        sparsity=share(chosen),
+        masks=named_weights(problem, alive),
+        weights=named_weights(problem, new),
+        role_sparsity={role: share(pieces) for role, pieces in by_role.items()},
+        part_sparsity={part: share(pieces) for part, pieces in by_part.items()},
         role_saliency={
             role: sum(float(p.view(saliency).sum()) for p in pieces)
             for role, pieces in by_role.items()
         },
-        predicted_rise=(
-            _second_order(problem, new - theta) if method == "magnitude" else float(saliency.sum())
-        ),
-        loss_before=before,
-        loss_after=after,
-        products=products,
-        curvature=named(entries) if len(entries) else {},
+        **Changes(problem).fields(new),
+        **fields,
     )
 
 
-def _second_order(problem: Problem, delta: Tensor) -> float:
-    """gᵀδ + ½ δᵀHδ."""
-    return float(problem.gradient() @ delta + 0.5 * (delta @ (Hessian(problem) @ delta)))
+# --- rounding -------------------------------------------------------------------------------------
 
 
-def value_at(problem: Problem, theta: Tensor) -> float:
-    """The loss with other weights; the model's own are put back."""
-    parameters = dict(problem.model.named_parameters())
-    pieces = problem.layout.split(theta.unsqueeze(1))
-    saved = {name: parameters[name].detach().clone() for name in problem.layout.names}
-    try:
-        with torch.no_grad():
-            for name, piece in zip(problem.layout.names, pieces, strict=True):
-                parameters[name].copy_(piece.squeeze(0))
-        return problem.value()
-    finally:
-        with torch.no_grad():
-            for name, value in saved.items():
-                parameters[name].copy_(value)
+def step_sizes(matrix: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """The distance of two values for each weight (out, in): symmetric, the largest one is kept.
+
+    group: inputs of an output that share a scale (the last ones of a row may be fewer); None: all.
+    """
+    levels = 2 ** (bits - 1) - 1
+    width = matrix.shape[1] if group is None else min(group, matrix.shape[1])
+    padded = nn.functional.pad(matrix.abs(), (0, -matrix.shape[1] % width))
+    largest = padded.reshape(len(matrix), -1, width).amax(2).repeat_interleave(width, 1)
+    steps: Tensor = largest[:, : matrix.shape[1]].clamp_min(torch.finfo(matrix.dtype).tiny) / levels
+    return steps
+
+
+def round_to(weights: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """Nearest of 2^bits − 1 evenly spaced values, symmetric about zero, a scale a row or group."""
+    rows = weights.reshape(weights.shape[0], -1) if weights.ndim > 1 else weights.reshape(1, -1)
+    levels, steps = 2 ** (bits - 1) - 1, step_sizes(rows, bits, group)
+    rounded: Tensor = (rows / steps).round().clamp(-levels, levels) * steps
+    return rounded.reshape(weights.shape)
+
+
+def rounding_of(
+    pieces: Sequence[Slice], theta: Tensor, bits: int, group: int | None = None
+) -> Tensor:
+    """δ (P,) that rounds the pieces to the nearest of so many bits."""
+    delta = torch.zeros_like(theta)
+    for piece in pieces:
+        places = places_of(piece, theta.device)
+        delta[places] = round_to(theta[places], bits, group) - theta[places]
+    return delta
+
+
+def check_bits(bits: Sequence[int], group: int | None = None) -> tuple[int, ...]:
+    """The bits from the fewest on; refused where they are no grid."""
+    if not bits or any(bit < 2 for bit in bits):
+        raise ValueError(f"at least 2 bits are needed for a sign and a step, got {tuple(bits)}.")
+    if group is not None and group < 1:
+        raise ValueError(f"group is a number of inputs of at least 1, or None, got {group}.")
+    return tuple(sorted(set(bits)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,47 +546,31 @@ class QuantizationSensitivity(Result):
 
 @evaluated
 def quantization_sensitivity(
-    model: nn.Module,
-    loss: Any,
-    data: Any,
+    model: nn.Module | Problem,
+    loss: Any = None,
+    data: Any = None,
     *,
     bits: Sequence[int] = (8, 4, 3),
+    group: int | None = None,
     roles: Sequence[str] = PRUNED_ROLES,
 ) -> QuantizationSensitivity:
-    """Round each role's weights (symmetric, one scale a row) and say what it costs."""
-    if any(bit < 2 for bit in bits):
-        raise ValueError(f"at least 2 bits are needed for a sign and a step, got {tuple(bits)}.")
-    problem = Problem(model, loss, data)
-    present = tuple(r for r in roles if any(s.role == r for s in problem.anatomy.slices))
-    if not present:
-        raise ValueError(f"the model has none of the roles {tuple(roles)}.")
-    theta, gradient, base = problem.parameters, problem.gradient(), problem.value()
-    columns = []
+    """Round each role's weights (symmetric, a scale a row or ``group``) and say what it costs."""
+    check_bits(bits, group)
+    problem, chosen = pruning_problem(model, loss, data, roles)
+    present = tuple(role for role in roles if any(piece.role == role for piece in chosen))
+    changes = Changes(problem)
+    predicted, measured = [], []
     for role in present:
+        pieces = [piece for piece in chosen if piece.role == role]
         for bit in bits:
-            delta = torch.zeros_like(theta)
-            for piece in problem.anatomy.select(role=role):
-                weights = piece.view(theta)
-                delta[piece.indices] = (round_to(weights, bit) - weights).reshape(-1)
-            columns.append(delta)
-    stacked = torch.stack(columns, 1)
-    curved = Hessian(problem) @ stacked
-    predicted = gradient @ stacked + 0.5 * (stacked * curved).sum(0)
-    measured = [value_at(problem, theta + delta) - base for delta in columns]
+            delta = rounding_of(pieces, changes.theta, bit, group)
+            predicted.append(sum(changes.terms(delta)))
+            measured.append(changes.rise(delta))
     shape = (len(present), len(bits))
     return QuantizationSensitivity(
         bits=tuple(bits),
         roles=present,
-        predicted=in_float64(predicted).reshape(shape),
+        predicted=torch.tensor(predicted, dtype=torch.float64).reshape(shape),
         measured=torch.tensor(measured, dtype=torch.float64).reshape(shape),
-        loss=base,
+        loss=changes.loss,
     )
-
-
-def round_to(weights: Tensor, bits: int) -> Tensor:
-    """Nearest of 2^bits − 1 evenly spaced values, symmetric about zero, one scale a row."""
-    rows = weights.reshape(weights.shape[0], -1) if weights.ndim > 1 else weights.reshape(1, -1)
-    levels: int = 2 ** (bits - 1) - 1
-    scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny) / levels
-    rounded: Tensor = (rows / scale).round().clamp(-levels, levels) * scale
-    return rounded.reshape(weights.shape)
