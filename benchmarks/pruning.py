@@ -26,7 +26,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def cases() -> dict[str, Callable[[], Case]]:
             lambda seed: zoo.benchmark_gpt(seed=seed, vocabulary=data.classes, n_layers=5),
             data,
             {"steps": 400, "lr": 3e-3, "batch_size": 32, "weight_decay": 0.1},
-            samples=256,
+            samples=128,
             exact_samples=None,
             batch=64,
         )
@@ -113,8 +113,8 @@ def ways(case: Case) -> dict[str, tuple[int, dict[str, Any]]]:
     found: dict[str, tuple[int, dict[str, Any]]] = {
         MAGNITUDE: (many, {"method": "magnitude"}),
         ALIKE: (many, {"method": "magnitude", "layers": "uniform"}),
-        SURGEON: (many, {"method": "obs", "samples": many}),
-        SURGEON_ALIKE: (many, {"method": "obs", "samples": many, "layers": "uniform"}),
+        SURGEON: (many, {"method": "obs", "samples": max(256, many)}),
+        SURGEON_ALIKE: (many, {"method": "obs", "samples": max(256, many), "layers": "uniform"}),
     }
     if case.exact_samples is not None:
         few, estimate = case.exact_samples, {"method": "obd", "probes": 100}
@@ -159,11 +159,17 @@ def measure(
             path.write_text(json.dumps(done), encoding="utf-8")
 
     for name, (samples, options) in ways(case).items():
-        if name in done or (chosen and name not in chosen):
+        if chosen and name not in chosen:
             continue
         if quick:
             samples, options = 4, {**options, **({"samples": 4} if "samples" in options else {})}
-        done[name] = {"samples": samples, "levels": _levels(model, case, samples, options)}
+        rows = done.setdefault(name, {"samples": samples, "levels": []})["levels"]
+        if len(rows) == len(SPARSITIES):
+            continue
+        last = folder / f"{key}-{seed}-{options.get('layers', 'curvature')}-last.safetensors"
+        for row in _levels(model, case, samples, options, done=len(rows), last=last):
+            rows.append(row)
+            store()
         told = ", ".join(f"{row['validation']:.4f}" for row in done[name]["levels"])
         print(f"  {case.name}, seed {seed}, {name}: {told}", file=sys.stderr, flush=True)
         store()
@@ -173,16 +179,20 @@ def measure(
 
 
 def _levels(
-    model: nn.Module, case: Case, samples: int, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Losses, predictions and processor seconds at each sparsity; the diagonal is taken once."""
+    model: nn.Module, case: Case, samples: int, options: dict[str, Any], *, done: int, last: Path
+) -> Iterator[dict[str, Any]]:
+    """Losses, predictions and processor seconds at each sparsity; the diagonal is taken once.
+
+    done: sparsities of an earlier run; last: where the Surgeon's last step is kept.
+    """
     data = batches(case, samples)
     known: dict[str, Any] = {}
     if "probes" in options:
         known["curvature"] = probed_diagonal(model, data, probes=options["probes"])
         options = {"method": "obd"}
-    rows = []
-    for sparsity in SPARSITIES:
+    if options["method"] == "obs" and done:
+        known["start"] = ca.load(last)
+    for sparsity in SPARSITIES[done:]:
         began = time.process_time()
         pruning = ca.prune(model, "cross_entropy", data, sparsity=sparsity, **options, **known)
         seconds = time.process_time() - began
@@ -190,18 +200,18 @@ def _levels(
             known["curvature"] = pruning.curvature
         if pruning.method == "obs":
             known["start"] = pruning
+            last.parent.mkdir(parents=True, exist_ok=True)
+            pruning.save(last)
         pruned = copy.deepcopy(model)
         pruning.apply(pruned)
-        rows.append(
-            {
-                "validation": zoo.evaluate(pruned, case.data.validation)[0],
-                "seconds": round(seconds, 1),
-                "stages": pruning.stages,
-                "part_sparsity": {k: round(v, 4) for k, v in pruning.part_sparsity.items()},
-                **_prediction(pruning),
-            }
-        )
-    return rows
+        print(f"    {sparsity:.0%}: {pruning}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        yield {
+            "validation": zoo.evaluate(pruned, case.data.validation)[0],
+            "seconds": round(seconds, 1),
+            "stages": pruning.stages,
+            "part_sparsity": {k: round(v, 4) for k, v in pruning.part_sparsity.items()},
+            **_prediction(pruning),
+        }
 
 
 def _prediction(change: Any) -> dict[str, Any]:
@@ -212,6 +222,7 @@ def _prediction(change: Any) -> dict[str, Any]:
         "interval": [low, high],
         "held": bool(low <= change.rise <= high),
         "in_quadratic_range": change.in_quadratic_range,
+        "segment": change.segment.tolist(),
     }
 
 
@@ -247,11 +258,17 @@ def probed_diagonal(model: nn.Module, batch: Any, *, probes: int) -> dict[str, t
     return {n: p.squeeze(0) for n, p in zip(problem.layout.names, pieces, strict=True)}
 
 
+def _whole(seed: dict[str, Any], way: str) -> list[dict[str, Any]]:
+    """The levels of a way that is finished, else none."""
+    levels = seed.get(way, {}).get("levels", [])
+    return levels if len(levels) == len(SPARSITIES) else []
+
+
 def summary(case: Case, seeds: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Means over the seeds, a row a way."""
     rows = []
     for name in ways(case):
-        runs = [seed[name]["levels"] for seed in seeds.values() if name in seed]
+        runs = [_whole(seed, name) for seed in seeds.values() if _whole(seed, name)]
         if not runs:
             continue
         levels = list(zip(*runs, strict=True))
@@ -281,10 +298,9 @@ def requirements(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for way in (SURGEON, SURGEON_ALIKE, EXACT, ESTIMATED):
             ratios = [
                 seed[way]["levels"][at]["validation"]
-                / min(seed[m]["levels"][at]["validation"] for m in (MAGNITUDE, ALIKE))
+                / min(seed[m]["levels"][at]["validation"] for m in (MAGNITUDE, ALIKE) if m in seed)
                 for seed in result["seeds"].values()
-                if way in seed
-                for at in range(len(SPARSITIES))
+                for at in range(len(_whole(seed, way)))
             ]
             if ratios:
                 name = f"worst loss over that of magnitude at 50 to 90 %, {way}, {result['name']}"
@@ -322,7 +338,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     places = [100 * share for share in SPARSITIES]
     for axes, result in zip(panels, found.values(), strict=True):
         for way, (colour, style) in LOOKS.items():
-            runs = [seed[way]["levels"] for seed in result["seeds"].values() if way in seed]
+            runs = [_whole(seed, way) for seed in result["seeds"].values() if _whole(seed, way)]
             if not runs:
                 continue
             columns = [[row["validation"] for row in level] for level in zip(*runs, strict=True)]

@@ -238,6 +238,10 @@ DOORS: dict[str, Callable[[Case], float]] = {
     "rounding_costs": lambda c: float(
         ca.rounding_costs(c.model, None, c.batch, bits=(4,), by="role").loss
     ),
+    "quantize": lambda c: float(ca.quantize(c.model, None, c.batch, samples=8).loss_after),
+    "quantization_table": lambda c: float(
+        ca.quantization_table(c.model, None, c.batch, bits=(4,), groups=(4,), samples=8).loss
+    ),
     "allocate_bits": lambda c: float(
         ca.allocate_bits(c.model, None, c.batch, average=4.0, bits=(3, 4, 5)).loss
     ),

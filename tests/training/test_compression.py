@@ -16,7 +16,7 @@ import torch
 import curvatlas as ca
 from curvatlas import zoo
 from curvatlas.training.compression import give_out_bits
-from curvatlas.training.pruning import round_to
+from curvatlas.training.pruning import round_to, step_sizes
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,65 @@ def test_an_allocation_stays_within_its_size_and_rounds_as_it_says(trained: Any)
     weights = dict(model.named_parameters())
     (name,) = [n for n in allocation.rounded if "up.weight" in n or n.endswith("up.weight")]
     torch.testing.assert_close(allocation.rounded[name], round_to(weights[name].detach(), row.bits))
+
+
+def test_rounding_by_curvature_costs_less_than_rounding_to_the_nearest(trained: Any) -> None:
+    model, batch = trained
+    table = ca.quantization_table(
+        model, "cross_entropy", batch, bits=(4, 3), groups=(4, None), samples=200
+    )
+    rows = {(row.bits, row.group, row.rounding): row for row in table.rows}
+    assert len(rows) == 8
+    for row in table.rows:
+        low, high = row.predicted_interval
+        assert low <= row.rise <= high
+    assert rows[4, 4, "nearest"].bits_per_weight == 4 + 16 / 4
+    assert table.plot().axes
+    costs = {}
+    for rounding in ("nearest", "curvature"):
+        result = ca.quantize(
+            model, "cross_entropy", batch, bits=3, group=None, rounding=rounding, samples=200
+        )
+        problem = ca.Problem(model, "cross_entropy", batch, parameters=list(result.weights))
+        new = torch.cat([result.weights[n].reshape(-1) for n in problem.parameter_names])
+        delta = new - problem.parameters
+        costs[rounding] = float(delta @ (ca.GaussNewton(problem) @ delta))
+    assert costs["curvature"] < 0.8 * costs["nearest"]
+
+
+def test_quantized_weights_are_on_the_grid_of_their_groups(trained: Any) -> None:
+    model, batch = trained
+    for rounding in ("nearest", "curvature"):
+        result = ca.quantize(
+            model, "cross_entropy", batch, bits=4, group=4, rounding=rounding, samples=24
+        )
+        other = copy.deepcopy(model)
+        result.apply(other)
+        assert _loss(other, batch) == pytest.approx(result.loss_after, rel=1e-12)
+        for name, weights in result.weights.items():
+            own = dict(model.named_parameters())[name].detach()
+            levels = weights / step_sizes(own, 4, 4)
+            assert float((levels - levels.round()).abs().max()) < 1e-9, (name, rounding)
+            assert float(levels.abs().max()) < 7 + 1e-9
+    nearest = ca.quantize(model, "cross_entropy", batch, bits=4, group=4, rounding="nearest")
+    for name, weights in nearest.weights.items():
+        own = dict(model.named_parameters())[name].detach()
+        torch.testing.assert_close(weights, round_to(own, 4, 4))
+
+
+def test_a_transposed_matrix_is_grouped_along_its_inputs() -> None:
+    from huggingface_models import tiny_model
+
+    model = tiny_model("gpt2").double().eval()
+    tokens = torch.arange(12).reshape(2, 6) % 7
+    batch = {"input_ids": tokens, "labels": tokens}
+    result = ca.quantize(model, None, batch, bits=3, group=2, rounding="nearest")
+    name = next(n for n in result.weights if n.endswith("c_fc.weight"))  # stored (in, out)
+    own = dict(model.named_parameters())[name].detach()
+    torch.testing.assert_close(result.weights[name], round_to(own.T, 3, 2).T)
+    fused = next(n for n in result.weights if n.endswith("c_attn.weight"))
+    own = dict(model.named_parameters())[fused].detach()
+    torch.testing.assert_close(result.weights[fused], round_to(own.T, 3, 2).T)
 
 
 def _run(arguments: list[str], cwd: Path, monkeypatch: Any, capsys: Any) -> tuple[int, str, str]:

@@ -18,6 +18,7 @@ from curvatlas.files import read_bytes, write_bytes
 from curvatlas.report.contents import Contents, Section, contents_of, subject_name
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
+from curvatlas.report.sections.compression import compression
 from curvatlas.report.sections.experiments import gauss_newton, growth, sinks
 from curvatlas.report.sections.findings import findings, recommendations, verdicts
 from curvatlas.report.sections.flatness import flatness
@@ -39,6 +40,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     sinks,
     gauss_newton,
     flatness,
+    compression,
     training,
     dynamics,
     scaling,

@@ -23,6 +23,8 @@ _OWN_PLOTS = {
     "Growth": "growth",
     "Sinks": "sinks",
     "GaussNewtonQuality": "quality",
+    "Pruning": "pruning",
+    "QuantizationTable": "rounding",
 }
 # what a command draws by itself: one picture a run, since a figure takes about a second
 MAIN = (
@@ -34,6 +36,8 @@ MAIN = (
     "quality",
     "flatness",
     "invariance",
+    "pruning",
+    "rounding",
 )
 
 

@@ -53,7 +53,7 @@ class ChangedWeights(Result):
 
     φ(t) = L(θ + tδ): ``predicted_rise`` is φ'(0) + ½ φ''(0), exact. Beyond the second order, φ at a
     quarter and at half of the way gives the terms of third and fourth order; ``predicted_interval``
-    holds the predictions of second, third and fourth order, as far again as the last two differ.
+    holds the predictions of second, third and fourth order, and twice as far as the last two differ.
     The change is outside the quadratic range where these terms may be more than a quarter of
     |gᵀδ| + ½ |δᵀHδ|: that number is then no prediction, only the interval is.
     """
@@ -82,6 +82,9 @@ class ChangedWeights(Result):
     def _prediction(self) -> str:
         low, high = self.predicted_interval
         words = "" if self.in_quadratic_range else "; OUTSIDE THE QUADRATIC RANGE"
+        if abs(self.linear_rise) > abs(self.predicted_rise - self.linear_rise):
+            # Saliencies know the curvature alone: they choose well for trained weights.
+            words += f"; the model is not at a minimum: gradient's part {self.linear_rise:+.3g}"
         return (
             f"loss {self.loss_before:.4g} → {self.loss_after:.4g}, rise {self.rise:+.3g} "
             f"(predicted {self.predicted_rise:+.3g}, [{low:.3g}, {high:.3g}]{words})"
@@ -128,16 +131,9 @@ class Changes:
         quartic = quadratic + (128 * quarter - 8 * half) + (32 * half - 256 * quarter)
         # Rounding of the losses, as far as the differences above enlarge it.
         rounding = 400 * torch.finfo(delta.dtype).eps * max(abs(self.loss), abs(self.loss + rise))
-        orders, room = (quadratic, cubic, quartic), abs(quartic - cubic) + rounding
+        orders, room = (quadratic, cubic, quartic), 2 * abs(quartic - cubic) + rounding
         interval = (min(orders) - room, max(orders) + room)
-        away = max(quadratic - interval[0], interval[1] - quadratic)
-        if abs(linear) > abs(bent) + rounding:
-            warnings.warn(
-                f"the model is not at a minimum: of the predicted rise {quadratic:.3g} the "
-                f"gradient makes up {linear:.3g}. Saliencies, which know the curvature alone, "
-                "choose well only for trained weights.",
-                stacklevel=5,
-            )
+        away = max(abs(order - quadratic) for order in orders) + abs(quartic - cubic)
         losses = [self.loss + change for change in (0.0, *midway, rise)]
         return {
             "predicted_rise": quadratic,

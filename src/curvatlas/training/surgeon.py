@@ -70,7 +70,9 @@ def inverse_blocks(blocks: Tensor, *, damping: float, floor: float | Tensor = 0.
     for start in range(0, len(blocks), step):
         some = blocks[start : start + step]
         entries = some.diagonal(dim1=1, dim2=2)
-        entries += (damping * entries.mean(1, keepdim=True) + floor).clamp_min(tiny)
+        # Weights that no sample depends on are not damped: they cost nothing and go first.
+        damped = damping * entries.mean(1, keepdim=True) * (entries > 0)
+        entries += (damped + floor).clamp_min(tiny)
         some.copy_(torch.cholesky_inverse(torch.linalg.cholesky(some)))
     return blocks
 

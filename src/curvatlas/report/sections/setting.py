@@ -116,6 +116,10 @@ _SHOWN = {
     "RelativeFlatness",
     "PacBayes",
     "Invariance",
+    "Pruning",
+    "CostTable",
+    "QuantizationTable",
+    "BitAllocation",
 }
 
 
