@@ -199,13 +199,37 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
     )
     assert code == 0, err
     assert "blocks.0" in out
+    assert "magnitude at 50%" in out
     assert "nan" not in out.lower()
-    arguments = ["quantize", *words, "--weights", "less.safetensors", "--bits", "8,4", "--json"]
+    (page,) = tmp_path.glob("curvatlas-runs/prune-*/report.html")
+    text = page.read_text(encoding="utf-8")
+    for words_of_page in (
+        'id="compression"',
+        "Pruning and rounding",
+        "The loss on the way to the pruned weights",
+        "What every part loses",
+        "obs, layers by curvature",
+        "magnitude, layers by curvature",
+    ):
+        assert words_of_page in text
+    short = ["--bits", "8,4", "--groups", "4,row"]
+    arguments = ["quantize", *words, "--weights", "less.safetensors", *short, "--json"]
     code, out, err = _run(arguments, tmp_path, monkeypatch, capsys)
     assert code == 0, err
     results = json.loads(out)["results"]
     assert results["model.bits"]["used"] <= 4.0
     assert results["model.rounding_costs"]["rows"]
+    rows = results["model.rounding"]["rows"]
+    assert [(row["bits"], row["group"], row["rounding"]) for row in rows][:3] == [
+        (8, 4, "nearest"),
+        (8, 4, "curvature"),
+        (8, None, "nearest"),
+    ]
+    (page,) = tmp_path.glob("curvatlas-runs/quantize-*/report.html")
+    assert "Rounding all weights, by groups" in page.read_text(encoding="utf-8")
+    code, _, err = _run(["quantize", *words, "--groups", "a"], tmp_path, monkeypatch, capsys)
+    assert code == 2
+    assert "--groups takes whole numbers or row" in err
     code, _, err = _run(["quantize", *words, "--bits", "a"], tmp_path, monkeypatch, capsys)
     assert code == 2
     assert "--bits takes whole numbers" in err

@@ -53,7 +53,7 @@ class ChangedWeights(Result):
 
     φ(t) = L(θ + tδ): ``predicted_rise`` is φ'(0) + ½ φ''(0), exact. Beyond the second order, φ at a
     quarter and at half of the way gives the terms of third and fourth order; ``predicted_interval``
-    holds the predictions of second, third and fourth order, and twice as far as the last two differ.
+    holds the predictions of all three orders, and beyond them twice what the last two differ by.
     The change is outside the quadratic range where these terms may be more than a quarter of
     |gᵀδ| + ½ |δᵀHδ|: that number is then no prediction, only the interval is.
     """
