@@ -289,7 +289,7 @@ def prune(
     else:
         products = 0
         if method == "obd" and curvature is not None:
-            entries = _earlier_diagonal(problem, curvature)
+            entries = _flat(problem, curvature, "curvature")
         elif method == "obd":
             entries, products = _diagonal(problem, exact_diagonal, max_products, seed)
         scores = first.abs() if method == "magnitude" else 0.5 * entries * first.square()
@@ -362,10 +362,6 @@ def _diagonal(
     else:
         values = diagonal(operator, rtol=0.01, max_products=max_products, seed=seed).values
     return values.clamp_min(0).to(problem.parameters), operator.products
-
-
-def _earlier_diagonal(problem: Problem, curvature: Mapping[str, Tensor]) -> Tensor:
-    return _flat(problem, curvature, "curvature")
 
 
 def _stage_plan(
