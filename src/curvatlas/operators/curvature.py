@@ -25,7 +25,15 @@ from curvatlas.engines.kept import PLANNED, KeptLinearisations, Linearise
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
-from curvatlas.operators.engine import Engine, by_autograd, check_engine, tangent_engine
+from curvatlas.operators.engine import (
+    Engine,
+    Probe,
+    by_autograd,
+    check_engine,
+    probe_columns,
+    short_sample,
+    tangent_engine,
+)
 from curvatlas.operators.probes import (
     probe_by_differences,
     probe_loss_by_differences,
@@ -252,7 +260,9 @@ class CurvatureOperator(LinearOperator):
 
     def _start(self, names: list[str]) -> KeptLinearisations:
         self.problem.sample_axes.room = self.budget
-        sample = probe_batch(self.problem)
+        sample, length_ratio = probe_batch(self.problem), 1.0
+        if self._autograd_only() is None:
+            sample, length_ratio = short_sample(self.problem, sample, room=self.budget // 2)
         try:
             with self.problem.evaluating():
                 linear = self._linearise()(self.problem, sample, names)
@@ -264,15 +274,24 @@ class CurvatureOperator(LinearOperator):
                 self.problem.check()  # finds the cause, and says it of the whole batch
             raise
         if self.checks:
-            self._check_first_batch(sample, linear.held_bytes)
+            self._check_first_batch(sample, int(linear.held_bytes * length_ratio**2))
         with self.problem.evaluating():
             if self.checks and self.tags.symmetric:
                 probe_symmetry(linear, names)
             if self.checks and linear.size.custom:
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
-            by_hand = self._tangent(sample, names, linear)
-        linearise, held = by_hand or (self._compiled(), linear.held_bytes)
+            held = int(linear.held_bytes * length_ratio**2)
+            probe: Probe | None = None
+            if self._autograd_only() is None:
+                columns = probe_columns(self.problem, names)
+                product = linear.product(columns, names)
+                probe = Probe(
+                    sample=sample, columns=columns, product=product, length_ratio=length_ratio
+                )
+            del linear  # its graph, before the sample is linearised by hand
+            by_hand = self._tangent(probe, names)
+        linearise, held = by_hand or (self._compiled(), held)
         return KeptLinearisations(
             self.problem,
             names,
@@ -282,23 +301,21 @@ class CurvatureOperator(LinearOperator):
             probe_samples=self.problem.units(sample),
         )
 
-    def _tangent(
-        self, sample: Batch, names: Sequence[str], exact: Linearisation
-    ) -> tuple[Linearise, int] | None:
+    def _tangent(self, probe: Probe | None, names: Sequence[str]) -> tuple[Linearise, int] | None:
         """The hand-written engine and a sample's bytes, where it may be used and is right."""
-        reason = self._autograd_only()
-        if reason is None:
+        if probe is not None:
             assert self.part is not None
             return tangent_engine(
                 self.problem,
-                sample,
+                probe,
                 names,
-                exact,
                 engine=self.engine,
                 part=self.part,
                 logit_room=self._logit_room,
                 budget=self.budget,
             )
+        reason = self._autograd_only()
+        assert reason is not None
         if self.engine == "tangent":
             raise ValueError(f"engine='tangent' cannot be used: {reason}.")
         by_autograd(self.problem, reason)

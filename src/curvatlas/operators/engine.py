@@ -10,21 +10,26 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from curvatlas.engines.autograd.linearisation import Linearisation
 from curvatlas.engines.kept import PLANNED, TRANSIENT, Linearise
 from curvatlas.engines.tangent.linear import Buffers
-from curvatlas.engines.tangent.model import ModelReading, TangentLinearisation, read_model
+from curvatlas.engines.tangent.model import (
+    ModelReading,
+    TangentLinearisation,
+    pair_numbers,
+    read_model,
+    tangent_numbers,
+    token_shape,
+)
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import DifferentiationError
 from curvatlas.linear_operator import Part
-from curvatlas.operators.probes import random_columns
 from curvatlas.problem import Batch, EngineChoice, Problem
 
 Engine = Literal["auto", "tangent", "autograd"]
@@ -43,11 +48,31 @@ def by_autograd(problem: Problem, reason: str) -> None:
     problem.engine = EngineChoice("autograd", reason)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Probe:
+    """One sample that both engines multiply, and what double backward says of it."""
+
+    sample: Batch
+    columns: Mapping[str, Tensor]
+    product: Sequence[Tensor | None]  # of the operator with the columns, by double backward
+    length_ratio: float = 1.0  # tokens of a whole sample, in tokens of this one
+
+
+def probe_columns(problem: Problem, names: Sequence[str]) -> dict[str, Tensor]:
+    """A normal column by parameter, all of them views of one vector: none has to be copied."""
+    layout = problem.layout
+    sizes = dict(zip(layout.names, zip(layout.sizes, layout.shapes, strict=True), strict=True))
+    total = sum(sizes[name][0] for name in names)
+    generator = torch.Generator(device="cpu").manual_seed(3)
+    flat = torch.randn(total, generator=generator, dtype=problem.dtype, device="cpu")
+    pieces = torch.split(flat.to(problem.device), [sizes[name][0] for name in names])
+    return {n: p.view(1, *sizes[n][1]) for n, p in zip(names, pieces, strict=True)}
+
+
 def tangent_engine(
     problem: Problem,
-    sample: Batch,
+    probe: Probe,
     names: Sequence[str],
-    exact: Linearisation,
     *,
     engine: Engine,
     part: Part,
@@ -57,9 +82,10 @@ def tangent_engine(
     """The hand-written engine and the bytes a sample holds, where it understands the model and its
     product is right; else None.
 
-    exact: the sample's linearisation by autograd. With ``engine="tangent"`` what is not understood
-    raises. Where the activations of one sample do not fit the budget, blocks are made anew when a
-    product needs them. Call it inside ``problem.evaluating``.
+    With ``engine="tangent"`` what is not understood raises. Where the matrices of queries by keys
+    of one sample take more than a quarter of the budget, attention goes by blocks of queries; where
+    the activations of one sample do not fit, blocks are made anew when a product needs them. Call
+    it inside ``problem.evaluating``.
     """
 
     def differences() -> Iterator[tuple[float, Linearise, int, ModelReading]]:
@@ -72,19 +98,22 @@ def tangent_engine(
                 part=part,
                 space=Buffers(keep=True),
                 logit_room=logit_room,
+                pair_room=budget // 4,
+                blocked=probe.length_ratio > 1,
             )
-            ours = linearise(problem, sample, names)
-            if ours.held_bytes > PLANNED * budget / (1 + TRANSIENT):
+            ours = linearise(problem, probe.sample, names)
+            if ours.held_bytes * probe.length_ratio > PLANNED * budget / (1 + TRANSIENT):
                 linearise = functools.partial(linearise, recompute=True)
-                ours = linearise(problem, sample, names)
-            yield _difference(ours, exact, names), linearise, ours.held_bytes, reading
+                ours = linearise(problem, probe.sample, names)
+            held = int(ours.held_bytes * probe.length_ratio)
+            yield _difference(ours, probe, names), linearise, held, reading
 
     off, allowed = math.inf, 0.0
     try:
         for off, linearise, held, reading in differences():
             allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
             if off <= allowed:
-                problem.engine = EngineChoice("tangent", _described(reading, off))
+                problem.engine = EngineChoice("tangent", _described(reading, off, probe))
                 return linearise, held
     except UnmappedModuleError as error:
         if engine == "tangent":
@@ -102,23 +131,75 @@ def tangent_engine(
     return None
 
 
-def _described(reading: ModelReading, off: float) -> str:
+# --- a sample that double backward can hold -------------------------------------------------------
+
+# A gradient's graph, kept for double backward, holds about 8 matrices of queries by keys for every
+# head, and 4 times the numbers of a tangent.
+_GRAPH_PAIRS, _GRAPH_TANGENTS = 8, 4
+_SHORTEST = 16  # tokens that are left of a sample
+
+
+def short_sample(problem: Problem, sample: Batch, *, room: int) -> tuple[Batch, float]:
+    """The sample, or the first of its tokens where double backward of all would not fit ``room``.
+
+    Returned with the number of its tokens in those of the short one, 1 where nothing is cut. What
+    a product of the short one shows of the formulas holds for the long one too: they do not depend
+    on the length, and at full length the model's outputs are compared with its own.
+    """
+    try:
+        with problem.evaluating():
+            reading = read_model(problem.model)
+            _, length, d = token_shape(problem, reading, sample)
+
+            def fits(tokens: int) -> bool:
+                numbers = _GRAPH_PAIRS * pair_numbers(reading.layers, tokens)
+                numbers += _GRAPH_TANGENTS * tangent_numbers(
+                    reading.layers, sample.samples, tokens, d, blocked=True
+                )
+                return numbers * problem.dtype.itemsize <= room
+
+            tokens = length
+            while tokens > _SHORTEST and not fits(tokens):
+                tokens //= 2
+            if tokens == length:
+                return sample, 1.0
+            for start in (0, length - tokens):
+                short = sample.shortened(length, slice(start, start + tokens), problem.loss.count)
+                if short is not None and short.count > 0:
+                    with torch.no_grad():
+                        problem.predictions(short, {})
+                    return short, length / tokens
+    except Exception:  # a model that takes no shorter input, or is not understood: as it is
+        pass
+    return sample, 1.0
+
+
+def _described(reading: ModelReading, off: float, probe: Probe) -> str:
     blocks = f"{len(reading.layers)} blocks" if len(reading.layers) > 1 else "1 block"
     kinds = ", ".join(sorted({type(layer.module).__name__ for layer in reading.layers}))
+    short = "" if probe.length_ratio == 1 else f" (1/{probe.length_ratio:g} of its tokens)"
     return (
-        f"{blocks} ({kinds}) written out by hand; a product of one sample agrees with double "
-        f"backward to {off:.0e}"
+        f"{blocks} ({kinds}) written out by hand; a product of one sample{short} agrees with "
+        f"double backward to {off:.0e}"
     )
 
 
-def _difference(ours: TangentLinearisation, exact: Linearisation, names: Sequence[str]) -> float:
-    """‖ours v − exact v‖ over ‖H_o v‖ + ‖H_f v‖, which rounding is relative to."""
-    columns = random_columns(exact.leaves, names, 3)
-    want = exact.product(columns, names)
-    got = ours.product(columns, names)
-    off = sum(_squared(a, b) for a, b in zip(got, want, strict=True))
-    terms = [got] if ours.part == "outer" else ours.parts(columns, names)
-    scale = sum(math.sqrt(sum(_squared(a, None) for a in term)) for term in terms)
+def _difference(ours: TangentLinearisation, probe: Probe, names: Sequence[str]) -> float:
+    """‖ours v − exact v‖ over ‖H_o v‖ + ‖H_f v‖, which rounding is relative to.
+
+    One product at a time: each is a vector as large as the model.
+    """
+    got = ours.product(probe.columns, names)
+    off = sum(_squared(a, b) for a, b in zip(got, probe.product, strict=True))
+    squares = [sum(_squared(a, None) for a in got)]
+    del got
+    if ours.part != "outer":
+        squares = []
+        for part in ("outer", "functional"):
+            term = ours.part_product(probe.columns, names, part)
+            squares.append(sum(_squared(a, None) for a in term))
+            del term
+    scale = sum(math.sqrt(square) for square in squares)
     return math.sqrt(off) / scale if scale > 0 else math.sqrt(off)
 
 

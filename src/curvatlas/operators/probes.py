@@ -78,6 +78,7 @@ def probe_symmetry(linear: Linearisation, names: Sequence[str]) -> None:
     leaves = linear.leaves
     product = linear.product(random_columns(leaves, names, 0), names)
     right = _dot(_draw(leaves, names, 1), product)
+    del product
     product = linear.product(random_columns(leaves, names, 1), names)
     left = _dot(_draw(leaves, names, 0), product)
     typical = _dot(product, product) ** 0.5  # of uᵀ(Hv) for a normal u

@@ -78,6 +78,28 @@ class Batch:
         """The samples with these numbers, in that order, as a batch of its own."""
         return self._of(lambda leaf, axis: leaf.index_select(axis, samples.to(leaf.device)), count)
 
+    def shortened(self, length: int, places: slice, count: Callable[[Any], float]) -> Batch | None:
+        """The same samples with some of their ``length`` tokens; None where no input has them.
+
+        Every axis of that length is cut, the samples' own excepted.
+        """
+        leaves, spec = tree_flatten((self.inputs, self.targets))
+        axes = self.layout.leaves if self.layout is not None else [0] * len(leaves)
+        inputs_cut = 0
+        for place, (leaf, own) in enumerate(zip(list(leaves), axes, strict=True)):
+            if not isinstance(leaf, Tensor):
+                continue
+            for axis in (a for a in range(leaf.ndim) if a != own and leaf.shape[a] == length):
+                leaf = leaf[_along(axis, places)]
+                inputs_cut += place < len(tree_flatten(self.inputs)[0])
+            leaves[place] = leaf
+        if not inputs_cut:
+            return None
+        inputs, targets = tree_unflatten(leaves, spec)
+        part = replace(self, inputs=inputs, targets=targets, count=count(targets))
+        part.__dict__["layout"] = self.layout
+        return part
+
     def _of(
         self,
         take: Callable[[Tensor, int], Tensor],

@@ -160,13 +160,28 @@ def _by_matrix_products(attention: Operation) -> Operation:
     """Attention as softmax(Q Kᵀ) V in separate operations: fused kernels have no double backward.
 
     Set around every call: modules such as those of x-transformers choose a kernel of their own.
+    Where no derivative is taken and the logits would be large, torch may use its fused kernel.
     """
 
     def by_matrix_products(*args: Any, **kwargs: Any) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
+        backends = [SDPBackend.MATH]
+        if not torch.is_grad_enabled() and _logit_bytes(args) > _LARGE_LOGITS:
+            backends.append(SDPBackend.FLASH_ATTENTION)
+        with sdpa_kernel(backends):
             return attention(*args, **kwargs)
 
     return by_matrix_products
+
+
+_LARGE_LOGITS = 2**27  # bytes
+
+
+def _logit_bytes(args: Sequence[Any]) -> int:
+    """Of the matrices of queries by keys, where the first two arguments are these."""
+    if len(args) < 2 or not all(isinstance(t, Tensor) and t.ndim == 4 for t in args[:2]):
+        return 0
+    query, key = args[:2]
+    return math.prod(query.shape[:3]) * int(key.shape[2]) * query.element_size()
 
 
 @functools.cache

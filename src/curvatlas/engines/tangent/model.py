@@ -31,7 +31,13 @@ from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parame
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
-from curvatlas.engines.tangent.linear import Buffers, as_rows, empty_rows, restart_numbers
+from curvatlas.engines.tangent.linear import (
+    Buffers,
+    adjoining,
+    as_rows,
+    empty_rows,
+    restart_numbers,
+)
 from curvatlas.engines.tangent.reading import (
     BlockCall,
     Pick,
@@ -354,8 +360,10 @@ class Chain:
         space: Buffers,
         logit_room: int | None,
         recompute: bool,
+        blocked: bool,
         bends: bool,
     ) -> None:
+        self.blocked = blocked
         self._problem, self._reading, self._batch = problem, reading, batch
         self._inner = Buffers(keep=True) if recompute else None  # of blocks that are made anew
         self._names = tuple(name for name in names if name not in reading.block_parameters)
@@ -478,7 +486,14 @@ class Chain:
             x: Tensor, weights: Weights, space: Buffers, again: Formed | None = None
         ) -> LinearisedBlock:
             here = replace(options, x=x)
-            return here.linearise(call.layer.spec, weights, space=space, turn=turn, x_again=again)
+            return here.linearise(
+                call.layer.spec,
+                weights,
+                blocked=self.blocked,
+                space=space,
+                turn=turn,
+                x_again=again,
+            )
 
         if self._inner is not None:
             held = RecomputedBlock(functools.partial(make, space=self._inner), z)
@@ -634,7 +649,8 @@ class Chain:
     @property
     def tangent_bytes(self) -> int:
         """About what a product needs for each of its columns."""
-        return tangent_numbers(self.layers, *self.shape) * self.tail.delta.element_size()
+        numbers = tangent_numbers(self.layers, *self.shape, blocked=self.blocked)
+        return numbers * self.tail.delta.element_size()
 
     @property
     def shared(self) -> bool:
@@ -762,7 +778,9 @@ class TangentLinearisation:
     """One batch of a model, linearised by hand; the operator ``part`` of its mean loss.
 
     ``space`` is memory that the products of one operator share. ``recompute``: keep the inputs of
-    blocks only, and linearise each anew when a product needs it.
+    blocks only, and linearise each anew when a product needs it. ``pair_room``: bytes that the
+    matrices of queries by keys of one sample may take; beyond it attention goes by blocks of
+    queries, as with ``blocked``.
     """
 
     def __init__(
@@ -776,6 +794,8 @@ class TangentLinearisation:
         space: Buffers,
         logit_room: int | None = None,
         recompute: bool = False,
+        blocked: bool = False,
+        pair_room: int | None = None,
     ) -> None:
         self.batch, self.part = batch, part
         if problem.checkpoint_activations:  # by hand, not by autograd's checkpoints
@@ -784,7 +804,11 @@ class TangentLinearisation:
         self._layout = problem.layout
         self._shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
         self.chains = []
-        for piece, share in _pieces(problem, reading, batch):
+        shape = token_shape(problem, reading, batch)
+        if pair_room is not None:
+            pairs = pair_numbers(reading.layers, shape[1]) * problem.dtype.itemsize
+            blocked = blocked or 2 * pairs > pair_room  # A and its tangent
+        for piece, share in _pieces(problem, reading, batch, shape, blocked=blocked):
             chain = Chain(
                 problem,
                 reading,
@@ -794,6 +818,7 @@ class TangentLinearisation:
                 space=space,
                 logit_room=logit_room,
                 recompute=recompute,
+                blocked=blocked,
                 bends=part != "outer",
             )
             self.chains.append(chain)
@@ -825,15 +850,21 @@ class TangentLinearisation:
 
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         """The operator times columns (K, *shape), restricted to ``rows``."""
-        return self._product(columns, rows, self.part)
+        return self.part_product(columns, rows, self.part)
 
     def parts(
         self, columns: Columns, rows: Sequence[str]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """(H_o columns, H_f columns) restricted to ``rows``."""
-        return self._product(columns, rows, "outer"), self._product(columns, rows, "functional")
+        return (
+            self.part_product(columns, rows, "outer"),
+            self.part_product(columns, rows, "functional"),
+        )
 
-    def _product(self, columns: Columns, rows: Sequence[str], part: Part) -> list[Tensor | None]:
+    def part_product(
+        self, columns: Columns, rows: Sequence[str], part: Part
+    ) -> list[Tensor | None]:
+        """H, H_o or H_f times columns (K, *shape), restricted to ``rows``."""
         first, names = next(iter(columns.values())), self._layout.names
         count = len(first)
         # The model's operations are replaced by a mode that is asked before every call of torch:
@@ -841,7 +872,9 @@ class TangentLinearisation:
         with contextlib.nullcontext() if self.needs_scope else torch._C.DisableTorchFunction():
             if len(columns) == len(names) == len(rows):
                 # As flat rows, so that the bits are those of ``flat_product``.
-                flat = torch.cat([columns[name].reshape(count, -1) for name in names], 1)
+                pieces = [columns[name].reshape(count, -1) for name in names]
+                flat = adjoining([piece[0] for piece in pieces], 0) if count == 1 else None
+                flat = torch.cat(pieces, 1) if flat is None else flat.unsqueeze(0)
                 into = self._views(torch.empty_like(flat))
                 self._fill(self._views(flat), into, part)
             else:
@@ -883,17 +916,41 @@ ONE_RUN_BYTES = 2**24  # of tangents: a batch below goes through in one run
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 
 
-def tangent_numbers(layers: Sequence[KnownLayer], samples: int, length: int, d: int) -> int:
+def pair_numbers(layers: Sequence[KnownLayer], length: int) -> int:
+    """How many numbers the matrices of queries by keys of one sample are, over all blocks."""
+    return sum(layer.spec.n_heads for layer in layers) * length**2
+
+
+def tangent_numbers(
+    layers: Sequence[KnownLayer], samples: int, length: int, d: int, *, blocked: bool = False
+) -> int:
     """How many numbers the tangents of one column are, from the first block to the last."""
     numbers = 0
     for spec in (layer.spec for layer in layers):
         heads = spec.n_heads * spec.value_size + 3 * spec.n_heads * spec.key_size
         numbers += heads + 2 * d + (spec.d_ff or 0) * (2 if spec.gated else 1)
-        numbers += spec.n_heads * length
-    return numbers * samples * length
+    pairs = 0 if blocked else samples * pair_numbers(layers, length)
+    return numbers * samples * length + pairs
 
 
-def _pieces(problem: Problem, reading: ModelReading, batch: Batch) -> list[tuple[Batch, float]]:
+def token_shape(problem: Problem, reading: ModelReading, batch: Batch) -> tuple[int, int, int]:
+    """(n, L, d) of the tokens that enter the first block, whatever their order of axes."""
+    with torch.no_grad():
+        tokens = first_tokens(problem, reading, batch, {})
+    d, samples = tokens.shape[-1], tokens.shape[0] if tokens.ndim > 2 else 1
+    if problem.separable:
+        samples = batch.samples
+    return samples, tokens.numel() // (samples * d), d
+
+
+def _pieces(
+    problem: Problem,
+    reading: ModelReading,
+    batch: Batch,
+    shape: tuple[int, int, int],
+    *,
+    blocked: bool,
+) -> list[tuple[Batch, float]]:
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
@@ -902,11 +959,8 @@ def _pieces(problem: Problem, reading: ModelReading, batch: Batch) -> list[tuple
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
-    with torch.no_grad():
-        tokens = first_tokens(problem, reading, batch, {})
-    samples, d = batch.samples, tokens.shape[-1]
-    length = tokens.numel() // (samples * d)
-    size = tangent_numbers(reading.layers, samples, length, d) * tokens.element_size()
+    samples = batch.samples
+    size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
     if size < ONE_RUN_BYTES:
         return [(batch, 1.0)]
     count = int(min(samples, max(2, -(-size // 2**26))))
