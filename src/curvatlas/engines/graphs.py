@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvatlas.errors import DifferentiationError
 from curvatlas.problem import checkpointing, large_heads
@@ -38,12 +38,15 @@ _TRUSTED = checkpointing.TRUSTED_NODES | large_heads.TRUSTED_NODES
 _saved_names: dict[str, tuple[str, ...]] = {}
 
 
-def graph_size(roots: Iterable[Tensor | None], *, excluding: Iterable[Tensor] = ()) -> GraphSize:
+def graph_size(
+    roots: Iterable[Tensor | GradientEdge | None], *, excluding: Iterable[Tensor] = ()
+) -> GraphSize:
     """Size of everything reachable from ``roots`` backwards, without ``excluding``'s storages."""
     known = {t.untyped_storage().data_ptr() for t in excluding}
     storages: dict[int, int] = {}
     seen: set[Any] = set()
-    stack: list[Any] = [t.grad_fn for t in roots if t is not None and t.grad_fn is not None]
+    nodes = [r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots if r is not None]
+    stack: list[Any] = [node for node in nodes if node is not None]
     tensors = 0
     custom: set[str] = set()
     once: set[str] = set()  # of these, the ones marked once_differentiable
@@ -125,8 +128,15 @@ def _saved_tensors(node: Any) -> list[Tensor]:
 Inputs = Sequence[Tensor] | Sequence[GradientEdge]
 
 
+def edge_of(tensor: Tensor | None) -> GradientEdge | None:
+    """Where a tensor stands in its graph: what products need of it, without its memory."""
+    if tensor is None or tensor.grad_fn is None:
+        return None
+    return get_gradient_edge(tensor)
+
+
 def pull(
-    roots: Sequence[Tensor],
+    roots: Sequence[Tensor] | Sequence[GradientEdge],
     inputs: Inputs,
     cotangents: Sequence[Tensor],
     *,
@@ -137,7 +147,7 @@ def pull(
     together: all in one pass, RuntimeError where an operation has no batching rule; False: one by
     one; None: together where that is possible. The graph is kept.
     """
-    chosen = [i for i, root in enumerate(roots) if root.requires_grad]
+    chosen = [i for i, r in enumerate(roots) if isinstance(r, GradientEdge) or r.requires_grad]
     if not chosen:
         return [None] * len(inputs)
     outputs, seeds = [roots[i] for i in chosen], [cotangents[i] for i in chosen]

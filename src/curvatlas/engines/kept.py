@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from curvatlas.budget import readable
+from curvatlas.budget import give_back, readable
 from curvatlas.problem import Batch, Problem
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
@@ -58,11 +58,15 @@ TRANSIENT = 1.4
 # Share of the budget that is planned for; the rest covers what the allocator cannot reuse, measured
 # at 26 % of the planned bytes when two batches are kept.
 PLANNED = 0.7
+LARGE_VECTOR = 2**26  # bytes: memory that is freed is given back to the system from here on
 PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
 
 
 class KeptLinearisations:
-    """Iterating gives every batch's (count, linearisation), kept from pass to pass if it fits."""
+    """Iterating gives every batch's (count, linearisation), kept from pass to pass if it fits.
+
+    transient: what a product allocates beside the linearisation it works on, in sizes of that.
+    """
 
     def __init__(
         self,
@@ -73,8 +77,9 @@ class KeptLinearisations:
         budget: int,
         probe_bytes: int,
         probe_samples: int,
+        transient: float = TRANSIENT,
     ) -> None:
-        self._linearise = linearise
+        self._linearise, self._transient = linearise, transient
         self._problem = problem
         self._device_type = problem.device.type
         self.names = tuple(names)
@@ -103,9 +108,8 @@ class KeptLinearisations:
         # The columns by parameter and their products, the pieces of one product, the caller's own.
         self._room = PLANNED * self._budget - (2 * columns + 2) * self._vector_bytes
         before = getattr(self, "_most_samples", None)
-        self._most_samples = self._samples_that_fit()
-        if whole := self._problem.held and self._whole_fits():
-            self._most_samples = self._problem.largest_samples
+        whole = self._problem.held and self._whole_fits()
+        self._most_samples = self._problem.largest_samples if whole else self._samples_that_fit()
         self._keep_all = whole or (self._problem.held and self._all_fit())
         if self._problem.held and self._problem.separable and not self._keep_all:
             # Smaller pieces need less room beside what is kept: keeping all of them saves a
@@ -117,7 +121,7 @@ class KeptLinearisations:
             if not self._keep_all:
                 self._most_samples = widest
         self._largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
-        overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
+        overfull = self._kept_bytes + (1 + self._transient) * self._largest > self._room
         if before != self._most_samples or (overfull and not self._keep_all):
             self._kept.clear()
             self._graphs = []
@@ -134,20 +138,20 @@ class KeptLinearisations:
             return False
         vectors = (2 * self._columns + 1) * self._vector_bytes
         graph = self._problem.units(batches[0]) * self._sample_bytes
-        return vectors + (1 + TRANSIENT) / PLANNED_WHOLE * graph <= self._budget
+        return vectors + (1 + self._transient) / PLANNED_WHOLE * graph <= self._budget
 
     def _all_fit(self) -> bool:
         largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
-        return self._total() + TRANSIENT * largest <= self._room
+        return self._total() + self._transient * largest <= self._room
 
     def _samples_that_fit(self) -> int:
-        room = self._room / (1 + TRANSIENT) - self._vector_bytes
+        room = self._room / (1 + self._transient) - self._vector_bytes
         fitting = int(room / self._sample_bytes)
         if not self._problem.separable:  # the batch is one unit: it cannot be cut
             largest = self._problem.largest_samples
             if fitting < largest and not self._warned and self._problem.loss.additive:
                 self._warned = True
-                least = (1 + TRANSIENT) * self._estimate(largest)
+                least = (1 + self._transient) * self._estimate(largest)
                 warnings.warn(
                     f"the budget of {readable(self._budget)} is too small for a batch, which needs "
                     f"about {readable(least / PLANNED)}, and its samples cannot be told apart: "
@@ -158,7 +162,7 @@ class KeptLinearisations:
         if fitting < 1 and not self._warned:
             self._warned = True
             vectors = (2 * self._columns + 2) * self._vector_bytes
-            least = (1 + TRANSIENT) * self._estimate(1) + vectors
+            least = (1 + self._transient) * self._estimate(1) + vectors
             warnings.warn(
                 f"the budget of {readable(self._budget)} is too small for one sample, which needs "
                 f"about {readable(least / PLANNED)}: working sample by sample beyond it "
@@ -194,6 +198,8 @@ class KeptLinearisations:
             if linear is None:
                 built = True
                 linear = self._linearise(self._problem, batch, self.names)
+                if self._vector_bytes > LARGE_VECTOR:
+                    give_back()  # before the product comes, which needs whole vectors
                 if self._first_pass:
                     self.unused &= linear.unused
                 size = linear.held_bytes + self._vector_bytes
@@ -216,7 +222,7 @@ class KeptLinearisations:
         if self._keep_all:
             return True
         # Leave room to rebuild the largest batch beside what is kept.
-        needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
+        needed = self._kept_bytes + size + (1 + self._transient) * self._largest
         return self._problem.held and needed <= self._room
 
     def _note_weights(self) -> None:
@@ -256,7 +262,7 @@ class KeptLinearisations:
         """How many columns fit through one vmapped pass."""
         rebuilt = 0.0 if self._keep_all else self._largest
         room = self._room - self._kept_bytes - rebuilt
-        return max(1, min(256, int(room / (TRANSIENT * self._largest))))
+        return max(1, min(256, int(room / (self._transient * self._largest))))
 
     def __repr__(self) -> str:
         return f"{len(self._kept)} batches kept ({readable(self._kept_bytes)})"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvatlas import parallel
-from curvatlas.budget import default_budget, parse_bytes
+from curvatlas.budget import default_budget, give_back, parse_bytes
 from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
 from curvatlas.engines.autograd.linearisation import (
     Columns,
@@ -21,13 +21,20 @@ from curvatlas.engines.autograd.linearisation import (
     Linearisation,
     OuterLinearisation,
 )
-from curvatlas.engines.kept import PLANNED, KeptLinearisations, Linearise
+from curvatlas.engines.kept import (
+    LARGE_VECTOR,
+    PLANNED,
+    TRANSIENT,
+    KeptLinearisations,
+    Linearise,
+)
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
 from curvatlas.operators.engine import (
     Engine,
     Probe,
+    ShortSample,
     by_autograd,
     check_engine,
     probe_columns,
@@ -260,9 +267,10 @@ class CurvatureOperator(LinearOperator):
 
     def _start(self, names: list[str]) -> KeptLinearisations:
         self.problem.sample_axes.room = self.budget
-        sample, length_ratio = probe_batch(self.problem), 1.0
+        short = ShortSample(sample=probe_batch(self.problem))
         if self._autograd_only() is None:
-            sample, length_ratio = short_sample(self.problem, sample, room=self.budget // 2)
+            short = short_sample(self.problem, short.sample, names, self.budget)
+        sample, longer = short.sample, short.length_ratio**2
         try:
             with self.problem.evaluating():
                 linear = self._linearise()(self.problem, sample, names)
@@ -274,24 +282,32 @@ class CurvatureOperator(LinearOperator):
                 self.problem.check()  # finds the cause, and says it of the whole batch
             raise
         if self.checks:
-            self._check_first_batch(sample, int(linear.held_bytes * length_ratio**2))
+            self._check_first_batch(sample, int(linear.held_bytes * longer))
         with self.problem.evaluating():
             if self.checks and self.tags.symmetric:
                 probe_symmetry(linear, names)
             if self.checks and linear.size.custom:
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
-            held = int(linear.held_bytes * length_ratio**2)
+            held = int(linear.held_bytes * longer)
             probe: Probe | None = None
             if self._autograd_only() is None:
                 columns = probe_columns(self.problem, names)
                 product = linear.product(columns, names)
                 probe = Probe(
-                    sample=sample, columns=columns, product=product, length_ratio=length_ratio
+                    sample=sample,
+                    columns=columns,
+                    product=product,
+                    length_ratio=short.length_ratio,
+                    blocked=short.blocked,
                 )
+                del columns, product
             del linear  # its graph, before the sample is linearised by hand
+            self._give_back()
             by_hand = self._tangent(probe, names)
-        linearise, held = by_hand or (self._compiled(), held)
+        del probe
+        self._give_back()
+        linearise, held, transient = by_hand or (self._compiled(), held, TRANSIENT)
         return KeptLinearisations(
             self.problem,
             names,
@@ -299,10 +315,18 @@ class CurvatureOperator(LinearOperator):
             budget=self.budget,
             probe_bytes=held,
             probe_samples=self.problem.units(sample),
+            transient=transient,
         )
 
-    def _tangent(self, probe: Probe | None, names: Sequence[str]) -> tuple[Linearise, int] | None:
-        """The hand-written engine and a sample's bytes, where it may be used and is right."""
+    def _give_back(self) -> None:
+        """Return the memory of the checks: of a large model it is several vectors."""
+        if self.problem.size * self.dtype.itemsize > LARGE_VECTOR:
+            give_back()
+
+    def _tangent(
+        self, probe: Probe | None, names: Sequence[str]
+    ) -> tuple[Linearise, int, float] | None:
+        """The hand-written engine and what it needs, where it may be used and is right."""
         if probe is not None:
             assert self.part is not None
             return tangent_engine(

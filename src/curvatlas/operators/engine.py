@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from curvatlas.engines.kept import PLANNED, TRANSIENT, Linearise
+from curvatlas.engines.kept import PLANNED, Linearise
 from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.model import (
     ModelReading,
@@ -33,6 +33,7 @@ from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, EngineChoice, Problem
 
 Engine = Literal["auto", "tangent", "autograd"]
+_PAIR_SHARE = 4  # what part of the budget matrices of queries by keys may take: 1 in so many
 # Relative difference of two products of one sample that rounding explains, for one block.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}
 
@@ -56,6 +57,7 @@ class Probe:
     columns: Mapping[str, Tensor]
     product: Sequence[Tensor | None]  # of the operator with the columns, by double backward
     length_ratio: float = 1.0  # tokens of a whole sample, in tokens of this one
+    blocked: bool = False  # whether attention of a whole one goes by blocks of queries
 
 
 def probe_columns(problem: Problem, names: Sequence[str]) -> dict[str, Tensor]:
@@ -78,9 +80,9 @@ def tangent_engine(
     part: Part,
     logit_room: int,
     budget: int,
-) -> tuple[Linearise, int] | None:
-    """The hand-written engine and the bytes a sample holds, where it understands the model and its
-    product is right; else None.
+) -> tuple[Linearise, int, float] | None:
+    """The hand-written engine, the bytes a sample holds and a product needs beside it (in sizes of
+    these), where it understands the model and its product is right; else None.
 
     With ``engine="tangent"`` what is not understood raises. Where the matrices of queries by keys
     of one sample take more than a quarter of the budget, attention goes by blocks of queries; where
@@ -88,7 +90,7 @@ def tangent_engine(
     it inside ``problem.evaluating``.
     """
 
-    def differences() -> Iterator[tuple[float, Linearise, int, ModelReading]]:
+    def differences() -> Iterator[tuple[float, Linearise, TangentLinearisation, ModelReading]]:
         """Of our product from the exact one; a second time with the model's ends by autograd."""
         reading = read_model(problem.model)
         for plain in dict.fromkeys((reading.plain_ends, False)):
@@ -98,23 +100,22 @@ def tangent_engine(
                 part=part,
                 space=Buffers(keep=True),
                 logit_room=logit_room,
-                pair_room=budget // 4,
-                blocked=probe.length_ratio > 1,
+                pair_room=budget // _PAIR_SHARE,
+                blocked=probe.blocked,
             )
             ours = linearise(problem, probe.sample, names)
-            if ours.held_bytes * probe.length_ratio > PLANNED * budget / (1 + TRANSIENT):
+            if ours.held_bytes * probe.length_ratio > PLANNED * budget / (1 + ours.transient):
                 linearise = functools.partial(linearise, recompute=True)
                 ours = linearise(problem, probe.sample, names)
-            held = int(ours.held_bytes * probe.length_ratio)
-            yield _difference(ours, probe, names), linearise, held, reading
+            yield _difference(ours, probe, names), linearise, ours, reading
 
     off, allowed = math.inf, 0.0
     try:
-        for off, linearise, held, reading in differences():
+        for off, linearise, ours, reading in differences():
             allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
             if off <= allowed:
                 problem.engine = EngineChoice("tangent", _described(reading, off, probe))
-                return linearise, held
+                return linearise, int(ours.held_bytes * probe.length_ratio), ours.transient
     except UnmappedModuleError as error:
         if engine == "tangent":
             raise
@@ -139,39 +140,52 @@ _GRAPH_PAIRS, _GRAPH_TANGENTS = 8, 4
 _SHORTEST = 16  # tokens that are left of a sample
 
 
-def short_sample(problem: Problem, sample: Batch, *, room: int) -> tuple[Batch, float]:
-    """The sample, or the first of its tokens where double backward of all would not fit ``room``.
+@dataclass(frozen=True, kw_only=True)
+class ShortSample:
+    """A sample, or the first of its tokens."""
 
-    Returned with the number of its tokens in those of the short one, 1 where nothing is cut. What
-    a product of the short one shows of the formulas holds for the long one too: they do not depend
-    on the length, and at full length the model's outputs are compared with its own.
+    sample: Batch
+    length_ratio: float = 1.0  # tokens of the whole one, in tokens of this one
+    blocked: bool = False  # whether attention of the whole one goes by blocks of queries
+
+
+def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: int) -> ShortSample:
+    """As many of a sample's tokens as double backward can hold within half of the budget.
+
+    Beside the graph stand four vectors of the parameters ``names``. What a product of the short
+    sample shows of the formulas holds for the long one too: they do not depend on the length, and
+    at full length the outputs are compared with the model's own.
     """
+    sizes = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
+    itemsize = problem.dtype.itemsize
+    room = budget // 2 - 4 * itemsize * sum(sizes[name] for name in names)
+    blocked = False
     try:
         with problem.evaluating():
             reading = read_model(problem.model)
             _, length, d = token_shape(problem, reading, sample)
+            pairs = functools.partial(pair_numbers, reading.layers)
+            blocked = 2 * itemsize * pairs(length) > budget // _PAIR_SHARE
 
             def fits(tokens: int) -> bool:
-                numbers = _GRAPH_PAIRS * pair_numbers(reading.layers, tokens)
-                numbers += _GRAPH_TANGENTS * tangent_numbers(
-                    reading.layers, sample.samples, tokens, d, blocked=True
-                )
-                return numbers * problem.dtype.itemsize <= room
+                tangents = tangent_numbers(reading.layers, 1, tokens, d, blocked=True)
+                numbers = _GRAPH_PAIRS * pairs(tokens) + _GRAPH_TANGENTS * tangents
+                return numbers * itemsize <= room
 
             tokens = length
-            while tokens > _SHORTEST and not fits(tokens):
+            while tokens >= 2 * _SHORTEST and not fits(tokens):
                 tokens //= 2
             if tokens == length:
-                return sample, 1.0
+                return ShortSample(sample=sample, blocked=blocked)
             for start in (0, length - tokens):
                 short = sample.shortened(length, slice(start, start + tokens), problem.loss.count)
                 if short is not None and short.count > 0:
                     with torch.no_grad():
                         problem.predictions(short, {})
-                    return short, length / tokens
+                    return ShortSample(sample=short, length_ratio=length / tokens, blocked=blocked)
     except Exception:  # a model that takes no shorter input, or is not understood: as it is
         pass
-    return sample, 1.0
+    return ShortSample(sample=sample, blocked=blocked)
 
 
 def _described(reading: ModelReading, off: float, probe: Probe) -> str:

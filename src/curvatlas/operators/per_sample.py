@@ -276,7 +276,7 @@ class _Sampler:
     def _side_by_side(self, batch: Batch) -> tuple[Tensor, ...]:
         problem, directions, loss = self.problem, self.directions, self.problem.loss
         names = problem.parameter_names
-        fixed = {n: p.detach() for n, p in problem.model.named_parameters()}
+        fixed = {n: p.detach() for n, p in problem.named_weights().items()}
 
         def one(inputs: Any, targets: Any) -> tuple[Tensor, ...]:
             def value_at(values: dict[str, Tensor]) -> Tensor:

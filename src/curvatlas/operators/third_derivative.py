@@ -49,7 +49,7 @@ class HessianDerivativeLinearisation(HessianLinearisation):
         used = [
             (slope, self._direction[name])
             for name, slope in self._slopes.items()
-            if slope is not None and slope.requires_grad and name in self._direction
+            if slope is not None and name in self._direction
         ]
         curved: Sequence[Tensor | None] = [None] * len(self._names)
         if used:
@@ -60,7 +60,7 @@ class HessianDerivativeLinearisation(HessianLinearisation):
                 create_graph=True,
                 allow_unused=True,
             )
-        self._slopes = dict(zip(self._names, curved, strict=True))
+        self._keep(dict(zip(self._names, curved, strict=True)))
 
 
 class HessianDerivative(CurvatureOperator):

@@ -14,7 +14,6 @@ not know cancels in the exponent. Blocks of few entries are exact.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import os
@@ -385,7 +384,7 @@ class Scaler:
 
 def on_a_copy(problem: Problem) -> Problem:
     """The same problem for a copy of its model, which may then be changed."""
-    other = problem.with_model(copy.deepcopy(problem.model))
+    other = problem.with_model(problem.copied_model())
     vars(other)["anatomy"] = problem.anatomy  # the parameters have the same names and roles
     return other
 

@@ -391,7 +391,8 @@ def activation_curvature(
     try:
         with problem.evaluating():
             leaves = problem.leaves()
-            fixed = {n: p.detach() for n, p in problem.model.named_parameters() if n not in leaves}
+            weights = problem.named_weights()
+            fixed = {n: p.detach() for n, p in weights.items() if n not in leaves}
             raw = call(problem.model, {**leaves, **fixed}, batch.inputs)
             value = problem.loss.value(problem.read(raw, batch), batch.targets)
             paths = list(caught)

@@ -13,7 +13,6 @@ minus μ is negative on the tangents of the sphere.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -244,7 +243,7 @@ def _margin(
 
 def moved_to(problem: Problem, weights: Tensor) -> Problem:
     """The same problem for a copy of the model with the flat vector ``weights`` (P,)."""
-    model = copy.deepcopy(problem.model)
+    model = problem.copied_model()
     named = dict(model.named_parameters())
     layout = problem.layout
     with torch.no_grad():

@@ -10,7 +10,6 @@ from which k on the landscape is stable to a tolerance.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -313,7 +312,7 @@ def _directions(
 
 def _at(problem: Problem, share: float, move: Tensor) -> Problem:
     """The problem with its weights moved by share · move; the user's model stays as it is."""
-    model = copy.deepcopy(problem.model)
+    model = problem.copied_model()
     named = dict(model.named_parameters())
     with torch.no_grad():
         pieces = problem.layout.split(move)

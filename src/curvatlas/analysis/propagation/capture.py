@@ -127,7 +127,7 @@ def _run(
         inside = tuple(f"{path}." if path else "" for path in blocks.values())
         values = {
             name: parameter.detach().requires_grad_(not (inside and name.startswith(inside)))
-            for name, parameter in model.named_parameters()
+            for name, parameter in problem.named_weights().items()
         }
         inputs = tree_map(_differentiable, batch.inputs)
         raw = call(model, values, inputs)

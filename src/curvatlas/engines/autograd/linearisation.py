@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from curvatlas.engines.graphs import GraphSize, graph_size, pull
+from curvatlas.engines.graphs import GraphSize, edge_of, graph_size, pull
 from curvatlas.errors import ProblemError
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
@@ -72,7 +73,7 @@ class Linearisation:
     def _build(self) -> None:
         raise TypeError(f"{type(self).__name__} builds no graph.")
 
-    def _roots(self) -> list[Tensor | None]:
+    def _roots(self) -> Sequence[Tensor | GradientEdge | None]:
         raise TypeError(f"{type(self).__name__} keeps no graph.")
 
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
@@ -124,7 +125,10 @@ class Linearisation:
             )
 
     def _pull(
-        self, roots: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+        self,
+        roots: Sequence[Tensor] | Sequence[GradientEdge],
+        inputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
         if self.columns_at_once > 1:
@@ -139,9 +143,13 @@ class HessianLinearisation(Linearisation):
     """H v = ∂(gᵀv)/∂θ on the kept graph of the gradient g: 6 units, a gradient is 3."""
 
     def _build(self) -> None:
-        self._slopes = self._gradients([self._loss()], None)
+        self._keep(self._gradients([self._loss()], None))
 
-    def _roots(self) -> list[Tensor | None]:
+    def _keep(self, slopes: Mapping[str, Tensor | None]) -> None:
+        """Keep the places of the gradient in its graph; its values would be one vector more."""
+        self._slopes = {name: edge_of(slope) for name, slope in slopes.items()}
+
+    def _roots(self) -> list[GradientEdge | None]:
         return list(self._slopes.values())
 
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
@@ -157,7 +165,7 @@ class FunctionalLinearisation(HessianLinearisation):
         outputs, rebuild = differentiable_leaves(self.outputs)
         self._require_path(any(z.requires_grad for z in outputs))
         deltas = self._fixed_slopes(outputs, rebuild)
-        self._slopes = self._gradients(outputs, deltas)
+        self._keep(self._gradients(outputs, deltas))
 
 
 class OuterLinearisation(Linearisation):
