@@ -23,6 +23,10 @@ class ConvergenceError(RuntimeError):
     """An iteration stopped before its tolerance, where only a settled number may be returned."""
 
 
+class OutOfMemory(MemoryError):
+    """Memory ran out: the message says in which part of the model, and which option helps."""
+
+
 class UserCodeError(RuntimeError):
     """A function or module of the user's raised: the message says what and where."""
 

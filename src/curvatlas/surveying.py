@@ -569,6 +569,7 @@ class _Survey:
                 budget=self.memory.graphs,
                 method="matrix-free" if many else "auto",
                 seed=self.seed,
+                compute_dtype=self.problem.compute_dtype,
             )
             file = Checkpoint(checkpoint, {"estimate": "propagation", "groups": len(groups)})
             flows = _unpacked(file.load())

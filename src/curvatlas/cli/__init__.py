@@ -29,7 +29,7 @@ from curvatlas.cli.flatness import flatness
 from curvatlas.cli.options import with_groups
 from curvatlas.cli.papers import gauss_newton, growth, sinks
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
-from curvatlas.errors import PeerError, UserCodeError, is_wrong_input
+from curvatlas.errors import OutOfMemory, PeerError, UserCodeError, is_wrong_input
 
 # in the order a newcomer meets them
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -158,6 +158,8 @@ def _failure(error: Exception, as_json: bool) -> int:
         message = str(error.args[0]) if error.args else message
     elif isinstance(error, OSError) and error.strerror:
         message = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif isinstance(error, OutOfMemory):
+        message = f"{message} What was computed is kept."
     elif ran_out(error):
         asked = re.search(r"allocate (\d+) bytes", message)
         size = f" (asked for {readable(int(asked[1]))} at once)" if asked else ""

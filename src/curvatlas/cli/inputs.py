@@ -75,10 +75,11 @@ class Prepared:
         return subject_of(self.problem, name=self.model_name, data=self.data_name)
 
 
-def prepare(inputs: Inputs, samples: int | None) -> Prepared:
+def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> Prepared:
     """Find the model and the data and put them together; processes of torchrun share them.
 
-    samples: None takes 512, or as many as keep a survey's products a matter of minutes.
+    samples: None takes 512, or as many as keep a survey's products a matter of minutes. keep_half:
+    leave half-precision weights as they are and compute in float32; else they are converted.
     """
     device = join_group(inputs.device)
     count, size = samples or MOST_SAMPLES, inputs.batch_size
@@ -101,18 +102,26 @@ def prepare(inputs: Inputs, samples: int | None) -> Prepared:
                 device=device,
                 seed=inputs.seed,
                 weights=inputs.weights,
+                keep_half=keep_half,
             )
             if samples is None:
                 # On one sample: a large batch would take the memory that a small budget saves.
                 one = find_data(inputs.data, model, samples=1, batch_size=1, **how)
-                count = affordable_samples(model.model, one, most=MOST_SAMPLES)
+                count = affordable_samples(model, one, most=MOST_SAMPLES)
             if samples is None and count < MOST_SAMPLES:
                 size = min(size, max(count // 4, 1))  # batches show how much data scatter
             return model, find_data(inputs.data, model, samples=count, batch_size=size, **how)
 
     model, data = parallel.together(find)
     roles = parse_roles(inputs.role or [])
-    problem = Problem(model.model, data.loss, data.batches, shard=True, roles=roles)
+    problem = Problem(
+        model.model,
+        data.loss,
+        data.batches,
+        compute_dtype=model.compute_dtype,
+        shard=True,
+        roles=roles,
+    )
     options = {
         "model": inputs.model,
         "data": inputs.data,
@@ -147,7 +156,7 @@ def parse_roles(texts: Iterable[str]) -> dict[str, str]:
     return {pattern.strip(): role.strip() for pattern, _, role in pairs}
 
 
-def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
+def affordable_samples(model: NamedModel, data: NamedData, *, most: int) -> int:
     """How many samples take 2³⁰ operations in a forward pass, a fixed number on every machine.
 
     A product with the Hessian is six of them: a survey of 1200 products then takes 8·10¹²
@@ -155,7 +164,13 @@ def affordable_samples(model: Any, data: NamedData, *, most: int) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    problem = Problem(model, data.loss, data.batches, distributed=False)
+    problem = Problem(
+        model.model,
+        data.loss,
+        data.batches,
+        compute_dtype=model.compute_dtype,
+        distributed=False,
+    )
     if not problem.loss.additive:
         return most
     sample = next(problem.batches()).part(0, 1, problem.loss.count)
@@ -269,6 +284,7 @@ class NamedModel:
     model: nn.Module
     name: str
     folder: Path | None = None  # of a Hugging Face model: where its tokenizer is
+    compute_dtype: torch.dtype | None = None  # of a Problem, where weights are in half precision
     notes: tuple[str, ...] = ()  # kept with the run
 
 
@@ -279,8 +295,13 @@ def find_model(
     device: str = "cpu",
     seed: int = 0,
     weights: Path | None = None,
+    keep_half: bool = False,
 ) -> NamedModel:
-    """The model that ``text`` names, converted, moved, in evaluation mode."""
+    """The model that ``text`` names, converted, moved, in evaluation mode.
+
+    Half precision is nothing to compute in: such weights become float32, or stay as they are with
+    ``keep_half``, and ``compute_dtype`` says what to compute in.
+    """
     folder: Path | None = None
     notes: tuple[str, ...] = ()
     name = text
@@ -306,8 +327,28 @@ def find_model(
         model, folder, notes = pretrained.model, pretrained.tokenizer, pretrained.notes
     if weights is not None:
         _load_weights(model, weights)
-    model = model.to(device=_device(device), dtype=dtype).eval()
-    return NamedModel(model=model, name=name, folder=folder, notes=notes)
+    half = sorted({p.dtype for p in model.parameters() if p.dtype in _HALF}, key=str)
+    computed = dtype or torch.float32 if half else None
+    notes += tuple(_half_note(stored, computed, keep_half) for stored in half if computed)
+    model = model.to(device=_device(device)).eval()
+    if not half or not keep_half:
+        model = model.to(dtype=dtype or computed)
+        computed = None
+    return NamedModel(model=model, name=name, folder=folder, compute_dtype=computed, notes=notes)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _half_note(stored: torch.dtype, computed: torch.dtype, kept: bool) -> str:
+    """What half-precision weights mean for the numbers."""
+    words = [str(dtype).removeprefix("torch.") for dtype in (stored, computed)]
+    how = f"computed with in {words[1]} block by block" if kept else f"converted to {words[1]}"
+    return (
+        f"its weights are stored in {words[0]} and {how}: the numbers are those of the network "
+        f"with these rounded weights (each within {torch.finfo(stored).eps / 2:.2g} of itself of "
+        "what was trained), not of the weights before rounding"
+    )
 
 
 def _zoo_model(name: str, seed: int) -> nn.Module:

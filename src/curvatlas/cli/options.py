@@ -159,7 +159,11 @@ class Inputs:
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of every random draw.")] = 0
     dtype: Annotated[
-        str | None, typer.Option(help="float32 or float64 (default: the model's).")
+        str | None,
+        typer.Option(
+            help="Compute in float32 or float64 (default: the model's; float32 for weights in "
+            "bfloat16 or float16, which stay as they are)."
+        ),
     ] = None
     device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda:0.")] = "cpu"
 

@@ -139,7 +139,7 @@ def analyze(
 
     Situation(optimizer=optimizer, learning_rate=lr).checked()  # a wrong name is told at once
     clock, size = Clock(time), None if memory is None else parse_bytes(memory)
-    prepared = prepare(inputs, samples)
+    prepared = prepare(inputs, samples, keep_half=True)
     if roles:
         chosen_slices(prepared.problem.anatomy, roles)  # a wrong name makes no folder
     left_out = [part for part in sorted(SKIPPABLE) if Part(part) in (skip or ())]
@@ -212,7 +212,7 @@ def atlas(
     size = None if memory is None else parse_bytes(memory)
     if not rtol > 0:
         raise typer.BadParameter(f"--rtol must be positive, got {rtol}.")
-    prepared = prepare(inputs, samples)
+    prepared = prepare(inputs, samples, keep_half=True)
     run = prepared.open_run(
         "atlas",
         output,

@@ -32,6 +32,7 @@ from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
 from curvatlas.operators.engine import (
+    ByHand,
     Engine,
     Probe,
     ShortSample,
@@ -266,6 +267,8 @@ class CurvatureOperator(LinearOperator):
         return self._partial
 
     def _start(self, names: list[str]) -> KeptLinearisations:
+        if self.dtype.itemsize < 4:
+            self.problem.check()  # half precision is refused, with or without checks
         self.problem.sample_axes.room = self.budget
         short = ShortSample(sample=probe_batch(self.problem))
         if self._autograd_only() is None:
@@ -307,15 +310,18 @@ class CurvatureOperator(LinearOperator):
             by_hand = self._tangent(probe, names)
         del probe
         self._give_back()
-        linearise, held, transient = by_hand or (self._compiled(), held, TRANSIENT)
+        if by_hand is None:
+            by_hand = ByHand(
+                linearise=self._compiled(), sample_bytes=held, weight_bytes=0, transient=TRANSIENT
+            )
         return KeptLinearisations(
             self.problem,
             names,
-            linearise,
-            budget=self.budget,
-            probe_bytes=held,
+            by_hand.linearise,
+            budget=max(self.budget - by_hand.weight_bytes, 1),
+            probe_bytes=by_hand.sample_bytes,
             probe_samples=self.problem.units(sample),
-            transient=transient,
+            transient=by_hand.transient,
         )
 
     def _give_back(self) -> None:
@@ -323,9 +329,7 @@ class CurvatureOperator(LinearOperator):
         if self.problem.size * self.dtype.itemsize > LARGE_VECTOR:
             give_back()
 
-    def _tangent(
-        self, probe: Probe | None, names: Sequence[str]
-    ) -> tuple[Linearise, int, float] | None:
+    def _tangent(self, probe: Probe | None, names: Sequence[str]) -> ByHand | None:
         """The hand-written engine and what it needs, where it may be used and is right."""
         if probe is not None:
             assert self.part is not None

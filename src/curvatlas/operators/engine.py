@@ -22,6 +22,7 @@ from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.model import (
     ModelReading,
     TangentLinearisation,
+    kept_pairs,
     pair_numbers,
     read_model,
     tangent_numbers,
@@ -60,6 +61,29 @@ class Probe:
     blocked: bool = False  # whether attention of a whole one goes by blocks of queries
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByHand:
+    """The hand-written engine and the memory it needs."""
+
+    linearise: Linearise
+    sample_bytes: int  # that a sample holds
+    weight_bytes: int  # of copies of weights, however many samples there are
+    transient: float  # what a product needs beside a linearisation, in sizes of that
+
+
+def _at_full_length(ours: TangentLinearisation, probe: Probe, reading: ModelReading) -> int:
+    """Bytes that the whole sample would hold, beside copies of weights."""
+    held = ours.held_bytes - ours.weight_bytes
+    if probe.length_ratio == 1:
+        return held
+    tokens = ours.chains[0].shape[1]
+    pairs = [0, 0]
+    if not probe.blocked:
+        lengths = (tokens, round(tokens * probe.length_ratio))
+        pairs = [kept_pairs(reading.layers, n) * ours.dtype.itemsize for n in lengths]
+    return int((held - pairs[0]) * probe.length_ratio + pairs[1])
+
+
 def probe_columns(problem: Problem, names: Sequence[str]) -> dict[str, Tensor]:
     """A normal column by parameter, all of them views of one vector: none has to be copied."""
     layout = problem.layout
@@ -80,9 +104,8 @@ def tangent_engine(
     part: Part,
     logit_room: int,
     budget: int,
-) -> tuple[Linearise, int, float] | None:
-    """The hand-written engine, the bytes a sample holds and a product needs beside it (in sizes of
-    these), where it understands the model and its product is right; else None.
+) -> ByHand | None:
+    """The hand-written engine, where it understands the model and its product is right; else None.
 
     With ``engine="tangent"`` what is not understood raises. Where the matrices of queries by keys
     of one sample take more than a quarter of the budget, attention goes by blocks of queries; where
@@ -104,7 +127,7 @@ def tangent_engine(
                 blocked=probe.blocked,
             )
             ours = linearise(problem, probe.sample, names)
-            if ours.held_bytes * probe.length_ratio > PLANNED * budget / (1 + ours.transient):
+            if _at_full_length(ours, probe, reading) > PLANNED * budget / (1 + ours.transient):
                 linearise = functools.partial(linearise, recompute=True)
                 ours = linearise(problem, probe.sample, names)
             yield _difference(ours, probe, names), linearise, ours, reading
@@ -115,7 +138,12 @@ def tangent_engine(
             allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
             if off <= allowed:
                 problem.engine = EngineChoice("tangent", _described(reading, off, probe))
-                return linearise, int(ours.held_bytes * probe.length_ratio), ours.transient
+                return ByHand(
+                    linearise=linearise,
+                    sample_bytes=_at_full_length(ours, probe, reading),
+                    weight_bytes=ours.weight_bytes,
+                    transient=ours.transient,
+                )
     except UnmappedModuleError as error:
         if engine == "tangent":
             raise

@@ -768,7 +768,7 @@ class Problem:
         try:
             scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
             with self._weights_for_call(leaves) as values, scope(self.model):
-                return call(self.model, values, batch.inputs)
+                return call(self.model, values, self._computed(batch.inputs))
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if isinstance(error, ProblemError | UnmappedModuleError):
                 raise  # it says what is wrong, and where
@@ -778,6 +778,17 @@ class Problem:
                 f"the model fails on batch {batch.index} with inputs {described(batch.inputs)} "
                 f"(parameters are {self.dtype}): {error}"
             ) from error
+
+    def _computed(self, inputs: Any) -> Any:
+        """The inputs, those in half precision in the dtype that is computed in."""
+        if self.compute_dtype is None:
+            return inputs
+
+        def cast(leaf: Any) -> Any:
+            half = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 4
+            return leaf.to(self.dtype) if half else leaf
+
+        return tree_map(cast, inputs)
 
     @contextlib.contextmanager
     def _weights_for_call(self, leaves: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -909,7 +920,12 @@ class Problem:
 
 
 def own_targets(
-    model: nn.Module, loss: LossLike | None, inputs: Any, *, distributed: bool | None = None
+    model: nn.Module,
+    loss: LossLike | None,
+    inputs: Any,
+    *,
+    distributed: bool | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Problem, str]:
     """The Problem whose targets are the model's own predictions, and what they are in words.
 
@@ -925,15 +941,22 @@ def own_targets(
     if name not in ("cross_entropy", "mse"):
         raise ValueError(f"the loss {name or 'that was passed'!r} needs targets: pass them too.")
     first = next(model.parameters(), None)
-    dtype = torch.get_default_dtype() if first is None else first.dtype
+    dtype = torch.get_default_dtype() if first is None else compute_dtype or first.dtype
     read = as_tensors(inputs, dtype, 0)
     if isinstance(read, Mapping):
         read = {key: value for key, value in read.items() if key != LABELS}
         read = with_decoder_inputs(model, read, read.get("input_ids"))
-    with evaluation(model, stay_double=False), torch.no_grad():
-        outputs = main_tensor(call(model, dict(model.named_parameters()), read), name)
+    weights = {
+        n: p.to(dtype) if compute_dtype is not None and p.is_floating_point() else p
+        for n, p in model.named_parameters()
+    }
+    scope = evaluation(model, stay_double=False, compute_dtype=compute_dtype)
+    with scope, torch.no_grad():
+        outputs = main_tensor(call(model, weights, read), name)
+    del weights
     if name == "cross_entropy":
         target, origin = outputs.argmax(-1), "the model's own most likely classes"
     else:
         target, origin = torch.zeros_like(outputs), "zero"
-    return Problem(model, loss, [(read, target)], distributed=distributed), origin
+    data = [(read, target)]
+    return Problem(model, loss, data, distributed=distributed, compute_dtype=compute_dtype), origin

@@ -258,7 +258,7 @@ def closed_form(problem: Problem) -> ClosedForm:
     """
     if problem.spread:
         raise UnmappedModuleError("the closed form reads all data in one process.")
-    mapped = map_module(problem.model)
+    mapped = map_module(problem.model if problem.in_place else problem.copied_model())
     if mapped.module_size != problem.size or problem.loss.name not in ("mse", "cross_entropy"):
         raise UnmappedModuleError(
             "the closed form covers all parameters together, under mse or cross_entropy."

@@ -340,6 +340,7 @@ class CurvaturePropagationAnalyzer:
     spectral: "bracket" (spectral norms between bounds from the same products) or "refine": a short
         Lanczos at every entry, about 20 products, whose interval is closer than 1 %. Matrices that
         are formed give them exactly.
+    compute_dtype: as for ``Problem``, for weights in half precision.
 
     Without targets the loss is that of the model's own predictions: for cross-entropy the most
     likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
@@ -356,6 +357,7 @@ class CurvaturePropagationAnalyzer:
         sweep: bool | None = None,
         spectral: str = "bracket",
         seed: int = 0,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         if method not in ("auto", "dense", "matrix-free"):
             raise ValueError(f"method is 'auto', 'dense' or 'matrix-free', got {method!r}.")
@@ -363,6 +365,7 @@ class CurvaturePropagationAnalyzer:
             raise ValueError(f"an interval needs at least 3 probes, got {probes}.")
         self.model = model
         self.loss = loss
+        self.compute_dtype = compute_dtype
         self.budget = budget
         self.probes = probes
         self.method = method
@@ -529,11 +532,13 @@ class CurvaturePropagationAnalyzer:
             if isinstance(x, Mapping):
                 x = {key: value for key, value in x.items() if key != "labels"}
             return self._of_batch(self._loss_for(target), (x, target)), "given"
-        return own_targets(self.model, self.loss, x, distributed=False)
+        computed = self.compute_dtype
+        return own_targets(self.model, self.loss, x, distributed=False, compute_dtype=computed)
 
     def _of_batch(self, loss: Any, batch: Any) -> Problem:
         # One batch is looked into, which lies in this process.
-        return Problem(self.model, loss, [batch], distributed=False)
+        computed = self.compute_dtype
+        return Problem(self.model, loss, [batch], distributed=False, compute_dtype=computed)
 
     def _loss_for(self, target: Any) -> Any:
         if self.loss is not None:

@@ -119,6 +119,13 @@ class Linearisation:
 
     def _require_path(self, exists: bool) -> None:
         if not exists:
+            named = self._problem.model.named_modules()
+            integers = [name for name, m in named if ".quantized." in type(m).__module__]
+            if integers:
+                raise ProblemError(
+                    f"{listed(integers)} compute on integers, through which no gradient flows: "
+                    "load the model dequantised (in bfloat16 or float32)."
+                )
             raise ProblemError(
                 f"no gradient path from the loss to any of {listed(list(self._names))}: is the "
                 "output detached, computed under no_grad, or independent of them?"

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.budget import ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
@@ -51,8 +52,10 @@ from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
 from curvatlas.engines.tangent.tape import Tapes
+from curvatlas.errors import OutOfMemory
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
@@ -422,7 +425,7 @@ class Chain:
         z, again = self.stem.output, None
         for index, call in enumerate(calls):
             try:
-                with self._weights(call.layer) as weights:
+                with self._room_for(call.layer.path), self._weights(call.layer) as weights:
                     z, again = self._add_block(call, weights, z, again, turn=index % 2)
                     if not self._problem.in_place:
                         self.blocks[-1].detach()
@@ -467,15 +470,38 @@ class Chain:
         """A block with its weights, while a pass goes through it; ``following`` is the next one."""
         block = self.blocks[index]
         if self._problem.in_place:
-            yield block
+            with self._room_for(self.layers[index].path):
+                yield block
             return
         after = self.layers[following] if 0 <= following < len(self.layers) else None
-        with self._weights(self.layers[index], after) as weights:
+        with (
+            self._room_for(self.layers[index].path),
+            self._weights(self.layers[index], after) as weights,
+        ):
             block.attach(weights)
             try:
                 yield block
             finally:
                 block.detach()
+
+    @contextlib.contextmanager
+    def _room_for(self, place: str) -> Iterator[None]:
+        """Where memory runs out inside, say in which part of the model, and what would help."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error) or isinstance(error, OutOfMemory):
+                raise
+            fewer = "a smaller budget= (--memory) cuts batches into fewer samples"
+            if self._inner is None:
+                fewer += (
+                    ", checkpoint_activations=True keeps the activations of one block at a time"
+                )
+            raise OutOfMemory(
+                f"memory ran out in {place} on {self._batch.samples} samples of "
+                f"{described(self._batch.inputs)}: {fewer}, several processes (torchrun) share the "
+                "data."
+            ) from error
 
     def _add_block(
         self, call: LayerCall, weights: Weights, z: Tensor, again: Formed | None, *, turn: int
@@ -717,9 +743,10 @@ class Chain:
     def _with_tail(self) -> Iterator[Tail]:
         """The tail with its weights, while a product goes through it."""
         if self._problem.in_place or isinstance(self.tail, AutogradTail):
-            yield self.tail
+            with self._room_for("the head"):
+                yield self.tail
             return
-        with self._problem.present(self.tail.names) as weights:
+        with self._room_for("the head"), self._problem.present(self.tail.names) as weights:
             self.tail.attach(weights)
             try:
                 yield self.tail
@@ -798,7 +825,7 @@ class TangentLinearisation:
         blocked: bool = False,
         pair_room: int | None = None,
     ) -> None:
-        self.batch, self.part = batch, part
+        self.batch, self.part, self.dtype = batch, part, problem.dtype
         if problem.checkpoint_activations:  # by hand, not by autograd's checkpoints
             problem, recompute = copy.copy(problem), True
             problem.checkpoint_activations = False
@@ -834,6 +861,9 @@ class TangentLinearisation:
         graphs = [end.graph() for end in ends if isinstance(end, AutogradStem | AutogradTail)]
         size = graph_size([root for roots in graphs for root in roots], excluding=own)
         self.held_bytes = sum(kept.values()) + size.bytes
+        weights = (t.untyped_storage() for t in tensors_in(held, without=own))
+        # Projections side by side: as many bytes for one sample as for many.
+        self.weight_bytes = sum({w.data_ptr(): w.nbytes() for w in weights}.values())
         self.needs_scope = size.runs_python
         by_hand = all(
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
@@ -925,6 +955,13 @@ _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 def pair_numbers(layers: Sequence[KnownLayer], length: int) -> int:
     """How many numbers the matrices of queries by keys of one sample are, over all blocks."""
     return sum(layer.spec.n_heads for layer in layers) * length**2
+
+
+def kept_pairs(layers: Sequence[KnownLayer], length: int) -> int:
+    """How many of them a linearisation keeps of one sample: A, and D and w of short inputs."""
+    spec = layers[0].spec
+    short = length <= 2 * (spec.key_size + spec.value_size)
+    return (3 if short else 1) * pair_numbers(layers, length)
 
 
 def tangent_numbers(
