@@ -88,6 +88,35 @@ def test_a_causal_model_is_analysed_on_text_with_its_own_tokenizer(
     assert results["model.subject"]["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
 
 
+@pytest.mark.parametrize("command", ["analyze", "landscape"])
+def test_a_folder_in_half_precision_is_computed_with_in_float32_and_says_what_that_means(
+    command: str, gpt: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = transformers.AutoModelForCausalLM.from_pretrained(gpt).to(torch.bfloat16)
+    stored.save_pretrained(gpt)
+    quick = ["--samples", "3", "--batch-size", "2", "--context", "8"]
+    more = ["--eigenvalues", "2", "--skip", "density", "--products", "12"]
+    if command == "landscape":
+        more = ["--steps", "3", "--orders", "1"]
+    code, out, err = _run(
+        [command, "tiny", "sea.txt", "--json", *quick, *more], gpt.parent, capsys, monkeypatch
+    )
+    assert code == 0, err
+    answer = json.loads(out)
+    how = "computed with in float32 block by block" if command == "analyze" else "converted"
+    assert any(f"stored in bfloat16 and {how}" in said for said in answer["warnings"])
+    if command == "landscape":
+        return
+    subject = answer["results"]["model.subject"]
+    assert subject["dtype"] == "float32"
+    assert "tangent" in subject["engine"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt)
+    ids = torch.tensor(tokenizer(_TEXT, add_special_tokens=False)["input_ids"][:24]).reshape(3, 8)
+    logits = stored.float()(ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert subject["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_a_folder_without_a_tokenizer_reads_bytes(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

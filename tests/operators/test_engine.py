@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas import zoo
+from curvatlas.engines.tangent.feed_forward import FeedForwardStage
 from curvatlas.engines.tangent.reading import UnmappedModuleError
-from curvatlas.errors import DifferentiationError
+from curvatlas.errors import DifferentiationError, OutOfMemory
 from curvatlas.operators import engine as choosing
 
 TOKENS = torch.randint(0, 17, (5, 9), generator=torch.Generator().manual_seed(0))
@@ -194,6 +195,70 @@ def test_changed_weights_are_followed() -> None:
     assert not torch.allclose(before, after)
     fresh = ca.Hessian(_problem(copy.deepcopy(problem.model)), engine="autograd") @ v
     torch.testing.assert_close(after, fresh, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_long_samples_go_by_blocks_of_queries_and_are_checked_by_their_first_tokens(
+    operator: Any,
+) -> None:
+    tokens = torch.randint(0, 17, (2, 97), generator=torch.Generator().manual_seed(2))
+    problem = _problem(_gpt(context=96), (tokens[:, :-1], tokens[:, 1:]))
+    columns = torch.randn(problem.size, 2, dtype=torch.float64)
+    want = operator(problem, engine="autograd") @ columns
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the budget is too small for one sample
+        lean = operator(problem, engine="tangent", budget="1MB")
+        got = lean @ columns
+    assert "(1/4 of its tokens)" in str(problem.engine)
+    assert all(chain.blocked for _, graph in lean._full for chain in graph.chains)  # type: ignore[union-attr, attr-defined]
+    assert float((got - want).norm() / want.norm()) < 1e-11
+    whole = operator(problem, engine="tangent")
+    assert float((whole @ columns - want).norm() / want.norm()) < 1e-11
+    assert "tokens" not in str(problem.engine)
+    assert not any(chain.blocked for _, graph in whole._full for chain in graph.chains)  # type: ignore[union-attr, attr-defined]
+
+
+def test_a_sample_that_cannot_be_shortened_is_checked_whole() -> None:
+    class Fixed(nn.Module):
+        """Takes inputs of one length only."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _gpt(context=64)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            if tokens.shape[1] != 64:
+                raise ValueError("64 tokens, please.")
+            return self.inner(tokens)
+
+    tokens = torch.randint(0, 17, (2, 65), generator=torch.Generator().manual_seed(2))
+    problem = _problem(Fixed(), (tokens[:, :-1], tokens[:, 1:]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = ca.Hessian(problem, engine="tangent", budget="400kB") @ torch.ones(
+            problem.size, dtype=torch.float64
+        )
+    want = ca.Hessian(problem, engine="autograd") @ torch.ones(problem.size, dtype=torch.float64)
+    assert float((got - want).norm() / want.norm()) < 1e-11
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_memory_that_runs_out_is_told_by_block_and_option(
+    lean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = _problem(checkpoint_activations=lean)
+    operator = ca.Hessian(problem)
+    columns = torch.ones(problem.size, dtype=torch.float64)
+    operator @ columns
+    operator._full._graphs = []  # type: ignore[union-attr]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 GB")
+
+    monkeypatch.setattr(FeedForwardStage, "push", full)
+    helps = r"budget=.*several processes" if lean else r"budget=.*checkpoint_activations=True"
+    with pytest.raises(OutOfMemory, match=rf"memory ran out in blocks\.0 on .*{helps}"):
+        operator @ columns
 
 
 def test_an_unknown_engine_is_refused_by_name() -> None:

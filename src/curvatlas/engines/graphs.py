@@ -147,10 +147,11 @@ def pull(
     together: all in one pass, RuntimeError where an operation has no batching rule; False: one by
     one; None: together where that is possible. The graph is kept.
     """
-    chosen = [i for i, r in enumerate(roots) if isinstance(r, GradientEdge) or r.requires_grad]
+    chosen = [i for i, r in enumerate(roots) if getattr(r, "requires_grad", True)]  # edges: all do
     if not chosen:
         return [None] * len(inputs)
-    outputs, seeds = [roots[i] for i in chosen], [cotangents[i] for i in chosen]
+    outputs: Any = [roots[i] for i in chosen]
+    seeds = [cotangents[i] for i in chosen]
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     count = len(seeds[0])
     if count > 1 and together is not False:

@@ -181,7 +181,7 @@ def _logit_bytes(args: Sequence[Any]) -> int:
     if len(args) < 2 or not all(isinstance(t, Tensor) and t.ndim == 4 for t in args[:2]):
         return 0
     query, key = args[:2]
-    return math.prod(query.shape[:3]) * int(key.shape[2]) * query.element_size()
+    return int(math.prod(query.shape[:3]) * key.shape[2] * query.element_size())
 
 
 @functools.cache
