@@ -65,7 +65,7 @@ PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
 class KeptLinearisations:
     """Iterating gives every batch's (count, linearisation), kept from pass to pass if it fits.
 
-    transient: what a product allocates beside the linearisation it works on, in sizes of that.
+    transient: what a product allocates beside the linearisation of all data, in sizes of that.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class KeptLinearisations:
             if not self._keep_all:
                 self._most_samples = widest
         self._largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
-        overfull = self._kept_bytes + (1 + self._transient) * self._largest > self._room
+        overfull = self._kept_bytes + (1 + TRANSIENT) * self._largest > self._room
         if before != self._most_samples or (overfull and not self._keep_all):
             self._kept.clear()
             self._graphs = []
@@ -142,16 +142,16 @@ class KeptLinearisations:
 
     def _all_fit(self) -> bool:
         largest = self._estimate(min(self._problem.largest_samples, self._most_samples))
-        return self._total() + self._transient * largest <= self._room
+        return self._total() + TRANSIENT * largest <= self._room
 
     def _samples_that_fit(self) -> int:
-        room = self._room / (1 + self._transient) - self._vector_bytes
+        room = self._room / (1 + TRANSIENT) - self._vector_bytes
         fitting = int(room / self._sample_bytes)
         if not self._problem.separable:  # the batch is one unit: it cannot be cut
             largest = self._problem.largest_samples
             if fitting < largest and not self._warned and self._problem.loss.additive:
                 self._warned = True
-                least = (1 + self._transient) * self._estimate(largest)
+                least = (1 + TRANSIENT) * self._estimate(largest)
                 warnings.warn(
                     f"the budget of {readable(self._budget)} is too small for a batch, which needs "
                     f"about {readable(least / PLANNED)}, and its samples cannot be told apart: "
@@ -162,7 +162,7 @@ class KeptLinearisations:
         if fitting < 1 and not self._warned:
             self._warned = True
             vectors = (2 * self._columns + 2) * self._vector_bytes
-            least = (1 + self._transient) * self._estimate(1) + vectors
+            least = (1 + TRANSIENT) * self._estimate(1) + vectors
             warnings.warn(
                 f"the budget of {readable(self._budget)} is too small for one sample, which needs "
                 f"about {readable(least / PLANNED)}: working sample by sample beyond it "
@@ -222,7 +222,7 @@ class KeptLinearisations:
         if self._keep_all:
             return True
         # Leave room to rebuild the largest batch beside what is kept.
-        needed = self._kept_bytes + size + (1 + self._transient) * self._largest
+        needed = self._kept_bytes + size + (1 + TRANSIENT) * self._largest
         return self._problem.held and needed <= self._room
 
     def _note_weights(self) -> None:
@@ -262,7 +262,7 @@ class KeptLinearisations:
         """How many columns fit through one vmapped pass."""
         rebuilt = 0.0 if self._keep_all else self._largest
         room = self._room - self._kept_bytes - rebuilt
-        return max(1, min(256, int(room / (self._transient * self._largest))))
+        return max(1, min(256, int(room / (TRANSIENT * self._largest))))
 
     def __repr__(self) -> str:
         return f"{len(self._kept)} batches kept ({readable(self._kept_bytes)})"
