@@ -200,6 +200,14 @@ def compared(image: Tensor, reference: Path) -> float | None:
     return float(f"{float((image.detach().reshape(-1) - want).norm() / want.norm()):.3g}")
 
 
+def earlier(output: Path) -> dict[str, dict[str, Any]]:
+    """The rows that are kept already, by contestant: with ``--only`` the others stay."""
+    path = output / "smollm2.json"
+    if not path.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+
+
 def forget(output: Path) -> None:
     """Remove what contestants hand to each other."""
     for path in output.glob("smollm2.reference*.pt"):
@@ -241,7 +249,8 @@ def main() -> int:
             rows.append({"name": name, "failed": why[:200]})
         print(rows[-1], flush=True)
     forget(options.output)
-    named: dict[str, dict[str, Any]] = {row["name"]: row for row in rows}
+    named: dict[str, dict[str, Any]] = earlier(options.output) | {row["name"]: row for row in rows}
+    rows = [named[name] for name in CONTESTANTS if name in named]
     ours, half = named.get("curvatlas", {}), named.get("curvatlas, bfloat16 weights", {})
     lines = [
         requirement("a product, in gradients", ours.get("gradients"), LIMIT_GRADIENTS),
