@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import curvatlas as ca
 import oracles
 from curvatlas.errors import ProblemError
+from curvatlas.problem import kernels
 
 EPS = torch.finfo(torch.float64).eps
 WIDTH, HEAD, LENGTH = 6, 3, 5
@@ -449,3 +450,26 @@ def test_other_threads_keep_their_checkpoints_and_their_compiler() -> None:
         with problem.evaluating():
             problem.outputs(next(problem.batches()), problem.leaves())
             assert model.seen is True
+
+
+def test_a_fused_kernel_is_used_where_no_derivative_is_taken_and_logits_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 6, dtype=torch.float64)
+    plain = by_hand(q, k, v, is_causal=True)
+    seen: list[int] = []
+    usual = kernels.sdpa_kernel
+
+    def noted(backends: Any) -> Any:
+        seen.append(len(backends))
+        return usual(backends)
+
+    monkeypatch.setattr(kernels, "sdpa_kernel", noted)
+    attention = kernels._by_matrix_products(torch.nn.functional.scaled_dot_product_attention)
+    for limit, expected in ((2**27, 1), (0, 2)):
+        monkeypatch.setattr(kernels, "_LARGE_LOGITS", limit)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(q, k, v, is_causal=True), plain)
+        assert seen[-1] == expected
+    attention(q, k, v, is_causal=True)  # derivatives may follow: by matrix products
+    assert seen[-1] == 1
