@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import curvatlas as ca
+from curvatlas.spectra.eigenpairs import CHECKED_EVERY, Following
 from curvatlas.spectra.krylov import KrylovBasis
+from curvatlas.zoo import ViT, ViTConfig, digits
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
 
 
@@ -144,6 +148,99 @@ def test_a_warm_start_needs_fewer_products() -> None:
     assert warm.converged
     assert torch.allclose(warm.values, wanted(values, 5, "largest") + 1e-3, atol=3e-3)
     assert warm.products < cold.products
+
+
+def _sgd_run(steps: int) -> Iterator[tuple[ca.Hessian, torch.Tensor]]:
+    """The Hessian and the weights of a small ViT after each step of SGD with momentum."""
+    torch.manual_seed(0)
+    data, model = digits(), ViT(ViTConfig(d_model=8, n_heads=2, d_ff=16))
+    problem = ca.Problem(model, "cross_entropy", data.train.take(48))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    for step in range(steps):
+        batch = slice(32 * step, 32 * step + 32)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data.train.inputs[batch]), data.train.targets[batch])
+        loss.backward()
+        optimizer.step()
+        yield ca.Hessian(problem), problem.parameters
+
+
+def test_following_the_top_five_over_a_run_costs_a_third_of_cold_starts() -> None:
+    following = Following(k=5, which="largest", tol=1e-2)
+    warm, cold = 0, 0
+    for step, (operator, weights) in enumerate(_sgd_run(12)):
+        found = following.measure(operator, weights)
+        if step == 0:
+            continue  # a cold start as well
+        anew = ca.eigenpairs(operator, k=5, tol=1e-2, data_error=False)
+        assert found.converged
+        vectors, limit = found.vectors.double(), 1.02e-2 * found.norm
+        residuals = (operator @ found.vectors).double() - vectors * found.values
+        assert float(residuals.norm(dim=0).max()) <= limit
+        warm, cold = warm + found.products, cold + anew.products
+    truth = torch.linalg.eigvalsh(operator.dense().double()).flip(0)[:5]
+    assert torch.allclose(found.values, truth, atol=2 * limit)
+    assert warm <= 0.35 * cold, (warm, cold)
+
+
+def test_following_finds_an_eigenvalue_that_came_from_elsewhere() -> None:
+    values = spectra()["hessian_like"].sort(descending=True).values
+    following = Following(k=3, which="largest", tol=1e-6)
+    found = [following.measure(SpectrumOperator(values)) for _ in range(3)]
+    assert found[0].complete_outside[1] < np.inf
+    assert found[1].products == 3
+    assert "not searched" in str(found[1])
+    values[-1] = 2 * values[0]  # orthogonal to all that is followed: no residual shows it
+    later = [following.measure(SpectrumOperator(values)) for _ in range(CHECKED_EVERY)]
+    assert later[0].value == pytest.approx(float(values[0]))
+    assert later[-1].value == pytest.approx(float(values[-1]))
+
+
+def test_following_goes_on_from_its_state_with_the_same_numbers() -> None:
+    whole, first = (Following(k=2, which="both", tol=1e-3) for _ in range(2))
+    second = Following(k=2, which="both", tol=1e-3)
+    run = list(_states(6))
+    expected = [whole.measure(op, at) for op, at in run]
+    for op, at in run[:3]:
+        first.measure(op, at)
+    second.restore(first.state())
+    for (op, at), want in zip(run[3:], expected[3:], strict=True):
+        found = second.measure(op, at)
+        assert torch.equal(found.values, want.values)
+        assert found.products == want.products
+
+
+def _states(count: int) -> Iterator[tuple[DenseOperator, torch.Tensor]]:
+    """Matrices A + t B at the positions t."""
+    values = spectra()["hessian_like"]
+    matrix, change = rotated(values), rotated(values, seed=1)
+    for step in range(count):
+        at = torch.full((4,), 0.02 * step, dtype=torch.float64)
+        yield DenseOperator(matrix + 0.02 * step * change), at
+
+
+def test_a_path_of_matrices_is_followed_by_its_own_direction() -> None:
+    still, along = (Following(k=4, which="largest", tol=1e-3) for _ in range(2))
+    products = [0, 0]
+    for op, at in _states(8):
+        for i, found in enumerate((still.measure(op), along.measure(op, at))):
+            products[i] += found.products
+            assert found.converged
+    assert products[1] < products[0]
+
+
+def test_rows_multiplied_together_give_the_coefficients_of_one_by_one() -> None:
+    matrix = rotated(spectra()["heavy_tailed"])
+    bases = [KrylovBasis(DenseOperator(matrix), 20) for _ in range(2)]
+    for basis in bases:
+        for column in range(4):
+            basis.add(torch.eye(len(matrix), dtype=torch.float64)[column])
+    bases[0].expand_together(4)
+    for _ in range(4):
+        bases[1].expand()
+    assert bases[0].products == bases[1].products == 4
+    assert np.allclose(bases[0].coefficients, bases[1].coefficients, atol=1e-10)
+    assert torch.allclose(bases[0].rows[:8], bases[1].rows[:8], atol=1e-8)
 
 
 def test_a_small_memory_restarts_and_still_converges() -> None:

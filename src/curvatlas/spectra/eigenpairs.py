@@ -12,6 +12,7 @@ can be promised; ``thorough=True`` searches until it can, or the budget ends.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,10 +95,8 @@ def eigenpairs(
     if storage is not None and not storage.is_floating_point:
         raise ValueError(f"storage must be a floating-point type, got {storage}.")
     wanted = _check(n, k, which, tol, bounded)
-    if max_products is None:
-        max_products = min(n, 1000 + 40 * k)
-    check_budget(max_products)
-    if n <= max_products and (2 * wanted >= n or reads_at_once("eigenpairs", n, max_products)):
+    max_products = _limit(n, k, max_products)
+    if _is_small(n, wanted, max_products):
         pairs = _dense_eigenpairs(op, k, which)
         return _with_data_error(op, pairs) if data_error else pairs
     mark = fingerprint(
@@ -131,6 +130,132 @@ def eigenpairs(
 
     pairs = run()
     return _with_data_error(op, pairs) if data_error and shards is None else pairs
+
+
+def _limit(n: int, k: int, max_products: int | None) -> int:
+    if max_products is None:
+        max_products = min(n, 1000 + 40 * k)
+    check_budget(max_products)
+    return max_products
+
+
+def _is_small(n: int, wanted: int, max_products: int) -> bool:
+    """Whether the dense matrix is the shorter way."""
+    return n <= max_products and (2 * wanted >= n or reads_at_once("eigenpairs", n, max_products))
+
+
+@alike_on_every_rank
+def followed(
+    op: LinearOperator,
+    *,
+    k: int,
+    which: Which,
+    tol: float,
+    seed: int,
+    start: Tensor | None,
+    max_products: int | None,
+    searching: bool,
+) -> tuple[Eigenpairs, Tensor]:
+    """``eigenpairs`` and the vectors for the next start, of the wanted pairs and one beyond.
+
+    searching: whether a random direction is followed at the end; without, no completeness is
+    claimed.
+    """
+    n = require_symmetric(op, "eigenpairs")
+    wanted = _check(n, k, which, tol, None)
+    limit = _limit(n, k, max_products)
+    if _is_small(n, wanted, limit):
+        pairs = _dense_eigenpairs(op, k, which)
+        return pairs, pairs.vectors
+    capacity, device = _capacity(op, wanted, limit, None, None, None)
+    basis = KrylovBasis(op, capacity, device)
+    lanczos = LanczosRun(
+        basis, k, which, wanted, tol, limit, seed, start, False, None, searching=searching
+    )
+    if start is not None:
+        lanczos.search.least = STEPS_OF_A_CHECK  # no random start has looked around before
+    lanczos.run(Checkpoint(None, {}))
+    return lanczos.result(), lanczos.ahead(wanted + 1)
+
+
+CHECKED_EVERY = 10  # measurements, of which one looks for eigenvalues that came from elsewhere
+STEPS_OF_A_CHECK = 4  # products with a random direction
+
+
+class Following:
+    r"""The extreme eigenpairs of an operator that moves with the weights θ, again and again.
+
+    The last eigenvectors, one power step ahead (``LanczosRun.ahead``), are carried on along the
+    weights' path: with the last displacement d of the weights and the one x that came since,
+
+        V ← V + c (V − V before),    c = x·d / d·d,
+
+    and multiplied together. Where their residuals meet the tolerance that is all; each pair that
+    does not gets a direction of its own, and so on as in ``eigenpairs``. The certificate of every
+    value is its residual, as after a cold start. What residuals cannot tell, an eigenvalue that
+    came from elsewhere, is looked for in one measurement of ``CHECKED_EVERY``: the best Ritz vector
+    beyond the wanted ones is multiplied with them, as a crossing brings it in, and a fresh random
+    direction is followed. The results in between claim no completeness.
+    """
+
+    def __init__(
+        self, *, k: int, which: Which, tol: float, max_products: int | None = None, seed: int = 0
+    ) -> None:
+        self.k, self.which, self.tol, self.seed = k, which, tol, seed
+        self.max_products = max_products
+        self.count = 0
+        self.vectors: list[Tensor] = []  # (n, wanted + 1) of the last two measurements
+        self.positions: list[Tensor] = []  # the weights there
+
+    def measure(self, op: LinearOperator, position: Tensor | None = None) -> Eigenpairs:
+        """At the present weights ``position``; without them V is taken as it is."""
+        checking = self.count % CHECKED_EVERY == 0
+        start = self._predicted(position)
+        wanted = 2 * self.k if self.which == "both" else self.k
+        if start is not None and not checking:
+            start = start[:, :wanted]
+        pairs, ahead = followed(
+            op,
+            k=self.k,
+            which=self.which,
+            tol=self.tol,
+            seed=self.seed + self.count,  # the random directions of a run are independent
+            start=start,
+            max_products=self.max_products,
+            searching=checking,
+        )
+        if start is not None and not checking:  # nothing was learnt of what lies beyond
+            ahead = torch.cat([ahead[:, :wanted], self.vectors[-1][:, wanted:]], dim=1)
+        self.vectors = [*self.vectors[-1:], ahead]
+        if position is not None:
+            self.positions = [*self.positions[-1:], position.detach().clone()]
+        self.count += 1
+        return pairs
+
+    def _predicted(self, position: Tensor | None) -> Tensor | None:
+        if not self.vectors:
+            return None
+        last = self.vectors[-1]
+        if position is None or len(self.positions) < 2 or self.vectors[-2].shape != last.shape:
+            return last
+        moved = self.positions[-1] - self.positions[-2]
+        share = float((position - self.positions[-1]) @ moved / (moved @ moved))
+        # The rotation of the earlier vectors that brings them nearest to the last ones.
+        left, _, right = torch.linalg.svd(self.vectors[-2].T @ last)
+        change = last - self.vectors[-2] @ (left @ right)
+        return last + share * change if np.isfinite(share) else last
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next measurement starts from."""
+        kept = {f"vectors{i}": tensor for i, tensor in enumerate(self.vectors)}
+        kept.update({f"positions{i}": tensor for i, tensor in enumerate(self.positions)})
+        return {**kept, "count": torch.tensor([self.count], device="cpu")}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state``; nothing where there is none."""
+        self.vectors = [tensors[key] for key in sorted(tensors) if key.startswith("vectors")]
+        self.positions = [tensors[key] for key in sorted(tensors) if key.startswith("positions")]
+        self.count = int(tensors["count"]) if "count" in tensors else 0
 
 
 def _dense_eigenpairs(op: LinearOperator, k: int, which: Which) -> Eigenpairs:
@@ -246,13 +371,16 @@ class LanczosRun(Resumable):
         start: Tensor | None,
         thorough: bool,
         bounded: float | None,
+        searching: bool = True,
     ) -> None:
         self.title, self.budget = f"eigenpairs ({which})", max_products
         self.op, self.k, self.which, self.wanted, self.tol = basis.op, k, which, wanted, tol
         self.basis, self.start, self.bounded = basis, start, bounded
         self.search = Search(basis, which, tol=tol, thorough=thorough)
+        self.searching = searching
         self.random = generator(seed)
         self.next_look = min(wanted + 2, max_products)
+        self.together = 1  # pending rows that the next call of the operator multiplies
 
     @property
     def products(self) -> int:
@@ -271,9 +399,12 @@ class LanczosRun(Resumable):
                     f"start has {columns.shape[0]} rows, the operator {self.op.shape[1]}: give "
                     "eigenvectors of this operator as columns (n, k)."
                 )
-            for column in columns.T:
+            # As many again become pending: half of the room.
+            for column in columns.T[: max(self.basis.capacity // 2 - 1, 1)]:
                 self.basis.add(column)
             self.search.plain = False
+            self.together = max(self.basis.count, 1)
+            self.next_look = min(max(self.together, self.wanted), self.budget)
         if self.basis.count == 0:
             self.basis.add_random(self.random)
 
@@ -291,6 +422,10 @@ class LanczosRun(Resumable):
                 return True  # the basis is the whole space
         if self.search.going_on:
             self.search.expand()
+        elif self.together > 1:
+            left = self.budget - basis.products, basis.capacity - basis.count
+            basis.expand_together(min(self.together, basis.pending, *left))
+            self.together = 1
         else:
             basis.expand()
         if basis.products >= self.next_look or basis.products == self.budget:
@@ -313,7 +448,7 @@ class LanczosRun(Resumable):
         if pairs.residuals.max() <= accepted and self.search.bounds_hold(ritz, self.bounded):
             # With a bound from above a second copy of a single value would change nothing.
             alone = self.k == 1 and self.bounded is not None
-            return alone or self._searched(ritz, chosen, accepted)
+            return alone or not self.searching or self._searched(ritz, chosen, accepted)
         self.search.stop()
         self.search.searched = 0
         far = ritz.residuals[chosen].max() / accepted
@@ -321,8 +456,13 @@ class LanczosRun(Resumable):
         self.next_look = min(basis.products + 1 + steps, self.budget)
         if basis.pending > 1:
             open_ = chosen[ritz.residuals[chosen] > accepted]
-            basis.turn_pending(ritz.pending[:, open_])
+            carried = basis.turn_pending(ritz.pending[:, open_])
             ritz = basis.ritz()  # the residuals' coordinates have turned with the rows
+            if self.start is not None:
+                # One direction for every pair that is open: each needs its own, and columns that
+                # are multiplied together cost less.
+                self.together = max(int((carried > accepted).sum()), 1)
+                self.next_look = min(basis.products + self.together, self.budget)
         if basis.count >= basis.capacity - 1:
             self._restart(ritz)
         return False
@@ -396,6 +536,20 @@ class LanczosRun(Resumable):
             exact=full,
         )
 
+    def ahead(self, count: int) -> Tensor:
+        r"""The first ``count`` Ritz vectors by interest, one power step further, (n, count).
+
+        A y = θ y + r, so y + r/θ = A y/θ costs no product: of what is wrong with y, the part along
+        an eigenvector of eigenvalue λ shrinks by λ/θ. Where r is not small against θ, y itself.
+        """
+        basis, ritz = self.basis, self.basis.ritz()
+        chosen = by_interest(ritz.values, self.which)[:count]
+        values = ritz.values[chosen]
+        ahead = ritz.residuals[chosen] <= 0.5 * np.abs(values)
+        step = np.where(ahead, 1.0 / np.where(ahead, values, 1.0), 0.0)
+        weights = np.concatenate([ritz.coordinates[:, chosen], ritz.pending[:, chosen] * step])
+        return basis.vectors(weights)
+
     def state(self) -> State:
         tensors, numbers = self.basis.state()
         tensors["random"] = self.random.get_state()
@@ -404,6 +558,7 @@ class LanczosRun(Resumable):
             **self.search.state(),
             "done": self.done,
             "next_look": self.next_look,
+            "together": self.together,
         }
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
@@ -411,6 +566,7 @@ class LanczosRun(Resumable):
         self.random.set_state(tensors["random"])
         self.search.restore(numbers)
         self.done, self.next_look = bool(numbers["done"]), int(numbers["next_look"])
+        self.together = int(numbers["together"])
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,13 @@ class Rows:
             return (op @ row).to(self.tensor.device)
         return op.sharded_matvec(row, self.shards).to(self.tensor.device)
 
+    def images(self, op: LinearOperator, which: slice) -> list[Tensor]:
+        """op · rows, as this process's parts; one call of the operator where rows are whole."""
+        if self.shards is not None:
+            return [self.image(op, i) for i in range(which.start, which.stop)]
+        rows = self.tensor[which].to(device=op.device, dtype=self.dtype)
+        return list((op @ rows.T).T.contiguous().to(self.tensor.device))
+
     # --- sums over a row -------------------------------------------------------------------------
 
     def _summed(self, values: Tensor) -> Tensor:
@@ -211,7 +218,7 @@ class KrylovBasis:
             storage=storage,
             shards=shards,
         )
-        self.coefficients: Array = np.zeros((capacity, capacity))
+        self.coefficients: Array = np.zeros((0, 0))
         self.count = 0
         self.multiplied = 0
         self.products = 0
@@ -219,7 +226,16 @@ class KrylovBasis:
         self.scale = 0.0  # largest ‖A b‖ seen, a lower bound of ‖A‖
         self.eps = torch.finfo(op.dtype).eps
         # How far (1) is off in column j: rows are rounded when they are stored in fewer bits.
-        self.drift: Array = np.zeros(capacity)
+        self.drift: Array = np.zeros(0)
+        self._make_room(1)
+
+    def _make_room(self, rows: int) -> None:
+        """Room for the coefficients of that many rows; most runs need few of all there might be."""
+        before = len(self.drift)
+        if rows > before:
+            more = min(max(rows, 2 * before, 64), max(self.capacity, rows)) - before
+            self.coefficients = np.pad(self.coefficients, ((0, more), (0, more)))
+            self.drift = np.pad(self.drift, (0, more))
 
     @property
     def rows(self) -> Tensor:
@@ -258,6 +274,7 @@ class KrylovBasis:
             norm = after
             if norm > 0.7:
                 break
+        self._make_room(self.count + 2)  # β of the last one lies below the diagonal
         self.store.put(self.count, row)
         self.count += 1
         return True
@@ -267,9 +284,19 @@ class KrylovBasis:
         j = self.multiplied
         image = self.store.image(self.op, j if index is None else index)
         # Nothing is changed before the product has succeeded: an interrupted state stays valid.
-        self.products += 1
         if index is not None and index != j:
             self._swap(index, j)
+        return self._absorb(image)
+
+    def expand_together(self, count: int) -> None:
+        """Multiply the first ``count`` pending rows in one call: columns share what they can."""
+        for image in self.store.images(self.op, slice(self.multiplied, self.multiplied + count)):
+            self._absorb(image)
+
+    def _absorb(self, image: Tensor) -> float:
+        """Take in A b_j of the first pending row: its column of C, and what is new as a row."""
+        j = self.multiplied
+        self.products += 1
         row = self.store.row(j)
         before = self.store.norm(image)
         # By symmetry A b_j has the coefficient C[j, i] on every earlier b_i: remove those first,
@@ -303,6 +330,7 @@ class KrylovBasis:
         # Below this the remainder is rounding of the product itself: the space is invariant.
         if after_ <= 16 * self.eps * self.scale or self.count >= self.size:
             return 0.0
+        self._make_room(self.count + 2)
         lost = self.store.put(self.count, image / after_)
         self.drift[j] += after_ * lost
         self.coefficients[self.count, j] = after_
@@ -364,17 +392,19 @@ class KrylovBasis:
         self.store.rotate(slice(0, self.multiplied), np.ascontiguousarray(coordinates))
         return self.rows[: coordinates.shape[1]].T
 
-    def turn_pending(self, residuals: Array) -> None:
-        """Rotate the pending rows so that the first carries most of ``residuals`` (R − M, k)."""
-        if self.pending < 2:
-            return
-        rotation = np.linalg.svd(residuals, full_matrices=True)[0]
+    def turn_pending(self, residuals: Array) -> Array:
+        """Rotate the pending rows so that the first carries most of ``residuals`` (R − M, k).
+
+        Returns how much each of them carries (singular values, descending).
+        """
+        rotation, carried, _ = np.linalg.svd(residuals, full_matrices=True)
         self.rewrites += 1
         m, r = self.multiplied, self.count
         lost = self.store.rotate(slice(m, r), rotation)
         self.coefficients[m:r, :m] = rotation.T @ self.coefficients[m:r, :m]
         if lost.any():
             self.drift[:m] += lost.max() * np.linalg.norm(self.coefficients[m:r, :m], axis=0)
+        return carried
 
     def recurrence(self) -> tuple[Array, Array]:
         """α (M,) and β (M,) of a plain Lanczos run: the diagonal of C and the one below it."""
@@ -421,6 +451,7 @@ class KrylovBasis:
         """The inverse of ``state``."""
         rows = tensors["rows"]
         self.count = rows.shape[0]
+        self._make_room(self.count + 1)
         self.rows[: self.count] = rows.to(self.rows.device)
         self.coefficients[:] = 0.0
         self.coefficients[: self.count, : self.count] = tensors["coefficients"].numpy()

@@ -171,6 +171,7 @@ class Search:
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.searched = 0
+        self.least = 0  # products of a search, however little they promise
         self.wanted: list[float] = []  # the wanted values when the search was last looked at
         self.missed = 1.0
         self.complete = (-np.inf, np.inf)
@@ -206,7 +207,7 @@ class Search:
         self.complete = complete_outside(alphas, betas, around)
         if self.missed <= MISSED:
             return True
-        if self.thorough:
+        if self.thorough or self.searched < self.least:
             return False
         limit = _SHORT_SEARCH + self.basis.products // 50
         if self.invariant or np.diff(np.sort(reported)).min(initial=np.inf) <= 1e-3 * slack:
@@ -276,6 +277,7 @@ class Search:
 _STATE = (
     "going_on",
     "searched",
+    "least",
     "wanted",
     "alphas",
     "betas",

@@ -30,7 +30,7 @@ from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.spectra.density import spectral_density
-from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.eigenpairs import Following, eigenpairs
 from curvatlas.training.metric import Metric, Preconditioned, metric_of, unwrapped
 from curvatlas.training.snapshot import (
     CurvatureHistory,
@@ -89,8 +89,14 @@ class Measuring:
     def __post_init__(self) -> None:
         self._blocks = blocks_of(self.problem.anatomy, biases=False)
         self._mapped: Tensor | None = None  # weights at the first map
-        self._edge: Tensor | None = None  # eigenvector of P^(−1/2) H P^(−1/2)
-        self._ends: Tensor | None = None  # eigenvectors of both ends, for the warm start
+        limit = min(self.max_products, self.problem.size)
+        self._ends = Following(
+            k=self.eigenvalues, which="both", tol=self.tol, max_products=limit, seed=self.seed
+        )
+        # P^(−1/2) H P^(−1/2), to a hundredth of the tolerance where the budget allows
+        self._edge = Following(
+            k=1, which="largest", tol=self.tol / 100, max_products=limit, seed=self.seed
+        )
         self._top: Tensor | None = None
         self._roles = _by_role(self.problem.anatomy.slices)
         self._role_vectors: dict[str, Tensor] = {}
@@ -108,16 +114,7 @@ class Measuring:
         problem = self.problem
         operator = Hessian(problem)
         loss, gradient = problem.value(), problem.gradient()
-        ends = eigenpairs(
-            operator,
-            k=self.eigenvalues,
-            which="both",
-            tol=self.tol,
-            start=self._ends,
-            max_products=min(self.max_products, problem.size),
-            data_error=False,
-            seed=self.seed,
-        )
+        ends = self._ends.measure(operator, problem.parameters)
         order = torch.argsort(ends.values, descending=True)
         top = ends.vectors[:, order[: self.eigenvalues]]
         first = int(order[0])
@@ -168,22 +165,13 @@ class Measuring:
             moved=self._moved(),
             seconds=time.perf_counter() - began,
         )
-        self._ends, self._top = ends.vectors, top
+        self._top = top
         return snapshot
 
     def _own_edge(self, operator: Hessian, metric: Metric) -> tuple[float, tuple[float, float]]:
-        """λmax(P⁻¹H), to a hundredth of the monitor's tolerance where the budget allows."""
-        top = eigenpairs(
-            Preconditioned(operator, self.problem, metric, scale=self._scale),
-            k=1,
-            which="largest",
-            tol=self.tol / 100,
-            start=self._edge,
-            max_products=min(self.max_products, self.problem.size),
-            data_error=False,
-            seed=self.seed,
-        )
-        self._edge = top.vectors[:, :1]
+        """λmax(P⁻¹H)."""
+        metric_operator = Preconditioned(operator, self.problem, metric, scale=self._scale)
+        top = self._edge.measure(metric_operator, self.problem.parameters)
         return float(top.values[0]), (float(top.interval[0][0]), float(top.interval[1][0]))
 
     @property
@@ -224,22 +212,21 @@ class Measuring:
     def warm_start(self) -> tuple[dict[str, Tensor], dict[str, float], int]:
         """Eigenvectors and the state of the rounds over roles."""
         vectors = {f"role/{role}": v for role, v in self._role_vectors.items()}
-        for name, tensor in (("edge", self._edge), ("mapped", self._mapped)):
+        for name, tensor in (("top", self._top), ("mapped", self._mapped)):
             if tensor is not None:
                 vectors[name] = tensor
-        if self._ends is not None and self._top is not None:
-            vectors.update(ends=self._ends, top=self._top)
+        for name, following in (("ends", self._ends), ("edge", self._edge)):
+            vectors.update({f"{name}/{key}": v for key, v in following.state().items()})
         return vectors, dict(self._role_sharpness), self._turn
 
     def resume(
         self, vectors: Mapping[str, Tensor], sharpness: Mapping[str, float], turn: int
     ) -> None:
         """Start the next measurement from ``warm_start()``."""
-        self._ends, self._top = vectors.get("ends"), vectors.get("top")
-        self._edge, self._mapped = vectors.get("edge"), vectors.get("mapped")
-        self._role_vectors = {
-            name.removeprefix("role/"): v for name, v in vectors.items() if name.startswith("role/")
-        }
+        self._top, self._mapped = vectors.get("top"), vectors.get("mapped")
+        self._ends.restore(_under("ends/", vectors))
+        self._edge.restore(_under("edge/", vectors))
+        self._role_vectors = _under("role/", vectors)
         self._role_sharpness, self._turn = dict(sharpness), turn
 
     def _traces(
@@ -289,6 +276,11 @@ class Measuring:
         probe = (probe / probe.norm()).to(dtype=view.dtype, device=view.device)
         size = float((view @ probe).norm())
         return size <= 100 * torch.finfo(view.dtype).eps * self._scale
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose name begins so, by the rest of it."""
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
 def _by_role(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
