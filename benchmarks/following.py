@@ -111,7 +111,8 @@ class Contest:
             "processor_time_of_cold": round(self.seconds[0] / self.seconds[1], 3),
             "worst_true_residual": float(f"{self.worst:.3g}"),
             "references": self.references,
-            "lists_with_one_missing": list(self.missing),  # followed, cold
+            "incomplete_followed": self.missing[0],
+            "incomplete_cold": self.missing[1],
         }
 
 
