@@ -1,14 +1,15 @@
-"""Training against AdamW and second-order peers: loss at equal processor time, and wrong rates.
+"""The race: training loss at equal processor time and at equal steps, everyone tuned alike.
 
-    python benchmarks/optimizers.py [digits gpt fashion] [--quick]
+    python benchmarks/optimizers.py [digits fashion gpt gpt-1m] [--notes FILE] [--only NAME] [--quick]
 
-Every contestant tries six rates (factors of two) with one seed on the same processor time. The
-best is the one with the lowest loss on a tenth of the training samples kept apart for this; the
-verdict is the mean validation loss of five other seeds at that rate. A step's cost is measured
-with the contestants in turn on one thread, and each gets as many steps as AdamW's time allows.
-CurvatureAwareOptimizer also trains with a part of that time, at the same rate: the smallest part
-with which it still reaches AdamW's loss is what counts. Settings that are not named keep their last
-numbers.
+Each contestant's rate and momentum are searched by factors of two until both neighbours of the
+best are worse, on a tenth of the training samples kept apart for this and on seeds of their own.
+The verdict is the mean validation loss of five other seeds. A step's cost is measured in turn with
+AdamW's on one thread, products of curvature included, and everyone gets as many steps as AdamW's
+time allows; beside it the same with AdamW's number of steps. CurvatureAwareOptimizer also runs with
+all of its defaults over a grid of rates, on the five seeds: over which span does it stay within 3 %
+of its own tuned loss? Every finished run is noted, so that a stopped race goes on where it was, and
+parts of it (--only) may run side by side. Settings that are not named keep their last numbers.
 """
 
 from __future__ import annotations
@@ -24,131 +25,152 @@ from typing import Any
 import torch
 
 from harness.racing import (
+    OURS,
     Losses,
     Notebook,
     Racer,
     Setting,
+    Tuned,
     race,
     racers,
     settings,
-    step_costs,
+    step_cost,
+    tune,
 )
 from harness.results import RESULTS, keep, requirement
 
-TUNING_SEED, SEEDS = 10, (0, 1, 2, 3, 4)
-PARTS = (0.5, 0.65, 0.8)  # of AdamW's time
-OURS = "CurvatureAwareOptimizer"
-SGD = Racer("SGD", lambda m, lr: torch.optim.SGD(m.parameters(), lr, momentum=0.9), (0.1,))
+SEEDS = (0, 1, 2, 3, 4)
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 8e-2, 0.2, 0.5)  # of ours, at the default settings
+NEAR = 1.03  # of its own tuned loss
+SPAN = 10.0  # in rate, over which ours must stay that near
 
 
-def measure(setting: Setting, notes: Notebook, *, quick: bool) -> dict[str, Any]:
-    """One setting: costs, tuning, five seeds, parts of the time, wrong rates."""
-    contestants = racers()
-    scale = 0.02 if quick else 1.0
-    rounds = 1 if quick else 25
-    costs = notes.once(
-        f"{setting.name}: costs", lambda: step_costs(setting, contestants, rounds=rounds)
-    )
+class Race:
+    """One setting's runs, by contestant; every number is in the notes as soon as it is known."""
 
-    def run(racer: Racer, rate: float, *, steps: int, seed: int) -> Losses:
-        return _noted(notes, setting, racer, rate, steps=steps, seed=seed, schedule=True)
+    def __init__(self, setting: Setting, notes: Notebook, *, quick: bool) -> None:
+        self.setting, self.notes = setting, notes
+        self.horizon = 20 if quick else setting.steps
+        self.rounds, self.most = (1, 2) if quick else (3 if setting.steps < 100 else 8, 12)
+        self.contestants = {racer.name: racer for racer in racers()}
 
-    horizon = max(2, int(setting.steps * scale))
-    rows, losses, best = [], {}, {}
-    for racer in contestants:
-        steps = max(2, int(horizon / costs[racer.name]))
-        tried = {r: run(racer, r, steps=steps, seed=TUNING_SEED)["tuning"] for r in racer.rates}
-        rate = min(tried, key=lambda r: tried[r])
-        best[racer.name] = rate
-        losses[racer.name] = [run(racer, rate, steps=steps, seed=s)["validation"] for s in SEEDS]
-        rows.append(
-            {
-                "setting": setting.name,
-                "optimizer": racer.name,
-                "rate": rate,
-                "rates_tried": f"{racer.rates[0]:g} … {racer.rates[-1]:g}",
-                "inside_the_grid": racer.rates[0] < rate < racer.rates[-1],
-                "step_cost": round(costs[racer.name], 3),
-                "steps": steps,
-                **_summary(losses[racer.name]),
-            }
+    def run(self, racer: Racer, rate: float, momentum: float, **how: Any) -> Losses:
+        key = f"{self.setting.name}: {racer.name} at {rate:g}, {momentum:g}, {how}"
+        losses: Losses = self.notes.once(
+            key, lambda: race(self.setting, racer, rate, momentum, **how)
         )
-        if steps != horizon:
-            found = [run(racer, rate, steps=horizon, seed=s)["validation"] for s in SEEDS]
-            rows[-1]["loss_at_equal_steps"] = _summary(found)["validation_loss"]
-        within = [r for r, loss in tried.items() if loss <= 1.03 * tried[rate]]
-        rows[-1]["rates_within_3_percent"] = f"{min(within):g} … {max(within):g}"
-        _tell(rows[-1])
-    ours = next(racer for racer in contestants if racer.name == OURS)
-    target, parts, reached = statistics.mean(losses["AdamW"]), [], None
-    for part in PARTS:
-        steps = max(2, int(part * horizon / costs[OURS]))
-        found = [run(ours, best[OURS], steps=steps, seed=s)["validation"] for s in SEEDS]
-        parts.append(
-            {
-                "setting": setting.name,
-                "part_of_adamw_time": part,
-                "steps": steps,
-                "adamw_loss": round(target, 4),
-                **_summary(found),
-            }
-        )
-        _tell(parts[-1])
-        if reached is None and statistics.mean(found) <= target:
-            reached = part
-    if reached is None and statistics.mean(losses[OURS]) <= target:
-        reached = 1.0
-    wrong = _wrong_rates(setting, notes, ours, contestants[0], steps=max(2, int(150 * scale)))
-    return {"rows": rows, "parts": parts, "wrong_rates": wrong, "reached": reached}
+        return losses
 
-
-def _noted(notes: Notebook, setting: Setting, racer: Racer, rate: float, **how: Any) -> Losses:
-    key = f"{setting.name}: {racer.name} at {rate:g}, {how}"
-    losses: Losses = notes.once(key, lambda: race(setting, racer, rate, **how))
-    return losses
-
-
-def _wrong_rates(
-    setting: Setting, notes: Notebook, ours: Racer, adamw: Racer, *, steps: int
-) -> list[dict[str, Any]]:
-    """Five times the largest constant rate with which AdamW and SGD still learn."""
-    untrained = setting.losses(setting.model(SEEDS[0]))["validation"]
-
-    def run(racer: Racer, rate: float, seed: int) -> float:
-        how = {"steps": steps, "seed": seed, "schedule": False}
-        return _noted(notes, setting, racer, rate, **how)["validation"]
-
-    rows = []
-    for racer, start in ((adamw, 8e-3), (SGD, 0.05)):
-        rate, largest = start, None
-        while largest is None or rate == 2 * largest:
-            if not run(racer, rate, SEEDS[0]) < 0.8 * untrained:
-                break
-            largest, rate = rate, 2 * rate
-        if largest is None:
-            continue
-        for other in (racer, ours):
-            found = [run(other, 5 * largest, seed) for seed in SEEDS]
-            rows.append(
-                {
-                    "setting": setting.name,
-                    "rate": f"5 × {racer.name}'s largest, {5 * largest:g}",
-                    "optimizer": other.name,
-                    "untrained": round(untrained, 4),
-                    **_summary(found),
-                    "learns": bool(max(found) < 0.8 * untrained),
-                }
+    def steps(self, racer: Racer) -> tuple[float, int]:
+        """What a step costs over AdamW's, and how many fit into AdamW's time."""
+        adamw = self.contestants["AdamW"]
+        cost: float = 1.0
+        if racer is not adamw:
+            cost = self.notes.once(
+                f"{self.setting.name}: cost of {racer.name}",
+                lambda: step_cost(self.setting, adamw, racer, rounds=self.rounds),
             )
-            _tell(rows[-1])
-    return rows
+        return cost, max(2, round(self.horizon / cost))
+
+    def tuned(self, racer: Racer, steps: int) -> Tuned:
+        def loss(rate: float, momentum: float) -> float:
+            return statistics.mean(
+                self.run(racer, rate, momentum, steps=steps, seed=seed)["tuning"]
+                for seed in self.setting.tuning_seeds
+            )
+
+        return tune(racer, loss, most=self.most)
+
+    def finals(self, racer: Racer, rate: float, momentum: float, steps: int) -> list[float]:
+        return [
+            self.run(racer, rate, momentum, steps=steps, seed=seed)["validation"] for seed in SEEDS
+        ]
+
+    def row(self, racer: Racer) -> dict[str, Any]:
+        """Cost, tuning, five seeds at equal time and five at equal steps."""
+        cost, steps = self.steps(racer)
+        best = self.tuned(racer, steps)
+        timed = self.finals(racer, best.rate, best.momentum, steps)
+        stepped = self.finals(racer, best.rate, best.momentum, self.horizon)
+        return {
+            "setting": self.setting.name,
+            "optimizer": racer.name,
+            "rate": best.rate,
+            "momentum": best.momentum,
+            "inside_the_grid": best.inside,
+            "pairs_tried": len(best.tried),
+            "step_cost": round(cost, 3),
+            "steps": steps,
+            **_summary(timed),
+            "loss_at_equal_steps": _summary(stepped)["validation_loss"],
+            "error_at_equal_steps": _summary(stepped)["standard_error"],
+        }
+
+    def insensitivity(self) -> list[dict[str, Any]]:
+        """Ours with all of its defaults, over rates."""
+        racer = self.contestants[OURS]
+        _, steps = self.steps(racer)
+        return [
+            {
+                "setting": self.setting.name,
+                "rate": rate,
+                **_summary(self.finals(racer, rate, racer.momentum, steps)),
+            }
+            for rate in RATES
+        ]
 
 
 def _summary(losses: list[float]) -> dict[str, Any]:
-    told = [round(x, 4) if math.isfinite(x) else "diverged" for x in losses]
     mean = statistics.mean(losses)
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if math.isfinite(mean) else math.inf
     return {
         "validation_loss": round(mean, 4) if math.isfinite(mean) else "diverged",
-        "seeds": ", ".join(str(x) for x in told),
+        "standard_error": round(error, 4) if math.isfinite(error) else "diverged",
+        "seeds": ", ".join(f"{x:.4g}" if math.isfinite(x) else "diverged" for x in losses),
+    }
+
+
+def _loss(row: dict[str, Any], key: str = "validation_loss") -> float:
+    return math.inf if row[key] == "diverged" else float(row[key])
+
+
+def behind(rows: list[dict[str, Any]]) -> float:
+    """How far ours is behind the first of a setting, in standard errors of the difference."""
+    first = min(rows, key=_loss)
+    ours = next(row for row in rows if row["optimizer"] == OURS)
+    error = math.hypot(_loss(ours, "standard_error"), _loss(first, "standard_error"))
+    return 0.0 if ours is first else (_loss(ours) - _loss(first)) / error
+
+
+def span(rows: list[dict[str, Any]], tuned: float) -> float:
+    """The largest ratio of two rates between which every rate tried is near the tuned loss."""
+    best, low = 1.0, None
+    for row in sorted(rows, key=lambda row: row["rate"]):
+        if _loss(row) > NEAR * tuned:
+            low = None
+            continue
+        low = row["rate"] if low is None else low
+        best = max(best, row["rate"] / low)
+    return best
+
+
+def measure(race: Race) -> dict[str, Any]:
+    """Everything of one setting."""
+    rows = []
+    for racer in race.contestants.values():
+        rows.append(race.row(racer))
+        _tell(rows[-1])
+    rates = race.insensitivity()
+    for row in rates:
+        _tell(row)
+    own = _loss(next(row for row in rows if row["optimizer"] == OURS))
+    own = min(own, *map(_loss, rates))  # its own tuned loss, whichever search found it
+    rows.sort(key=_loss)
+    return {
+        "rows": rows,
+        "rates": rates,
+        "behind_the_first": round(behind(rows), 2),
+        "span_of_rates": round(span(rates, own), 2),
     }
 
 
@@ -157,19 +179,19 @@ def _tell(row: dict[str, Any]) -> None:
 
 
 def _requirements(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    lines = []
+    lost = [name for name, result in found.items() if result["behind_the_first"] > 1]
+    lines = [
+        requirement(
+            f"settings of {len(found)} on which ours is more than one standard error behind the "
+            "first at equal time",
+            len(lost),
+            1,
+        )
+    ]
     for result in found.values():
         name = result["rows"][0]["setting"]
-        lines.append(
-            requirement(f"part of AdamW's time to its loss, {name}", result["reached"], 0.8)
-        )
-        loss = {row["optimizer"]: row["validation_loss"] for row in result["rows"]}
-        peers = [v for k, v in loss.items() if k not in ("AdamW", OURS) and v != "diverged"]
-        if peers:
-            ratio = round(loss[OURS] / min(peers), 4)
-            lines.append(requirement(f"loss over the best second-order peer's, {name}", ratio, 1.0))
-        lost = [r for r in result["wrong_rates"] if r["optimizer"] == OURS and not r["learns"]]
-        lines.append(requirement(f"wrong rates not survived, {name}", len(lost), 0))
+        short = round(SPAN / result["span_of_rates"], 3)
+        lines.append(requirement(f"a factor of ten over ours within 3 %, {name}", short, 1.0))
     return lines
 
 
@@ -179,8 +201,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=", ".join(known))
     parser.add_argument("--quick", action="store_true", help="a few steps, nothing is kept")
     parser.add_argument("--notes", type=Path, help="file of finished runs, to go on where it was")
+    parser.add_argument("--only", action="append", help="run this contestant and note it")
+    parser.add_argument("--costs", action="store_true", help="measure and note the costs only")
     options = parser.parse_args(argv)
-    notes = Notebook(options.notes)
     torch.set_num_threads(1)
     path = RESULTS / "optimizers.json"
     kept = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
@@ -191,7 +214,16 @@ def main(argv: list[str] | None = None) -> int:
         except FileNotFoundError as error:
             print(f"  {name} is left out: {error}", file=sys.stderr)
             continue
-        found[name] = measure(setting, notes, quick=options.quick)
+        started = Race(setting, Notebook(options.notes), quick=options.quick)
+        if options.costs or options.only:
+            for contestant in options.only or started.contestants:
+                racer = started.contestants[contestant]
+                cost, steps = started.steps(racer)
+                print(f"  {name}: {contestant} costs {cost:.3f}, {steps} steps", file=sys.stderr)
+                if not options.costs:
+                    _tell(started.row(racer))
+            continue
+        found[name] = measure(started)
         if not options.quick:
             _keep(found)
     return 0
@@ -199,8 +231,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _keep(found: dict[str, dict[str, Any]]) -> None:
     tables = {
-        key: [row for result in found.values() for row in result[key]]
-        for key in ("rows", "parts", "wrong_rates")
+        key: [row for result in found.values() for row in result[key]] for key in ("rows", "rates")
     }
     keep("optimizers", {"requirements": _requirements(found), **tables, "settings": found})
 
