@@ -207,7 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     path = RESULTS / "optimizers.json"
     kept = json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-    found: dict[str, dict[str, Any]] = {} if options.quick else dict(kept)
+    found: dict[str, dict[str, Any]] = {}
+    if not options.quick:  # results of the race as it was before have no rates
+        found = {name: result for name, result in kept.items() if "rates" in result}
     for name in options.settings or known:
         try:
             setting = known[name]()
