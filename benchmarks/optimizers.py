@@ -1,6 +1,6 @@
 """The race: training loss at equal processor time and at equal steps, everyone tuned alike.
 
-    python benchmarks/optimizers.py [digits fashion gpt gpt-1m] [--notes FILE] [--only NAME] [--quick]
+    python benchmarks/optimizers.py [digits fashion gpt gpt-1m] [--notes FILE] [--only NAME]
 
 Each contestant's rate and momentum are searched by factors of two until both neighbours of the
 best are worse, on a tenth of the training samples kept apart for this and on seeds of their own.

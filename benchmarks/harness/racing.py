@@ -123,9 +123,7 @@ def settings() -> dict[str, Callable[[], Setting]]:
     def gpt_1m() -> Setting:
         data = zoo.text(level="character", context=64)
         sizes = {"vocabulary": data.classes, "n_layers": 5}  # 1.02 M parameters
-        return Setting(
-            "GPT, 1 M", lambda seed: zoo.benchmark_gpt(seed=seed, **sizes), data, 8, 50
-        )
+        return Setting("GPT, 1 M", lambda seed: zoo.benchmark_gpt(seed=seed, **sizes), data, 8, 50)
 
     return {"digits": digits, "fashion": fashion, "gpt": gpt, "gpt-1m": gpt_1m}
 

@@ -127,6 +127,18 @@ def test_a_copy_of_the_optimizer_goes_its_own_way() -> None:
     assert not torch.equal(weights(model), kept)
 
 
+def test_a_copy_treats_every_parameter_as_the_original_does() -> None:
+    model = zoo.reference_gpt(vocabulary=11, context=8, d_model=64, n_layers=1)
+    both = copy.deepcopy((model, ca.CurvatureAwareOptimizer(model)))
+    tokens = torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(0))
+    for net, optimizer in ((model, ca.CurvatureAwareOptimizer(model)), both):
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+    assert torch.equal(weights(model), weights(both[0]))
+
+
 def test_schedulers_set_the_rate() -> None:
     model = network()
     optimizer = ca.CurvatureAwareOptimizer(model, 1e-3)
