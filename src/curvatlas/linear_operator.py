@@ -151,7 +151,18 @@ class LinearOperator:
         part: (shards.length,), this process's entries of v.
         """
         product: Tensor = self @ shards.gathered(part)
-        return product[shards.start : shards.stop].clone()
+        return shards.take(product).clone()
+
+    @property
+    def shards(self) -> Shards | None:
+        """Which entries of its vectors every process holds; None: each of them holds all."""
+        return None
+
+    def sharded_columns(self, columns: Tensor) -> Tensor:
+        """``sharded_matvec`` of columns (P_local, K) in the operator's own ``shards``."""
+        assert self.shards is not None
+        images = [self.sharded_matvec(column, self.shards) for column in columns.T]
+        return torch.stack(images, 1)
 
     def matvec(self, vector: Tensor) -> Tensor:
         """The same as ``op @ vector``."""

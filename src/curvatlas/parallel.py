@@ -64,11 +64,11 @@ def carrier(device: torch.device | None = None) -> torch.device:
     return torch.device(reached, torch.get_device_module(reached).current_device())
 
 
-def add_over_processes(values: Tensor) -> Tensor:
-    """The sum over processes, in place."""
+def add_over_processes(values: Tensor, group: Any = None) -> Tensor:
+    """The sum over processes, or those of a group, in place."""
     if world_size() > 1:
         sent = values.to(carrier(values.device))
-        dist.all_reduce(sent)
+        dist.all_reduce(sent, group=group)
         if sent is not values:
             values.copy_(sent)
     return values
@@ -263,6 +263,16 @@ def _check_rows(
         )
 
 
+def agree(
+    mark: Mark | None, columns: int, like: Tensor, differ: Callable[[], None] | None = None
+) -> None:
+    """Stop on every rank unless all bring as many columns and rest on the same (``Mark``)."""
+    if world_size() > 1:
+        rows = like.new_zeros(world_size(), _FIELDS)
+        rows[rank()] = _row(mark, columns, rows)
+        _check_rows(add_over_processes(rows), 1, None, differ)
+
+
 # --- sums ---------------------------------------------------------------------------------------
 
 
@@ -323,35 +333,78 @@ def summed(
 # --- sharded vectors ----------------------------------------------------------------------------
 
 
+Range = tuple[int, int]  # start, stop
+
+
 @dataclass(frozen=True)
 class Shards:
-    """Which entries of a vector of length ``size`` this process holds: start to stop."""
+    """Which entries of a vector of length ``size`` every process of a group holds.
+
+    ``ranges``: by process, in the order of the vector. Contiguous pieces of equal length
+    (``Shards.of``), or the rows of every parameter that FSDP2 gives to a process.
+    """
 
     size: int
-    start: int
-    stop: int
-    largest: int  # entries of the longest shard; every shard is padded to it on the way
+    index: int  # of this process among ``ranges``
+    ranges: tuple[tuple[Range, ...], ...]
+    group: Any = None  # None: all processes
+    writes: bool = True  # False: another process holds the same entries and writes them
 
     @staticmethod
     def of(size: int) -> Shards:
         """Equal shards over the process group (the whole vector without one)."""
         largest = -(-size // world_size())
-        start = min(rank() * largest, size)
-        return Shards(size, start, min(start + largest, size), largest)
+        starts = [min(r * largest, size) for r in range(world_size())]
+        ranges = tuple(((start, min(start + largest, size)),) for start in starts)
+        return Shards(size, rank(), ranges)
 
     @property
+    def own(self) -> tuple[Range, ...]:
+        """This process's entries."""
+        return self.ranges[self.index]
+
+    @functools.cached_property
     def length(self) -> int:
-        return self.stop - self.start
+        return sum(stop - start for start, stop in self.own)
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Entries of the longest shard; every shard is padded to it on the way."""
+        return max(sum(stop - start for start, stop in own) for own in self.ranges)
+
+    @property
+    def start(self) -> int:
+        return self.own[0][0]
+
+    @property
+    def stop(self) -> int:
+        return self.own[-1][1]
+
+    def take(self, vector: Tensor) -> Tensor:
+        """This process's entries of a whole vector (size,) or of columns (size, K)."""
+        if len(self.own) == 1:
+            return vector[self.start : self.stop]
+        return torch.cat([vector[start:stop] for start, stop in self.own])
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over the processes that share a vector, in place."""
+        return add_over_processes(values, self.group)
 
     def gathered(self, part: Tensor) -> Tensor:
         """The whole vector (size,) from every process's part (length,)."""
-        if world_size() == 1:
+        if len(self.ranges) == 1:
             return part
         padded = part.new_zeros(self.largest, device=carrier(part.device))
         padded[: self.length] = part
-        whole = padded.new_empty(self.largest * world_size())
-        _all_gather(whole, padded)
-        return whole[: self.size].to(part.device)
+        received = padded.new_empty(len(self.ranges), self.largest)
+        _all_gather(received.view(-1), padded, group=self.group)
+        whole = received.new_empty(self.size)
+        for row, own in zip(received, self.ranges, strict=True):
+            at = 0
+            for start, stop in own:
+                whole[start:stop] = row[at : at + stop - start]
+                at += stop - start
+        return whole.to(part.device)
 
 
 def _scattered(
@@ -399,3 +452,24 @@ def _joins(op: Any) -> bool:
 # Newer names where torch has them: the older ones warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# --- collectives that run while the processes compute ---------------------------------------------
+
+
+def begin_all_gather(received: Tensor, sent: Tensor, group: Any) -> Any:
+    """Begin to bring every process's ``sent`` to ``received`` (processes, …); wait for it."""
+    return _all_gather(received.view(-1), sent.view(-1), group=group, async_op=True)
+
+
+def begin_reduce_scatter(sent: Tensor, group: Any) -> tuple[Tensor, Any]:
+    """Begin to bring Σ over processes of sent[r] to process r: (terms to be added, a wait).
+
+    gloo sums the whole of ``sent`` in every process; it exchanges the parts alone as fast as it
+    gathers, and they are added here.
+    """
+    if dist.get_backend(group) == "gloo":
+        terms = torch.empty_like(sent)
+        return terms, dist.all_to_all_single(terms, sent, group=group, async_op=True)
+    total = sent.new_empty(1, *sent.shape[1:])
+    return total, _reduce_scatter(total.view(-1), sent.view(-1), group=group, async_op=True)

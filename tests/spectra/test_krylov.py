@@ -12,7 +12,7 @@ from curvatlas.spectra.krylov import Rows
 
 
 def drawn(size: int, start: int, stop: int, *, seed: int = 3) -> Tensor:
-    shards = Shards(size, start, stop, stop - start)
+    shards = Shards(size, 0, (((start, stop),),))
     store = Rows(1, size, dtype=torch.float64, device=torch.device("cpu"), shards=shards)
     return store.random(torch.Generator().manual_seed(seed))
 

@@ -36,8 +36,10 @@ from curvatlas.operators.engine import (
     Engine,
     Probe,
     ShortSample,
+    SpreadProducts,
     by_autograd,
     check_engine,
+    probe_batch,
     probe_columns,
     short_sample,
     tangent_engine,
@@ -103,6 +105,7 @@ class CurvatureOperator(LinearOperator):
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
+        self._spread: SpreadProducts | None = None
 
     def content(self) -> Any:
         return [type(self).__name__, self.problem.content()]
@@ -166,11 +169,17 @@ class CurvatureOperator(LinearOperator):
     ) -> Tensor:
         """Σ_b c_b product(b, columns) / Σ_b c_b for products of several parts: (parts, K, rows)."""
         problem = self.problem
+        if self._by_stations():
+            return self._whole_rows(columns, rows, parts)
         size_of = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
         sizes = [size_of[name] for name in rows]
         count = next(iter(columns.values())).shape[0]
 
         def fill(total: Tensor) -> parallel.Mark | None:
+            with problem.joined():
+                return fill_here(total)
+
+        def fill_here(total: Tensor) -> parallel.Mark | None:
             if next(problem.batches(), None) is None:
                 total.zero_()  # this process has no share of the data
                 return self._marked(columns)
@@ -222,7 +231,112 @@ class CurvatureOperator(LinearOperator):
             raise self._not_finite(columns)
         return total
 
+    # --- where the weights are spread (FSDP2) -----------------------------------------------------
+
+    @property
+    def shards(self) -> parallel.Shards | None:
+        return self.problem.shards
+
+    def _by_stations(self) -> bool:
+        """Whether products gather the weights station by station; settled on the first one."""
+        if self.problem.sharded is None or self._autograd_only() is not None:
+            return False
+        assert self.part is not None
+        if self._spread is None:
+            self._spread = SpreadProducts(
+                self.problem,
+                self.part,
+                budget=self.budget,
+                logit_room=self._logit_room,
+                checks=self.checks,
+            )
+        reason = self._spread.refusal()
+        if reason is None:
+            return True
+        if self.engine == "tangent":
+            raise UnmappedModuleError(reason)
+        by_autograd(self.problem, reason)
+        warnings.warn(
+            f"{reason}: autograd computes, for which every process gathers all weights.",
+            stacklevel=5,
+        )
+        self.engine, self._spread = "autograd", None
+        return False
+
+    def _local_product(self, columns: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+        """Of each part, this process's entries of a product with columns: (K, P_local)."""
+        assert self._spread is not None
+        results = [self._spread.product(columns, part) for part in parts]
+        if not parallel.everywhere(all(map(_all_finite, results))):
+            raise NonFiniteError(
+                f"a product of {self!r} is not finite: {self._blame({'the vector': columns})}."
+            )
+        unused = self._spread.unused()
+        if self.checks and unused:
+            self._warn_of_unused(unused)
+        return results
+
+    def _whole_rows(self, columns: Columns, rows: Sequence[str], parts: int) -> Tensor:
+        """``_batch_sums`` of columns that every process holds whole."""
+        problem, shards = self.problem, self.problem.shards
+        assert shards is not None
+        count = next(iter(columns.values())).shape[0]
+        parallel.agree(
+            self._marked(columns),
+            count,
+            next(iter(columns.values())),
+            problem.refuse_differing_ranks,
+        )
+        size, layout = problem.size, problem.layout
+        whole = torch.zeros(size, count, dtype=self.dtype, device=self.device)
+        for name, start, length in zip(layout.names, layout.starts, layout.sizes, strict=True):
+            if name in columns:
+                whole[start : start + length] = columns[name].reshape(count, -1).T
+        local = shards.take(whole).T.contiguous()
+        del whole
+        assert self.part is not None
+        names: tuple[Part, ...] = (self.part,) if parts == 1 else ("outer", "functional")
+        places = dict(zip(layout.names, zip(layout.starts, layout.sizes, strict=True), strict=True))
+        chosen = [slice(places[name][0], sum(places[name])) for name in rows]
+        return torch.stack(
+            [
+                torch.stack(
+                    [torch.cat([full[some] for some in chosen]) for full in map(shards.gathered, p)]
+                )
+                for p in self._local_product(local, names)
+            ]
+        )
+
+    def sharded_columns(self, columns: Tensor) -> Tensor:
+        """This process's entries (P_local, K) of a product with columns, of which it has its own.
+
+        Where the weights are spread (``shards`` is not None); all processes call it together.
+        """
+        if self.before_product is not None:
+            self.before_product()
+        if not self._by_stations():
+            return super().sharded_columns(columns)
+        self.products += columns.shape[1]
+        parallel.agree(
+            self.problem.mark(), columns.shape[1], columns, self.problem.refuse_differing_ranks
+        )
+        assert self.part is not None
+        return self._local_product(columns.T.contiguous(), [self.part])[0].T
+
+    def _by_parameter(self, tensors: Any) -> Any:
+        shards, sharded = self.problem.shards, self.problem.sharded
+        named = tensors.values() if isinstance(tensors, Mapping) else tensors
+        if shards is None or sharded is None or not all(hasattr(t, "placements") for t in named):
+            return super()._by_parameter(tensors)
+        product = self.sharded_columns(sharded.flat(tensors, self.problem.layout).unsqueeze(1))
+        pieces = sharded.shaped(product[:, 0], self.problem.layout)
+        if isinstance(tensors, Mapping):
+            return pieces
+        return tuple(pieces.values()) if isinstance(tensors, tuple) else list(pieces.values())
+
     def sharded_matvec(self, part: Tensor, shards: parallel.Shards) -> Tensor:
+        if shards is self.problem.shards:
+            return self.sharded_columns(part.unsqueeze(1))[:, 0]
         if not self.problem.spread:
             return super().sharded_matvec(part, shards)
         if self.before_product is not None:
@@ -247,6 +361,8 @@ class CurvatureOperator(LinearOperator):
 
     def prepare(self) -> EngineChoice:
         """Check the problem and choose the engine, as the first product would."""
+        if self._by_stations():
+            return self.problem.engine
         if next(self.problem.batches(), None) is not None:  # this process may have no data
             self._kept_for(set(self.problem.parameter_names))
         return self.problem.engine
@@ -372,12 +488,14 @@ class CurvatureOperator(LinearOperator):
 
     def _after_first_pass(self, kept: KeptLinearisations) -> None:
         if self.checks and kept.unused:
-            names = sorted(kept.unused)
+            self._warn_of_unused(kept.unused)
             kept.unused = frozenset()
-            warnings.warn(
-                f"no gradient path from the loss to {listed(names)}: their rows are zero.",
-                stacklevel=4,
-            )
+
+    def _warn_of_unused(self, names: frozenset[str]) -> None:
+        warnings.warn(
+            f"no gradient path from the loss to {listed(sorted(names))}: their rows are zero.",
+            stacklevel=5,
+        )
 
     def _blame(self, columns: Columns) -> str:
         bad = [n for n, column in columns.items() if not bool(torch.isfinite(column).all())]
@@ -423,18 +541,8 @@ class CurvatureOperator(LinearOperator):
     def release(self) -> None:
         """Free the kept graphs; the next product builds them anew."""
         self._full = self._partial = None
-
-
-def probe_batch(problem: Problem) -> Batch:
-    """One sample with a valid target, or the first batch where batches cannot be cut."""
-    first = next(problem.batches())
-    if not problem.separable:
-        return first
-    for place in range(min(first.samples, 16)):
-        piece = first.part(place, place + 1, problem.loss.count)
-        if piece.count > 0:
-            return piece
-    return first
+        if self._spread is not None:
+            self._spread.release()
 
 
 def _all_finite(values: Tensor) -> bool:

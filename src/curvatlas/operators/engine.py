@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from curvatlas import parallel
 from curvatlas.engines.kept import PLANNED, Linearise
 from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.model import (
@@ -29,6 +30,7 @@ from curvatlas.engines.tangent.model import (
     token_shape,
 )
 from curvatlas.engines.tangent.reading import UnmappedModuleError
+from curvatlas.engines.tangent.sharded import ShardedLinearisation
 from curvatlas.errors import DifferentiationError
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, EngineChoice, Problem
@@ -137,7 +139,9 @@ def tangent_engine(
         for off, linearise, ours, reading in differences():
             allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
             if off <= allowed:
-                problem.engine = EngineChoice("tangent", _described(reading, off, probe))
+                problem.engine = EngineChoice(
+                    "tangent", _described(reading, off, f"a product of one sample{_short(probe)}")
+                )
                 return ByHand(
                     linearise=linearise,
                     sample_bytes=_at_full_length(ours, probe, reading),
@@ -158,6 +162,107 @@ def tangent_engine(
     warnings.warn(f"{reason}: autograd computes instead.", stacklevel=8)
     by_autograd(problem, reason)
     return None
+
+
+def probe_batch(problem: Problem) -> Batch:
+    """One sample with a valid target, or the first batch where batches cannot be cut."""
+    first = next(problem.batches())
+    if not problem.separable:
+        return first
+    for place in range(min(first.samples, 16)):
+        piece = first.part(place, place + 1, problem.loss.count)
+        if piece.count > 0:
+            return piece
+    return first
+
+
+class SpreadProducts:
+    """The hand-written engine where weights are spread over processes: each step by all of them."""
+
+    def __init__(
+        self, problem: Problem, part: Part, *, budget: int, logit_room: int, checks: bool
+    ) -> None:
+        self._problem, self._part, self._checks = problem, part, checks
+        self._budget, self._logit_room = budget, logit_room
+        self._linear: ShardedLinearisation | None = None
+        self._version: object = None
+        self._refusal: str | None = None
+        self.unused_told = False
+
+    def refusal(self) -> str | None:
+        """Why the hand-written passes cannot be used, None: they can; looked at when weights move.
+
+        Every block is held to double backward through its own module, on one sample of each
+        process.
+        """
+        version = self._problem.weights_version()
+        if not parallel.everywhere(version == self._version):
+            self.release()
+            self._version = version
+            self._refusal = self._prepared()
+        return self._refusal
+
+    def release(self) -> None:
+        """Forget what is kept."""
+        self._linear, self._version = None, None
+
+    def _prepared(self) -> str | None:
+        problem, off, reason = self._problem, 0.0, ""
+        sample = next(problem.batches(), None)
+        reading: ModelReading | None = None
+        with problem.joined(), problem.evaluating():
+            try:
+                if self._checks:
+                    problem.check()
+                reading = read_model(problem.model)
+                self._linear = ShardedLinearisation(
+                    problem,
+                    problem.parameter_names,
+                    reading=reading,
+                    bends=self._part != "outer",
+                    budget=self._budget,
+                    logit_room=self._logit_room,
+                    pair_room=self._budget // _PAIR_SHARE,
+                )
+                if sample is not None:
+                    off = self._linear.verified(probe_batch(problem))
+            except UnmappedModuleError as error:
+                reason = str(error).rstrip(".")
+        if reading is not None and not reason:
+            allowed = _ROUNDING[problem.dtype]
+            if not off <= allowed:
+                reason = (
+                    f"a block by hand differs from double backward by {off:.1e}, where rounding "
+                    f"explains {allowed:.0e}"
+                )
+        reasons = [text for text in parallel.texts(reason) if text] if problem.spread else [reason]
+        if any(reasons):
+            self._linear = None
+            return reasons[0]
+        assert reading is not None
+        problem.engine = EngineChoice(
+            "tangent", f"{_described(reading, off, 'every block')}; weights stay spread"
+        )
+        return None
+
+    def product(self, columns: Tensor, part: Part) -> Tensor:
+        """This process's entries of H, H_o or H_f times columns: (K, P_local)."""
+        assert self._linear is not None
+        return self._linear.product(columns, part)
+
+    def unused(self) -> frozenset[str]:
+        """Parameters that no process's data reach, until it has been said."""
+        if self._linear is None or self.unused_told:
+            return frozenset()
+        names = self._problem.parameter_names
+        missing = torch.tensor([int(name in self._linear.unused) for name in names])
+        ranks = parallel.world_size() if self._problem.spread else 1
+        if ranks > 1:
+            parallel.add_over_processes(missing)
+        self.unused_told = True
+        return frozenset(
+            n for n, count in zip(names, missing.tolist(), strict=True) if count == ranks
+        )
 
 
 # --- a sample that double backward can hold -------------------------------------------------------
@@ -216,13 +321,16 @@ def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: 
     return ShortSample(sample=sample, blocked=blocked)
 
 
-def _described(reading: ModelReading, off: float, probe: Probe) -> str:
+def _short(probe: Probe) -> str:
+    return "" if probe.length_ratio == 1 else f" (1/{probe.length_ratio:g} of its tokens)"
+
+
+def _described(reading: ModelReading, off: float, what: str) -> str:
     blocks = f"{len(reading.layers)} blocks" if len(reading.layers) > 1 else "1 block"
-    kinds = ", ".join(sorted({type(layer.module).__name__ for layer in reading.layers}))
-    short = "" if probe.length_ratio == 1 else f" (1/{probe.length_ratio:g} of its tokens)"
+    names = {type(layer.module).__name__.removeprefix("FSDP") for layer in reading.layers}
     return (
-        f"{blocks} ({kinds}) written out by hand; a product of one sample{short} agrees with "
-        f"double backward to {off:.0e}"
+        f"{blocks} ({', '.join(sorted(names))}) written out by hand; {what} agrees with double "
+        f"backward to {off:.0e}"
     )
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from curvatlas.engines.autograd.linearisation import HessianLinearisation
 from curvatlas.engines.kept import KeptLinearisations
 from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
-from curvatlas.operators.curvature import AutogradLinearise, CurvatureOperator, probe_batch
+from curvatlas.operators.curvature import AutogradLinearise, CurvatureOperator
+from curvatlas.operators.engine import probe_batch
 from curvatlas.operators.probes import probe_third_derivative
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.smooth_norms import SmoothNorms

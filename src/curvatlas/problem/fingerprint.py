@@ -463,36 +463,44 @@ _FACTS = {
 }
 
 
-def state_of(problem: Problem) -> dict[str, str]:
-    """Digests of the weights, the buffers and the loss by name."""
-    named: Mapping[str, Mapping[str, Tensor]] = {
-        "weights": problem.all_parameters,
-        "buffers": dict(problem.model.named_buffers()),
-    }
-    tensors = {
-        f"{kind} {name}": content(tensor).hex()
-        for kind, group in named.items()
-        for name, tensor in group.items()
-    }
+def state_of(problem: Problem, *, weights: bool = True) -> dict[str, str]:
+    """Digests of the weights, the buffers and the loss by name.
+
+    Weights that are spread are summed up over the processes when all look at them together
+    (``ShardedWeights.look``); ``weights=False`` leaves them out.
+    """
+    tensors: dict[str, str] = {}
+    if weights and problem.sharded is not None:
+        tensors = {f"weights {n}": f"{number:x}" for n, number in problem.sharded.digests.items()}
+    elif weights:
+        tensors = {f"weights {n}": content(w).hex() for n, w in problem.all_parameters.items()}
+    tensors |= {f"buffers {n}": content(b).hex() for n, b in problem.model.named_buffers()}
     return {**tensors, "loss": content([type(problem.loss), vars(problem.loss)]).hex()}
 
 
-def facts_of(problem: Problem) -> dict[str, str]:
-    """Everything that ranks compare."""
+def model_facts(problem: Problem) -> dict[str, str]:
+    """What ranks compare before they gather anything."""
     dtypes = {name: str(tensor.dtype) for name, tensor in problem.all_parameters.items()}
     return {
         "model": content(without_places(repr(problem.model))).hex(),
         "parameters": content([problem.parameter_names, problem.layout.shapes]).hex(),
         "dtype": content(dtypes).hex(),
         "options": content(problem.options).hex(),
+    }
+
+
+def facts_of(problem: Problem) -> dict[str, str]:
+    """Everything that ranks compare."""
+    return {
+        **model_facts(problem),
         **state_of(problem),
         "data": problem.data_digest.hex(),
     }
 
 
-def refuse_differing(problem: Problem) -> None:
+def refuse_differing(facts: Mapping[str, str]) -> None:
     """Say on every rank what differs; called by all of them."""
-    differing = parallel.differing(facts_of(problem))
+    differing = parallel.differing(facts)
     for fact, (what, remedy) in _FACTS.items():
         told = {name: values for name, values in differing.items() if name.split(" ")[0] == fact}
         if told:

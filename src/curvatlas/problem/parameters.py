@@ -49,7 +49,7 @@ class Layout:
 
     def flat(self, tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Tensor:
         """One tensor a parameter, in its shape or with a last axis K more → (P,) or (P, K)."""
-        by_name = self._by_name(tensors)
+        by_name = self.by_name(tensors)
         columns: set[int | None] = set()
         for name, shape in zip(self.names, self.shapes, strict=True):
             tensor = by_name[name]
@@ -80,7 +80,8 @@ class Layout:
         pieces = torch.split(flat, list(self.sizes))
         return [p.reshape(*s, *p.shape[1:]) for p, s in zip(pieces, self.shapes, strict=True)]
 
-    def _by_name(self, tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def by_name(self, tensors: Sequence[Tensor] | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """One tensor a parameter, by its name; refuse others."""
         if isinstance(tensors, Mapping):
             missing = [name for name in self.names if name not in tensors]
             unknown = [str(name) for name in tensors if name not in self.names]

@@ -60,6 +60,7 @@ from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
 from curvatlas.problem.objective import LABELS, Objective, OwnLoss, settled, with_decoder_inputs
 from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
 from curvatlas.problem.sample_axis import SampleAxes
+from curvatlas.problem.sharding import ShardedWeights
 
 # --- from a user's data to checked batches --------------------------------------------------------
 
@@ -220,6 +221,7 @@ class Problem:
         see other data are refused.
     """
 
+    sharded: ShardedWeights | None = None  # weights that stay spread over processes (FSDP2)
     _in_call = False  # whether a block of a call under way has asked for its weights
     _state: tuple[object, bytes] | None  # version and digest of weights, buffers and loss
     # Which engine made the last operator's products; operators choose on their first one.
@@ -271,12 +273,15 @@ class Problem:
         """The model, the parameters that vary, the loss and the data, before the first pass."""
         module, varying = as_module(model, parameters)
         self._set_model(unwrap(module))
-        refuse_sharded(self._everything)
+        if self.sharded is None:
+            refuse_sharded(self._everything)
         if not self._everything:
             raise ProblemError(f"{type(self.model).__name__} has no parameters.")
         self.parameter_names = choose_parameters(self.model, self._everything, varying)
         first = self._everything[self.parameter_names[0]]
         self.dtype, self.device = self.compute_dtype or first.dtype, first.device
+        if self.sharded is not None:
+            self.sharded.dtype = self.dtype
         if data is None:
             raise ProblemError("no data: pass Problem(model, loss, data).")
         self.data = batches_of(data, dtype=self.dtype)
@@ -325,6 +330,8 @@ class Problem:
     @property
     def in_place(self) -> bool:
         """Whether passes compute with the model's own tensors, as they lie in memory."""
+        if self.sharded is not None:
+            return False
         return all(not self._is_cast(weight) for weight in self._everything.values())
 
     def _is_cast(self, weight: Tensor) -> bool:
@@ -347,6 +354,10 @@ class Problem:
         copies of one block are all there is at a time. ``following``: what will be asked for next,
         for a source that can fetch it meanwhile; casting needs no head start.
         """
+        if self.sharded is not None:
+            with self.sharded.present(names, following) as gathered:
+                yield gathered
+            return
         everything = self._everything
         weights = {
             name: everything[name].detach().to(self.dtype)
@@ -364,6 +375,9 @@ class Problem:
 
         The live model's own tensors where ``in_place`` holds, else copies of all at once.
         """
+        if self.sharded is not None:
+            with self.present(self._everything) as gathered:
+                return dict(gathered)
         return {
             name: weight.detach().to(self.dtype) if self._is_cast(weight) else weight
             for name, weight in self._everything.items()
@@ -380,10 +394,30 @@ class Problem:
 
     def own_tensors(self) -> list[Tensor]:
         """Parameters and buffers: memory that is there without any graph."""
-        return [*self._everything.values(), *self.model.buffers()]
+        return [*self._own_parameters().values(), *self.model.buffers()]
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """The parameters in this process's memory, its rows of those that are spread."""
+        if self.sharded is None:
+            return self._everything
+        return {name: self.sharded.local(name) for name in self.sharded.parameters}
+
+    @functools.cached_property
+    def shards(self) -> parallel.Shards | None:
+        """Which entries of a vector this process holds where weights are spread, else None."""
+        return None if self.sharded is None else self.sharded.shards(self.layout)
+
+    def joined(self) -> contextlib.AbstractContextManager[Any]:
+        """Where weights are spread: work in which processes gather for each other.
+
+        All of them enter and leave it together, whatever each one does inside.
+        """
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.joined()
 
     def weights_version(self) -> tuple[bytes, bytes]:
         """Changes with any value of the weights, the buffers or the loss's own tensors."""
+        if self.sharded is not None:
+            self.sharded.reshard()
         with as_it_was(self.model) if open_scopes else contextlib.nullcontext():
             weights = self._model_tensors.fingerprint()
         if self._gathered is not None and self._gathered != weights:
@@ -421,6 +455,8 @@ class Problem:
         samples = sum(sample_digests(batch) for batch in self.batches())
         if self.distributed:
             samples = sum(parallel.from_every_process(samples % 2**61))
+        if self.sharded is not None:
+            self.sharded.look()  # they may have been trained
         options = {name: value for name, value in self.options.items() if name != "shard"}
         state = fingerprint.state_of(self)
         return [list(self.parameter_names), options, state, self.total_count, samples % 2**61]
@@ -434,13 +470,14 @@ class Problem:
             return None
         version = version or self.weights_version()
         if self._state is None or self._state[0] != version:
-            self._state = version, fingerprint.content(fingerprint.state_of(self))
+            state = fingerprint.state_of(self, weights=self.sharded is None)
+            self._state = version, fingerprint.content(state)
         digest = hashlib.blake2b(self._state[1] + self.data_digest, digest_size=16)
         return parallel.Mark(digest.digest())
 
     def refuse_differing_ranks(self) -> None:
         """Say on every rank what it is that differs; called by all of them together."""
-        fingerprint.refuse_differing(self)
+        fingerprint.refuse_differing(fingerprint.facts_of(self))
 
     def settle(self) -> None:
         """After a forward pass: what it has left in the model's attributes is no weight."""
@@ -450,17 +487,23 @@ class Problem:
         self.model = model
         self._model_tensors = LiveTensors(model)
         self._generation = self._model_tensors.generation
-        self._named = whole_parameters(model)
+        together = self.distributed or parallel.world_size() == 1
+        self.sharded = ShardedWeights.of(model) if together else None
+        self._named = (
+            whole_parameters(model) if self.sharded is None else dict(self.sharded.parameters)
+        )
         self._kinds = kinds(self._named)
         self._head = large_heads.HeadSearch(model)
         self._state = None
-        sharded = any(hasattr(p, "placements") for p in model.parameters())
-        self._gathered = self._model_tensors.fingerprint() if sharded else None
+        gathered = self.sharded is None and any(
+            hasattr(p, "placements") for p in model.parameters()
+        )
+        self._gathered = self._model_tensors.fingerprint() if gathered else None
 
     @property
     def _everything(self) -> dict[str, Tensor]:
         """The live model's parameters by name, also after some were replaced."""
-        if self._in_call:  # the model holds other tensors for the moment
+        if self._in_call or self.sharded is not None:  # the model may hold others for the moment
             return self._named
         self._model_tensors.follow()
         if self._generation != self._model_tensors.generation and self._gathered is None:
@@ -480,8 +523,12 @@ class Problem:
         """
 
         def read() -> list[int]:
-            if prepare is not None:
-                prepare()
+            if prepare is not None and not together:
+                self._meet_first(prepare)
+            with self.joined():
+                return look()
+
+        def look() -> list[int]:
             raws = iter(self.data)
             first = next(raws, None)
             self._objective = self._settled(first)
@@ -505,6 +552,8 @@ class Problem:
             return [bits, seen, *parallel.halves(digest)]
 
         together = self.spread
+        if together and prepare is not None:
+            self._meet_first(prepare)
         ranks = parallel.shared(read, 4) if together else [read()]
         if any(row[2:] != ranks[0][2:] for row in ranks):
             self.refuse_differing_ranks()
@@ -514,6 +563,19 @@ class Problem:
         if total <= 0:
             raise ProblemError("no valid target in the data: every target is ignored.")
         self._total = self._summed_total = total
+
+    def _meet_first(self, prepare: Callable[[], None]) -> None:
+        """Take up the model, and stop where processes have other ones: they could not gather."""
+
+        def take_up() -> list[int]:
+            prepare()
+            return list(parallel.halves(fingerprint.content(fingerprint.model_facts(self))))
+
+        ranks = parallel.shared(take_up, 2) if self.spread else [take_up()]
+        if any(row != ranks[0] for row in ranks):
+            fingerprint.refuse_differing(fingerprint.model_facts(self))
+        if self.sharded is not None:
+            self.sharded.look()
 
     def _check_callable(self, loss: CallableLoss) -> None:
         batch = next((b for b in self.batches() if b.length > 1), None)
@@ -558,7 +620,8 @@ class Problem:
         device: torch.device | None = None,
     ) -> Tensor:
         def marked(total: Tensor) -> parallel.Mark | None:
-            fill(total)
+            with self.joined():
+                fill(total)
             return self.mark()
 
         return parallel.summed(
@@ -737,10 +800,15 @@ class Problem:
         """The scope in which the model is called and differentiated."""
         strict = self.keep_float64 and self.dtype == torch.float64
         with (
+            self.unwrapped(),
             evaluation(self.model, stay_double=strict, compute_dtype=self.compute_dtype),
             explained(),
         ):
             yield
+
+    def unwrapped(self) -> contextlib.AbstractContextManager[None]:
+        """The scope in which a spread model is the one that was given to ``fully_shard``."""
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.plain()
 
     def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Fresh leaf tensors for the parameters that vary.
@@ -767,7 +835,7 @@ class Problem:
     def _called(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         try:
             scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
-            with self._weights_for_call(leaves) as values, scope(self.model):
+            with self.weights_for_call(leaves) as values, scope(self.model):
                 return call(self.model, values, self._computed(batch.inputs))
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             if isinstance(error, ProblemError | UnmappedModuleError):
@@ -791,11 +859,24 @@ class Problem:
         return tree_map(cast, inputs)
 
     @contextlib.contextmanager
-    def _weights_for_call(self, leaves: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def weights_for_call(
+        self,
+        leaves: Mapping[str, Tensor],
+        change: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> Iterator[dict[str, Tensor]]:
         """What the model's parameters are replaced by: ``leaves``, the others as they stand.
 
         Copies of a block's weights are made when it runs; a graph keeps those that it needs.
+        change: what is made of each of these copies, for weights that are not ``in_place``.
         """
+
+        @contextlib.contextmanager
+        def changed(names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+            with self._present_in_call(names) as weights:
+                if change is not None:
+                    weights.update({name: change(name, w) for name, w in weights.items()})
+                yield weights
+
         everything = self._everything
         fixed = [name for name in everything if name not in leaves]
         if self.in_place:
@@ -806,7 +887,7 @@ class Problem:
         places = block_places(self.model, blocks, everything, without=leaves)
         inside = {name for named in places.values() for name in named.values()}
         outside = [name for name in fixed if name not in inside]
-        with self.present(outside) as weights, block_by_block(places, self._present_in_call):
+        with changed(outside) as weights, block_by_block(places, changed):
             yield {**leaves, **weights}
 
     @contextlib.contextmanager
@@ -872,7 +953,7 @@ class Problem:
     def check(self) -> None:
         """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
         check_same_parameters(self._kinds, self._everything)
-        check_weights(self._everything, self.parameter_names, self.compute_dtype)
+        check_weights(self._own_parameters(), self.parameter_names, self.compute_dtype)
         check_mode(self.model)
         batch = next(self.batches(), None)
         if batch is None or self._steady == (version := self.weights_version()):

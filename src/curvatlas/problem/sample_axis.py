@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.budget import default_budget
-from curvatlas.errors import ProblemError
+from curvatlas.errors import PeerError, ProblemError
 from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
@@ -173,7 +173,10 @@ class _Probe:
         Where they fit, float64 copies of the weights are tried: rounding hides less. Where moved
         weights overflow, or the model takes no float64, they are tried as they are.
         """
-        doubled = 8 * sum(t.numel() for t in self._problem.own_tensors()) <= self._room // 4
+        doubled = self._problem.sharded is not None  # one block of them at a time
+        doubled = doubled or (
+            8 * sum(t.numel() for t in self._problem.own_tensors()) <= self._room // 4
+        )
         doubled = doubled and has_float64(self._problem.device)
         for dtype in dict.fromkeys([torch.float64, self._dtype] if doubled else [self._dtype]):
             self._set_precision(dtype)
@@ -182,7 +185,7 @@ class _Probe:
                 self._values, self._whole, self._finite = self._moved(distance), None, False
                 model, computed = self._problem.model, self._problem.compute_dtype
                 scope = evaluation(model, stay_double=strict, compute_dtype=computed)
-                with scope, torch.no_grad():
+                with self._problem.unwrapped(), scope, torch.no_grad():
                     for axes in self._candidates:
                         layout = self._passes(axes)
                         if layout is not None:
@@ -204,6 +207,9 @@ class _Probe:
         must not hide what stands behind it.
         """
         problem = self._problem
+        self._distance = distance
+        if problem.sharded is not None:
+            return {}  # moved when they are gathered
         values = {
             name: t.detach().to(self._precision) if _varies(t) else t
             for name, t in problem.named_weights().items()
@@ -211,20 +217,33 @@ class _Probe:
         if not distance:
             return values
         squares = {n: float(in_float64(values[n]).square().sum()) for n in problem.parameter_names}
-        typical = math.sqrt(sum(squares.values()) / max(problem.size, 1)) or 1.0
-        drawn = torch.randn(
-            _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
-        )
         own = {weight.data_ptr() for weight in problem.own_tensors()}
         for name, square in squares.items():
             value = values[name]
-            size = max(math.sqrt(square / max(value.numel(), 1)), typical)
-            noise = drawn.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
             into = None if value.data_ptr() in own else value  # a copy is moved where it is
-            values[name] = torch.add(
-                value, noise.view(value.shape), alpha=distance * size, out=into
-            )
+            values[name] = self._away(value, square, sum(squares.values()), out=into)
         return values
+
+    def _away(
+        self, value: Tensor, square: float, squares: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        """A weight moved by noise of its own size; ``squares`` are summed over all weights."""
+        typical = math.sqrt(squares / max(self._problem.size, 1)) or 1.0
+        size = max(math.sqrt(square / max(value.numel(), 1)), typical)
+        drawn = torch.randn(
+            _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+        )
+        noise = drawn.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
+        return torch.add(value, noise.view(value.shape), alpha=self._distance * size, out=out)
+
+    def _changed(self, name: str, value: Tensor) -> Tensor:
+        """A weight of a spread model as it is tried, when it is gathered."""
+        assert self._problem.sharded is not None
+        value = value.to(self._precision) if _varies(value) else value
+        if not self._distance or name not in self._problem.parameter_names:
+            return value
+        squares = self._problem.sharded.squares
+        return self._away(value, squares[name], sum(squares.values()))
 
     def _with_doubts(self, layout: SampleLayout) -> SampleLayout:
         """Notes inputs that pass uncut as well, being the same for all samples."""
@@ -276,7 +295,12 @@ class _Probe:
             for name, buffer in self._problem.model.named_buffers()
             if _varies(buffer) and buffer.dtype != self._precision
         }
-        raw = call(self._problem.model, {**self._values, **buffers}, batch.inputs)
+        problem = self._problem
+        scope = contextlib.nullcontext(self._values)
+        if problem.sharded is not None:
+            scope = problem.weights_for_call({}, self._changed)  # type: ignore[assignment]
+        with scope as values:
+            raw = call(problem.model, {**values, **buffers}, batch.inputs)
         tensors, self._output_spec = tree_flatten(self._problem.read(raw, batch))
         return tensors
 
@@ -303,6 +327,8 @@ class _Probe:
         own the layout is wrong, and finding that out takes no memory.
         """
         length = self._length(axes)
+        if self._problem.sharded is not None:  # a graph would hold all weights
+            return min(length, _REPLACED)
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:  # and save nothing: there is no backward pass
@@ -350,6 +376,8 @@ class _Probe:
             if not all(self._replacement_agrees(layout, block, few, kept) for kept in (0, 1)):
                 return None
             return layout if self._loss_adds_up(layout, whole, samples) else None
+        except PeerError:
+            raise
         except Exception:  # whatever a model says to inputs that are cut the wrong way
             return None
 

@@ -311,9 +311,10 @@ def _missing_parts(file: Path, state: Path) -> str | None:
         if step is None:
             return None
         undamaged = [
-            (start, stop)
-            for part, at, start, stop in parts_on_disk(state)
+            entries
+            for part, at, own in parts_on_disk(state)
             if at == step and _checkpoint_damage(part) is None
+            for entries in own
         ]
         lacking = missing_entries(header, undamaged)
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -86,8 +86,11 @@ def weights_of(model: nn.Module, history: Result) -> TrainedWeights:
 
 
 def of_model(model: nn.Module) -> str:
-    """SHA-256 of the class, and of name, shape, dtype and bytes of each parameter and buffer."""
-    digest = hashlib.sha256(type(model).__qualname__.encode())
+    """SHA-256 of the class, and of name, shape, dtype and bytes of each parameter and buffer.
+
+    Parameters that FSDP2 spreads count as they are whole: all processes gather one after the other.
+    """
+    digest = hashlib.sha256(type(model).__qualname__.removeprefix("FSDP").encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         digest.update(name.encode())
         _add(digest, tensor)
@@ -105,6 +108,8 @@ def of_data(batches: Iterable[Any]) -> str:
 def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
+        if hasattr(value, "full_tensor"):  # a DTensor
+            value = value.full_tensor()
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     elif isinstance(value, Mapping):

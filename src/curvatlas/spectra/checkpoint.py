@@ -25,7 +25,7 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,16 +255,32 @@ def generator(seed: int) -> torch.Generator:
 
 _SHARDED = "rows"
 _SUM = "crc32"  # of a part, which is read row by row
+_ENTRIES = "entries"  # of the vectors, where a part holds the rows of many parameters
 
 
-def parts_on_disk(path: Path) -> list[tuple[Path, int, int, int]]:
-    """(file, step, start, stop) of every part of the checkpoint ``path``."""
-    parts = []
+def parts_on_disk(path: Path) -> list[tuple[Path, int, tuple[parallel.Range, ...]]]:
+    """(file, step, entries of the vectors) of every part of the checkpoint ``path``.
+
+    A contiguous part says its entries by its name, the rows of many parameters by its header.
+    """
+    parts: list[tuple[Path, int, tuple[parallel.Range, ...]]] = []
     for file in sorted(path.parent.glob(f"{glob.escape(path.name)}.step*")):
-        match = re.fullmatch(r"\.step(\d+)\.(\d+)-(\d+)", file.name[len(path.name) :])
-        if match:
-            parts.append((file, int(match[1]), int(match[2]), int(match[3])))
+        match = re.fullmatch(r"\.step(\d+)\.(\d+)(-|of)(\d+)", file.name[len(path.name) :])
+        if match and match[3] == "-":
+            parts.append((file, int(match[1]), ((int(match[2]), int(match[4])),)))
+        elif match:
+            parts.append((file, int(match[1]), _entries_of(file)))
     return parts
+
+
+def _entries_of(part: Path) -> tuple[parallel.Range, ...]:
+    """The entries that a part's header names; none where it cannot be read."""
+    try:
+        with safe_open(str(part), framework="pt") as opened:
+            said = parse_json((opened.metadata() or {})[_ENTRIES], "its entries")
+        return tuple((int(start), int(stop)) for start, stop in said)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return ()
 
 
 def step_of(header: Mapping[str, Any]) -> int | None:
@@ -282,6 +298,24 @@ def missing_entries(header: Mapping[str, Any], parts: Iterable[tuple[int, int]])
             return f"entries {end} to {start} of {size}"
         end = max(end, stop)
     return None
+
+
+def _common(
+    there: Sequence[parallel.Range], here: Sequence[parallel.Range]
+) -> list[tuple[int, int, int]]:
+    """(place there, place here, length) of the entries that two ascending lists have in common."""
+    common: list[tuple[int, int, int]] = []
+    theirs = mine = at = to = 0
+    while theirs < len(there) and mine < len(here):
+        (start, stop), (first, last) = there[theirs], here[mine]
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            common.append((at + low - start, to + low - first, high - low))
+        if stop <= last:
+            theirs, at = theirs + 1, at + stop - start
+        if last <= stop:
+            mine, to = mine + 1, to + last - first
+    return common
 
 
 class ShardedCheckpoint(Checkpoint):
@@ -313,13 +347,13 @@ class ShardedCheckpoint(Checkpoint):
         mine = self._shards
         rows: Tensor | None = None
         covered = 0
-        for file, start, stop in self._parts(self._step):
-            low, high = max(start, mine.start), min(stop, mine.stop)
-            if low >= high:
+        for file, entries in self._parts(self._step):
+            common = _common(entries, mine.own)
+            if not common:
                 continue
             with safe_open(str(file), framework="pt") as opened:
                 part = opened.get_slice(_SHARDED)
-                if part.get_shape() != [count, stop - start]:
+                if part.get_shape() != [count, sum(stop - start for start, stop in entries)]:
                     raise ValueError(f"{file} has {part.get_shape()}")
                 total = 0
                 for place in range(count):  # row by row: a part may be larger than this process's
@@ -327,21 +361,20 @@ class ShardedCheckpoint(Checkpoint):
                     total = checksum(row, total)
                     if rows is None:
                         rows = torch.empty(count, mine.length, dtype=row.dtype, device="cpu")
-                    rows[place, low - mine.start : high - mine.start] = row[
-                        0, low - start : high - start
-                    ]
+                    for there, here, length in common:
+                        rows[place, here : here + length] = row[0, there : there + length]
                 expected = (opened.metadata() or {}).get(_SUM)
             if f"{total:08x}" != expected:
                 raise ValueError(f"the bytes of {file.name} do not match their checksum")
-            covered += high - low
+            covered += sum(length for _, _, length in common)
         if rows is None or covered != mine.length:
             raise ValueError(f"step {self._step} covers {covered} of {mine.length} entries")
         return rows
 
-    def _parts(self, step: int) -> list[tuple[Path, int, int]]:
-        return [(file, start, stop) for file, at, start, stop in self._all_parts() if at == step]
+    def _parts(self, step: int) -> list[tuple[Path, tuple[parallel.Range, ...]]]:
+        return [(file, entries) for file, at, entries in self._all_parts() if at == step]
 
-    def _all_parts(self) -> list[tuple[Path, int, int, int]]:
+    def _all_parts(self) -> list[tuple[Path, int, tuple[parallel.Range, ...]]]:
         assert self.path is not None
         return parts_on_disk(self.path)
 
@@ -355,16 +388,16 @@ class ShardedCheckpoint(Checkpoint):
         # After a failure processes may be at different steps, or gone: the last step stands.
         if self.path is None or everywhere:
             return True
-        step = max([self._step, *(written for _, written, _, _ in self._all_parts())]) + 1
+        step = max([self._step, *(written for _, written, _ in self._all_parts())]) + 1
         step = int(parallel.largest_over_processes(step))
         rows = tensors[_SHARDED]
-        part = self.path.parent / (
-            f"{self.path.name}.step{step}.{self._shards.start}-{self._shards.stop}"
-        )
+        part = self.path.parent / f"{self.path.name}.step{step}.{self._part_name()}"
         written = False
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(part, {_SHARDED: rows}, {_SUM: f"{checksum(rows):08x}"})
+            if self._shards.writes:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                header = {_SUM: f"{checksum(rows):08x}", _ENTRIES: json.dumps(self._shards.own)}
+                files.write(part, {_SHARDED: rows}, header)
             written = True
         except OSError as error:
             self._report(error)
@@ -380,10 +413,16 @@ class ShardedCheckpoint(Checkpoint):
         self._step = step
         return True
 
+    def _part_name(self) -> str:
+        mine = self._shards
+        if len(mine.own) == 1:
+            return f"{mine.start}-{mine.stop}"
+        return f"{mine.index}of{len(mine.ranges)}"
+
     def _remove_all_but(self, steps: set[int]) -> None:
         """The step just written and the one before it stay: the last state and the way back."""
-        for file, step, start, stop in self._all_parts():
-            mine = (start, stop) == (self._shards.start, self._shards.stop)
+        for file, step, entries in self._all_parts():
+            mine = entries == self._shards.own and self._shards.writes
             # Parts of another number of processes are nobody's: the first process removes them.
             if step not in steps and (mine or parallel.rank() == 0):
                 file.unlink(missing_ok=True)

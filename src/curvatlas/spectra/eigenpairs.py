@@ -71,7 +71,7 @@ def eigenpairs(
     max_products: int | None = None,
     memory: int | float | str | None = None,
     storage: torch.dtype | None = None,
-    shard: bool = False,
+    shard: bool | None = None,
     thorough: bool = False,
     bounded: float | None = None,
     data_error: bool = True,
@@ -89,7 +89,8 @@ def eigenpairs(
     storage: precision of the stored basis, torch.bfloat16 for half of float32's memory: sums stay
     in the operator's precision, and what rounding does is part of the residuals.
     shard: every process of the group holds its own part of the basis and of ``result.vectors``,
-    n/world entries of each vector (``parallel.Shards`` says which).
+    n/world entries of each vector (``parallel.Shards`` says which). None: no, but where weights are
+    spread (FSDP2) so is the basis, as they are, and ``result.vectors`` are whole.
     """
     n = require_symmetric(op, "eigenpairs")
     if storage is not None and not storage.is_floating_point:
@@ -113,7 +114,9 @@ def eigenpairs(
         thorough=thorough,
         bounded=bounded,
     )
-    shards = parallel.Shards.of(n) if shard else None
+    shards = op.shards if shard is None else None
+    if shard:
+        shards = op.shards or parallel.Shards.of(n)
     capacity, device = _capacity(op, wanted, max_products, memory, storage, shards)
 
     def run() -> Eigenpairs:
@@ -129,6 +132,9 @@ def eigenpairs(
         return lanczos.result()
 
     pairs = run()
+    if shard is None and shards is not None:
+        whole = [shards.gathered(vector) for vector in pairs.vectors.T.contiguous()]
+        pairs = replace(pairs, vectors=torch.stack(whole, 1))
     return _with_data_error(op, pairs) if data_error and shards is None else pairs
 
 

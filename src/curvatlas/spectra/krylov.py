@@ -74,7 +74,7 @@ class Rows:
     def take(self, vector: Tensor) -> Tensor:
         """This process's part of a full vector (n,), a copy here and in ``dtype``."""
         if self.shards is not None:
-            vector = vector[self.shards.start : self.shards.stop]
+            vector = self.shards.take(vector)
         return vector.to(device=self.tensor.device, dtype=self.dtype).clone()
 
     def random(self, random: torch.Generator) -> Tensor:
@@ -84,14 +84,19 @@ class Rows:
         of their own: a process draws those that its part lies in, never all n.
         """
         key = int(torch.randint(2**62, (), generator=random, device="cpu"))
-        first = 0 if self.shards is None else self.shards.start
-        end = first + self.length
         row = torch.empty(self.length, dtype=torch.float64, device="cpu")
-        for begin in range(first // _DRAWN * _DRAWN, end, _DRAWN):
-            stream = np.random.Generator(np.random.Philox(key=[key, begin // _DRAWN]))
-            drawn = stream.standard_normal(min(_DRAWN, end - begin))
-            low = max(begin, first)
-            row[low - first : begin + len(drawn) - first] = torch.from_numpy(drawn[low - begin :])
+        own = ((0, self.length),) if self.shards is None else self.shards.own
+        size = self.length if self.shards is None else self.shards.size
+        at, begin, drawn = 0, -1, np.empty(0)
+        for first, end in own:
+            while first < end:
+                if begin != first // _DRAWN * _DRAWN:
+                    begin = first // _DRAWN * _DRAWN
+                    stream = np.random.Generator(np.random.Philox(key=[key, begin // _DRAWN]))
+                    drawn = stream.standard_normal(min(_DRAWN, size - begin))
+                last = min(end, begin + _DRAWN)
+                row[at : at + last - first] = torch.from_numpy(drawn[first - begin : last - begin])
+                at, first = at + last - first, last
         return row.to(dtype=self.dtype).to(self.tensor.device)
 
     def image(self, op: LinearOperator, i: int) -> Tensor:
@@ -111,7 +116,7 @@ class Rows:
     # --- sums over a row -------------------------------------------------------------------------
 
     def _summed(self, values: Tensor) -> Tensor:
-        return values if self.shards is None else parallel.add_over_processes(values)
+        return values if self.shards is None else self.shards.summed(values)
 
     def norm(self, vector: Tensor) -> Tensor:
         """‖vector‖ over all processes, a scalar tensor."""

@@ -57,6 +57,7 @@ from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
+from curvatlas.problem.sharding import ShardedWeights
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
 
@@ -84,6 +85,13 @@ class Place:
             (columns.stride(0), *self.strides),
             columns.storage_offset() + self.offset,
         )
+
+    def add_to(self, slot: Tensor, rate: Tensor) -> None:
+        """Add rates (K, *shape) to those of the parameter (K, *parameter)."""
+        if self.entries is None:
+            self.view(slot).add_(rate)
+        else:
+            slot.view(len(slot), -1).index_add_(1, self.entries, rate.flatten(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +230,7 @@ class LayerCall:
     layer: KnownLayer
     call: BlockCall
     given: Tensor
+    arguments: tuple[Sequence[Any], Mapping[str, Any]]
     result: Any = None
 
     @property
@@ -282,7 +291,7 @@ class Watch:
             self.refusal = error  # raised behind the model's own code, which may catch it
             return
         given = args[0] if args else next(iter(kwargs.values()))
-        self.calls.append(LayerCall(layer, call, given))
+        self.calls.append(LayerCall(layer, call, given, (args, kwargs)))
 
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
         if self.refusal is None:
@@ -454,13 +463,7 @@ class Chain:
             return
         coming = () if following is None else following.parameters
         with self._problem.present(layer.parameters, following=coming) as values:
-            values |= {name: weight.value(values) for name, weight in layer.adapted.items()}
-            own = {
-                ours: place.view(values[place.parameter].unsqueeze(0))[0]
-                for ours, place in layer.places.items()
-            }
-            weights = with_joint_projections(own)
-            del own
+            weights = layer_weights(layer, values)
             if self._problem.in_place:
                 self._held[layer.path] = weights
             yield weights
@@ -654,11 +657,7 @@ class Chain:
         """Keep ∂ℓ/∂W of a part of an adapted weight."""
         if place.parameter not in self._deltas:
             self._deltas[place.parameter] = self._no_slope(place.parameter)
-        delta = self._deltas[place.parameter]
-        if place.entries is None:
-            place.view(delta.unsqueeze(0))[0].add_(slope)
-        else:
-            delta.view(-1).index_add_(0, place.entries, slope.reshape(-1))
+        place.add_to(self._deltas[place.parameter].unsqueeze(0), slope.unsqueeze(0))
 
     def _no_slope(self, name: str) -> Tensor:
         """Zeros of the shape of an adapted weight."""
@@ -787,10 +786,18 @@ class Chain:
         views = [layer.places[ours] for ours in into if layer.places[ours].entries is None]
         slots.written.update(place.parameter for place in views)
         for place, result in copied:
-            assert place.entries is not None
-            slot = slots.to_add(place.parameter)
-            slot.view(slot.shape[0], -1).index_add_(1, place.entries, result.flatten(1))
+            place.add_to(slots.to_add(place.parameter), result)
         return None if back is None else back.flatten(1, 2)
+
+
+def layer_weights(layer: KnownLayer, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's weights by our names, from those of the model's parameters."""
+    values |= {name: weight.value(values) for name, weight in layer.adapted.items()}
+    own = {
+        ours: place.view(values[place.parameter].unsqueeze(0))[0]
+        for ours, place in layer.places.items()
+    }
+    return with_joint_projections(own)
 
 
 def layer_views(layer: KnownLayer, columns: Columns) -> dict[str, Tensor]:
@@ -837,7 +844,7 @@ class TangentLinearisation:
         if pair_room is not None:
             pairs = pair_numbers(reading.layers, shape[1]) * problem.dtype.itemsize
             blocked = blocked or 2 * pairs > pair_room  # A and its tangent
-        for piece, share in _pieces(problem, reading, batch, shape, blocked=blocked):
+        for piece, share in runs_of(problem, reading, batch, shape, blocked=blocked):
             chain = Chain(
                 problem,
                 reading,
@@ -986,27 +993,29 @@ def token_shape(problem: Problem, reading: ModelReading, batch: Batch) -> tuple[
     return samples, tokens.numel() // (samples * d), d
 
 
-def _pieces(
+def runs_of(
     problem: Problem,
     reading: ModelReading,
     batch: Batch,
     shape: tuple[int, int, int],
     *,
-    blocked: bool,
+    blocked: bool = False,
+    alone: int = ONE_RUN_BYTES,
+    at_once: int = 2**26,
 ) -> list[tuple[Batch, float]]:
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
-    below ``ONE_RUN_BYTES``, where smaller products would cost more than the memory is worth; two
-    from there on (half the tangents for about 5 % of time); more where two would pass 64 MB.
+    below ``alone`` bytes, where smaller products would cost more than the memory is worth; two
+    from there on (half the tangents for about 5 % of time); more where two would pass ``at_once``.
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
     samples = batch.samples
     size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
-    if size < ONE_RUN_BYTES:
+    if size < alone:
         return [(batch, 1.0)]
-    count = int(min(samples, max(2, -(-size // 2**26))))
+    count = int(min(samples, max(2, -(-size // at_once))))
     step = -(-samples // count)
     pieces = [
         batch.part(start, min(start + step, samples), problem.loss.count)
@@ -1017,6 +1026,16 @@ def _pieces(
     return [(piece, piece.count / batch.count) for piece in pieces]
 
 
+_NOT_HELD = (
+    nn.Module,
+    Problem,
+    Batch,
+    Buffers,
+    ShardedWeights,
+    type,
+)  # whose memory counts elsewhere
+
+
 def tensors_in(*objects: Any, without: Sequence[Tensor] = ()) -> list[Tensor]:
     """Every tensor that objects hold, in attributes, containers and closures, graphs excluded."""
     outside = {tensor.untyped_storage().data_ptr() for tensor in without}
@@ -1025,7 +1044,7 @@ def tensors_in(*objects: Any, without: Sequence[Tensor] = ()) -> list[Tensor]:
     tensors: list[Tensor] = []
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or isinstance(thing, nn.Module | Problem | Batch | Buffers | type):
+        if id(thing) in seen or isinstance(thing, _NOT_HELD):
             continue
         seen.add(id(thing))
         if isinstance(thing, Tensor):

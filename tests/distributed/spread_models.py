@@ -1,0 +1,287 @@
+"""Models that FSDP2 spreads over two processes, and what is asked of them; started by torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import curvatlas as ca
+from curvatlas.operators.curvature import CurvatureParts
+from distributed.workers import join_group, model_and_data
+
+KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
+
+
+class Encoder(nn.Module):
+    """Post-norm encoder layers, a mean over tokens, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(x).mean(1))
+        return logits
+
+
+def case(name: str) -> tuple[nn.Module, Any, Any, Any]:
+    """(model, its blocks, loss, data): the same in every process."""
+    if name == "gpt":
+        model, data = model_and_data()
+        return model, model.blocks, "cross_entropy", data
+    torch.manual_seed(0)
+    if name == "encoder":
+        encoder = Encoder().double().eval()
+        data = torch.randn(5, 4, 8, dtype=torch.float64), torch.randint(0, 3, (5,))
+        return encoder, encoder.encoder.layers, "cross_entropy", data
+    ids = torch.randint(0, 13, (5, 6))
+    batch = {"input_ids": ids, "labels": ids}
+    if name == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+        )  # fmt: skip
+        llama = LlamaForCausalLM(config).double().eval()
+        return llama, llama.model.layers, None, batch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tied = GPT2LMHeadModel(
+        GPT2Config(vocab_size=13, n_embd=16, n_layer=2, n_head=4, n_positions=16)
+    )
+    return tied.double().eval(), tied.transformer.h, None, batch
+
+
+def spread(model: nn.Module, blocks: Any, replicas: int | None = None) -> nn.Module:
+    world = dist.get_world_size()
+    mesh = None
+    if replicas is not None:
+        shape = (replicas, world // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def columns(size: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(size, 2, dtype=torch.float64, generator=draw)
+
+
+def products(problem: ca.Problem) -> dict[str, Tensor]:
+    """What one process and two are compared in, vectors whole."""
+    right = columns(problem.size)
+    rows, others = problem.parameter_names[2], problem.parameter_names[-1]
+    results = {name: kind(problem) @ right for name, kind in KINDS.items()}
+    results["value"] = torch.tensor(problem.value(), dtype=torch.float64)
+    results["gradient"] = problem.gradient()
+    results["view"] = ca.Hessian(problem)[rows, others] @ right[: problem.layout.sizes[-1], 0]
+    parts = CurvatureParts(problem).flat_parts(right)
+    results |= {f"part {name}": part.contiguous() for name, part in parts.items()}
+    return results
+
+
+def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """The products of one family, by whole vectors, by local ones and by DTensors."""
+    join_group(rank, world, port)
+    replicas = int(mode.split()[1]) if " " in mode else None
+    model, blocks, loss, data = case(mode.split()[0])
+    problem = ca.Problem(spread(model, blocks, replicas), loss, data, shard=True)
+    results = products(problem)
+    operator, shards = ca.Hessian(problem), problem.shards
+    assert shards is not None
+    local = operator.sharded_columns(shards.take(columns(problem.size)).contiguous())
+    results["local"] = torch.stack([shards.gathered(c) for c in local.T.contiguous()], 1)
+    results["length"] = torch.tensor(local.shape[0])
+    inputs = data if isinstance(data, dict) else {"": data[0]}
+    outputs = model(**inputs) if isinstance(data, dict) else model(inputs[""])
+    (outputs.loss if isinstance(data, dict) else outputs.square().mean()).backward()
+    slopes = {name: p.grad for name, p in model.named_parameters()}
+    image = operator @ slopes
+    assert all(hasattr(tensor, "placements") for tensor in image.values())
+    for name, tensors in (("slopes", slopes), ("image", image)):
+        whole = [tensors[n].full_tensor().reshape(-1) for n in problem.parameter_names]  # type: ignore[union-attr]
+        results[name] = torch.cat(whole)
+    assert problem.engine.name == "tangent"
+    torch.save(results, Path(folder, f"{mode} {rank}.pt"))
+    dist.destroy_process_group()
+
+
+def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tensor]:
+    """Every estimator once, cheaply."""
+    h, h_o = ca.Hessian(problem), ca.GaussNewton(problem)
+    right = columns(problem.size)[:, 0]
+    state = None if folder is None else folder / "ends.safetensors"
+    pairs = ca.eigenpairs(h, k=2, which="both", tol=1e-8, max_products=120, checkpoint=state)
+    density = ca.spectral_density(h, max_products=24)
+    return {
+        "eigenvalues": pairs.values,
+        "participation": (pairs.vectors**4).sum(0),
+        "nodes": density.nodes,
+        "trace": torch.tensor(ca.trace(h, max_products=8, data_error=False).value),
+        "frobenius": torch.tensor(ca.frobenius_norm(h, max_products=8, data_error=False).value),
+        "spectral": torch.tensor(ca.spectral_norm(h, max_products=30).value),
+        "diagonal": ca.diagonal(h, max_products=6).value,
+        "solve": ca.solve(h_o, right, damping=0.5, tol=1e-8).value,
+    }
+
+
+def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    join_group(rank, world, port)
+    model, blocks, loss, data = case("gpt")
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    torch.save(estimates(problem, Path(folder)), Path(folder, f"estimates {rank}.pt"))
+    operator = ca.Hessian(problem)
+    part = ca.eigenpairs(operator, k=2, which="both", tol=1e-8, max_products=120, shard=True)
+    torch.save(part.vectors.contiguous(), Path(folder, f"vectors {rank}.pt"))
+    dist.destroy_process_group()
+
+
+def stopped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Eigenpairs of a spread model: stopped, or gone on with; ``mode``: stop, go on, other."""
+    join_group(rank, world, port)
+    model, blocks, loss, data = case("gpt")
+    if mode == "other":
+        with torch.no_grad():
+            model.head.weight += 1e-3
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    operator = ca.Hessian(problem)
+    if mode == "stop":
+        left = iter(range(17))
+
+        def stop() -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        operator.before_product = stop
+    text = ""
+    try:
+        found = ca.eigenpairs(
+            operator, k=2, which="both", tol=1e-8, max_products=200,
+            checkpoint=Path(folder, "state"),
+        )  # fmt: skip
+        torch.save(found.values, Path(folder, f"{mode} {rank}.pt"))
+        text = str(operator.products)
+    except (KeyboardInterrupt, ValueError) as error:
+        text = str(error)
+    Path(folder, f"{mode} {rank}.txt").write_text(text)
+    dist.destroy_process_group()
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def other_models(rank: int) -> None:
+    model, _, loss, data = case("gpt")
+    if rank:
+        model.blocks = model.blocks[:1]
+    ca.Problem(spread(model, model.blocks), loss, data, shard=True)
+
+
+def other_lengths(rank: int) -> None:
+    model, blocks, loss, (tokens, targets) = case("gpt")
+    data = (tokens[:, : 6 - rank], targets[:, : 6 - rank])
+    ca.Problem(spread(model, blocks), loss, data, shard=True)
+
+
+def no_memory(rank: int) -> None:
+    """Rank 1 runs out of memory in the second block."""
+    model, blocks, loss, data = case("gpt")
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    operator = ca.Hessian(problem)
+    right = columns(problem.size)[:, 0]
+    operator @ right
+    if rank == 1:
+        assert operator._spread is not None
+        assert operator._spread._linear is not None
+        chain = operator._spread._linear._kept[0]
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate")
+
+        chain.blocks[1].push_checked = full  # type: ignore[method-assign]
+    operator @ right
+
+
+def other_counts(rank: int) -> None:
+    model, blocks, loss, data = case("gpt")
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    ca.Hessian(problem) @ columns(problem.size)[:, : rank + 1]
+
+
+def not_a_number(rank: int) -> None:
+    model, blocks, loss, data = case("gpt")
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")  # in rank 0's rows
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    ca.Hessian(problem) @ columns(problem.size)[:, 0]
+
+
+class Unknown(nn.Module):
+    """Nothing of it is a block that we know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def unknown_layers(rank: int) -> None:
+    """By autograd the same numbers, with a warning; ``engine="tangent"`` refuses."""
+    torch.manual_seed(0)
+    model = Unknown().double()
+    data = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    right = columns(sum(p.numel() for p in model.parameters()))[:, 0]
+    want = ca.Hessian(ca.Problem(model, "mse", data, distributed=False)) @ right
+    problem = ca.Problem(spread(model, model.layers), "mse", data, shard=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = ca.Hessian(problem) @ right
+    assert any("every process gathers all weights" in str(w.message) for w in caught)
+    assert float((got - want).norm() / want.norm()) < 1e-12
+    ca.Hessian(problem, engine="tangent") @ right
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    fault.__name__: fault
+    for fault in (
+        other_models,
+        other_lengths,
+        no_memory,
+        other_counts,
+        not_a_number,
+        unknown_layers,
+    )
+}
+
+
+def faults(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    join_group(rank, world, port)
+    for name, fault in FAULTS.items():
+        message = "no error"
+        try:
+            fault(rank)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        Path(folder, f"{name} {rank}.txt").write_text(message)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def names() -> Iterator[str]:
+    yield from ("gpt", "gpt 1", "gpt 2", "llama", "gpt2", "encoder")

@@ -1,0 +1,103 @@
+"""Weights and vectors that FSDP2 spreads: one process's numbers, and faults that all hear of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import curvatlas as ca
+import oracles
+from distributed import spread_models
+from distributed.test_data_parallel import start
+
+pytestmark = pytest.mark.slow
+
+
+def load(folder: Path, name: str) -> list[dict[str, Tensor]]:
+    return [torch.load(folder / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", list(spread_models.names()))
+def test_products_of_a_spread_model_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    start(spread_models.every_model, tmp_path, name)
+    first, second = load(tmp_path, name)
+    model, _, loss, data = spread_models.case(name.split()[0])
+    problem = ca.Problem(model, loss, data)
+    want = spread_models.products(problem)
+    want["local"] = want["H"]
+    for quantity, value in want.items():
+        assert torch.equal(first[quantity], second[quantity]), quantity
+        assert oracles.relative_error(first[quantity], value) < 1e-12, quantity
+    image = ca.Hessian(problem) @ first["slopes"]
+    assert oracles.relative_error(first["image"], image) < 1e-12
+    lengths = int(first["length"]) + int(second["length"])
+    assert lengths == problem.size * (2 if name == "gpt 2" else 1)  # whole in each replica
+
+
+def test_every_estimator_gives_the_numbers_of_one_process(tmp_path: Path) -> None:
+    start(spread_models.every_estimator, tmp_path, "")
+    first, second = load(tmp_path, "estimates")
+    model, _, loss, data = spread_models.case("gpt")
+    problem = ca.Problem(model, loss, data)
+    for name, value in spread_models.estimates(problem).items():
+        assert torch.equal(first[name], second[name]), name
+        assert oracles.relative_error(first[name], value) < 1e-6, name
+    parts = [torch.load(tmp_path / f"vectors {rank}.pt", weights_only=True) for rank in (0, 1)]
+    lengths = [len(part) for part in parts]
+    assert sum(lengths) == problem.size
+    assert max(lengths) < 0.6 * problem.size
+    gram = sum(part.T @ part for part in parts)
+    assert float((gram - torch.eye(4, dtype=torch.float64)).abs().max()) < 1e-10
+
+
+def test_a_stopped_estimate_goes_on_from_every_ranks_piece(tmp_path: Path) -> None:
+    start(spread_models.stopped, tmp_path, "stop")
+    pieces = sorted(file.name for file in tmp_path.glob("state.step*"))
+    assert [name.rsplit(".", 1)[1] for name in pieces][-2:] == ["0of2", "1of2"]
+    start(spread_models.stopped, tmp_path, "go on")
+    model, _, loss, data = spread_models.case("gpt")
+    whole = ca.Hessian(ca.Problem(model, loss, data))
+    want = ca.eigenpairs(whole, k=2, which="both", tol=1e-8, max_products=200)
+    got = [torch.load(tmp_path / f"go on {rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert torch.equal(got[0], got[1])
+    assert oracles.relative_error(got[0], want.values) < 1e-9
+    assert int((tmp_path / "go on 0.txt").read_text()) < want.products
+    start(spread_models.stopped, tmp_path, "other")
+    for rank in (0, 1):
+        told = (tmp_path / f"other {rank}.txt").read_text()
+        assert "belongs to another estimate (other weights, data or loss)" in told
+    (tmp_path / pieces[-1]).unlink()
+    start(spread_models.stopped, tmp_path, "go on")
+    told = [(tmp_path / f"go on {rank}.txt").read_text() for rank in (0, 1)]
+    assert any("is missing or damaged" in text for text in told)
+    assert all(text.count("\n") == 0 and text for text in told)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    start(spread_models.faults, folder, "")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("other_models", "rank 1 has another model than rank 0"),
+        ("other_lengths", "rank 1 has other data than rank 0"),
+        ("no_memory", "memory ran out in blocks.1"),
+        ("other_counts", "rank 1 multiplies 2 columns and rank 0 1"),
+        ("not_a_number", "NaN or infinite weights in head.weight"),
+        ("unknown_layers", "has no layer that is written out by hand"),
+    ],
+)
+def test_a_fault_of_one_rank_is_one_line_on_every_rank(
+    faults: Path, fault: str, words: str
+) -> None:
+    for rank in (0, 1):
+        message = (faults / f"{fault} {rank}.txt").read_text()
+        assert words in message
+        assert "\n" not in message
