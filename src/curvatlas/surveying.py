@@ -561,6 +561,10 @@ class _Survey:
         """Curvature by depth on all samples, group by group."""
 
         def flow(checkpoint: Path) -> CurvatureFlow:
+            with self.problem.whole_model():  # it looks inside the model
+                return flow_of_groups(checkpoint)
+
+        def flow_of_groups(checkpoint: Path) -> CurvatureFlow:
             groups = list(_groups(self.problem))
             many = sum(self.problem.units(group) for group in groups) > _DENSE_FLOW_SAMPLES
             analyzer = CurvaturePropagationAnalyzer(
@@ -740,7 +744,7 @@ def _kept_bytes(problem: Problem) -> float:
     alone = problem.with_batches([part])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         alone.gradient()
-    weights = sum(p.untyped_storage().nbytes() for p in problem.model.parameters())
+    weights = sum(t.untyped_storage().nbytes() for t in problem.own_tensors())
     share = problem.total_count / max(part.count, 1.0)
     return _GRAPH_FACTOR * max(sum(saved.values()) - weights, 0) * share
 

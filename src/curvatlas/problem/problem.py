@@ -810,6 +810,16 @@ class Problem:
         """The scope in which a spread model is the one that was given to ``fully_shard``."""
         return contextlib.nullcontext() if self.sharded is None else self.sharded.plain()
 
+    @contextlib.contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """The scope in which a spread model holds all weights, in every process; all enter it."""
+        if self.sharded is None:
+            yield
+            return
+        values = self.named_weights()
+        with self.sharded.plain(), self.sharded.holding(values):
+            yield
+
     def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Fresh leaf tensors for the parameters that vary.
 

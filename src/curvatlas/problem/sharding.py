@@ -57,7 +57,7 @@ class ShardedWeights:
     def __init__(self, model: nn.Module, parameters: Mapping[str, Any]) -> None:
         first = next(iter(parameters.values()))
         mesh = first.device_mesh
-        self.parameters = dict(parameters)
+        self._model, self.parameters = model, dict(parameters)
         self.group = mesh.get_group(mesh.ndim - 1)
         self.replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self.replica: int = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
@@ -231,6 +231,23 @@ class ShardedWeights:
             raise
         finally:
             self.session = None
+
+    @contextlib.contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the model's parameters are ``values``."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        whole = {
+            name: nn.Parameter(value, self.parameters[name].requires_grad)
+            for name, value in values.items()
+        }
+        kept = [(part._parameters, dict(part._parameters)) for part in self._model.modules()]
+        try:
+            for held, own in kept:
+                held.update({key: whole[names[id(p)]] for key, p in own.items() if p is not None})
+            yield
+        finally:
+            for held, own in kept:
+                held.update(own)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
