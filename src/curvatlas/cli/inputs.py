@@ -2,7 +2,7 @@
 
 A model is a Python reference, a Hugging Face folder on disk (or a PEFT adapter, or a name of the
 local cache) or a name of the zoo; data are a Python reference, a name of the zoo, an array file, a
-table of texts or a text file.
+table of texts, a text file or images on disk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -24,11 +25,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset, IterableDataset
 
 from curvatlas import files, parallel
 from curvatlas.budget import available_bytes, readable
 from curvatlas.cli.execution import join_group, open_run
-from curvatlas.cli.options import Inputs
+from curvatlas.cli.options import BrokenImages, Inputs
 from curvatlas.cli.pretrained import cached_folder, load_pretrained
 from curvatlas.cli.tables import is_table, labelled_texts, prose, read_table
 from curvatlas.errors import UserCodeError, is_wrong_input
@@ -36,10 +38,14 @@ from curvatlas.problem import Problem
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
 from curvatlas.surveying import fingerprints_of, subject_of
+from curvatlas.zoo import Dataset
+from curvatlas.zoo.images import images_on_disk, is_idx, samples_of
 
 MOST_SAMPLES = 512
 _FEWEST_SAMPLES = 8
 _FORWARD_OPERATIONS = 2**30
+# options of some kinds of data only: a run on others does not mention them
+_OPTIONAL = ("text_column", "label_column", "image_size", "broken")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +71,8 @@ class Prepared:
 
     def test_data(self, text: str, samples: int) -> Any:
         """Other data for the same model; of our own sets, the samples that were held out."""
-        names = ("context", "tokenizer", "loss", "seed", "text_column", "label_column")
-        how = {name: self.options.get(name) for name in (*names, "batch_size")}
+        names = ("context", "tokenizer", "loss", "seed", "batch_size", *_OPTIONAL)
+        how = {name: self.options.get(name) for name in names}
         found: Any = find_data(text, self.named_model, samples=samples, part="validation", **how)  # type: ignore[arg-type]
         return found.batches
 
@@ -90,6 +96,8 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
         "seed": inputs.seed,
         "text_column": inputs.text_column,
         "label_column": inputs.label_column,
+        "image_size": inputs.image_size,
+        "broken": None if inputs.broken is BrokenImages.refuse else inputs.broken.value,
     }
 
     def find() -> tuple[NamedModel, NamedData]:
@@ -128,7 +136,7 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
         "weights": None if inputs.weights is None else str(inputs.weights),
         "samples": count,
         "batch_size": size,
-        **{key: value for key, value in how.items() if "column" not in key or value is not None},
+        **{key: value for key, value in how.items() if key not in _OPTIONAL or value is not None},
         "context": inputs.context or _CONTEXT,
         "loss": data.loss,
         "dtype": str(problem.dtype).removeprefix("torch."),
@@ -274,7 +282,7 @@ def _told(error: Exception) -> str:
 
 # --- the model -----------------------------------------------------------------------------------
 
-ZOO_MODELS = ("vit", "gpt", "benchmark-gpt", "mlp")
+ZOO_MODELS = ("vit", "cifar-vit", "gpt", "benchmark-gpt", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +364,7 @@ def _zoo_model(name: str, seed: int) -> nn.Module:
 
     makers = {
         "vit": zoo.reference_vit,
+        "cifar-vit": zoo.cifar_vit,
         "gpt": zoo.reference_gpt,
         "benchmark-gpt": zoo.benchmark_gpt,
     }
@@ -424,7 +433,7 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
 
 # --- the data ------------------------------------------------------------------------------------
 
-ZOO_DATA = ("digits", "fashion-mnist", "mnist", "text")
+ZOO_DATA = ("digits", "fashion-mnist", "mnist", "cifar-10", "cifar-100", "text")
 _PAIRS = (("inputs", "targets"), ("x", "y"), ("images", "labels"))
 
 
@@ -450,20 +459,22 @@ def find_data(
     seed: int = 0,
     text_column: str | None = None,
     label_column: str | None = None,
+    image_size: int | None = None,
+    broken: Literal["refuse", "skip"] | None = None,
     part: Literal["train", "validation"] = "train",
 ) -> NamedData:
     """The data that ``text`` names, at most ``samples`` samples of them, in the model's dtype.
 
-    part: of our own data sets.
+    part: of our own data sets and of images on disk.
     """
     path = Path(text)
     ours = zoo_name(text, ZOO_DATA)
     notes: list[str] = []
     if ours is not None:
-        raw: Any = _zoo_data(ours, model, context, notes, part)
+        raw: Any = _zoo_data(ours, model, context, notes, samples)
         name = ours
     elif is_reference(text):
-        raw, name = made(text), text
+        raw, name = _some_samples(made(text), samples), text
     elif is_table(path) and path.exists():
         table = read_table(path)
         if _takes_labels(model):
@@ -491,14 +502,23 @@ def find_data(
                 seed=seed,
                 notes=notes,
             )
+    elif path.is_dir() or is_idx(path):
+        raw = images_on_disk(
+            path, size=image_size, broken=broken or "refuse", limit=samples, seed=seed
+        )
+        name = raw.name
     elif path.is_file():
         raw, name = _from_file(path, model, context, tokenizer, samples, seed, notes), path.name
     else:
         raise ValueError(
             f"cannot find the data {text!r}: give mine.py:make_data, pkg.module:make_data, an "
             ".npz, .safetensors or text file, a table (.csv, .tsv, .jsonl, a folder of datasets), "
-            f"or one of {', '.join(ZOO_DATA)}."
+            "a folder of images, of CIFAR's binary version or of IDX files, or one of "
+            f"{', '.join(ZOO_DATA)}."
         )
+    if isinstance(raw, Dataset):
+        notes += raw.notes
+        raw = (raw.train if part == "train" else raw.validation).batch
     if isinstance(raw, dict) or _is_pair(raw):
         raw, count = _cut(raw, samples, batch_size)
         name = f"{count} samples of {name}"
@@ -519,20 +539,27 @@ def _takes_labels(model: NamedModel) -> bool:
 
 
 def _zoo_data(
-    name: str, model: NamedModel, context: int | None, notes: list[str], part: str
+    name: str, model: NamedModel, context: int | None, notes: list[str], samples: int
 ) -> Any:
     from curvatlas import zoo
 
     if name == "text":
-        dataset = zoo.text(context=_context(model, context, notes))
-    else:
-        makers: dict[str, Callable[[], zoo.Dataset]] = {
-            "digits": zoo.digits,
-            "fashion-mnist": zoo.fashion_mnist,
-            "mnist": zoo.mnist,
-        }
-        dataset = makers[name]()
-    return tuple(dataset.train if part == "train" else dataset.validation)
+        return zoo.text(context=_context(model, context, notes))
+    makers: dict[str, Callable[[], zoo.Dataset]] = {
+        "digits": zoo.digits,
+        "fashion-mnist": zoo.fashion_mnist,
+        "mnist": zoo.mnist,
+        "cifar-10": partial(zoo.cifar10, limit=samples),
+        "cifar-100": partial(zoo.cifar100, limit=samples),
+    }
+    return makers[name]()
+
+
+def _some_samples(raw: Any, samples: int) -> Any:
+    """The first samples of a map-style dataset of torch as one batch; anything else as it is."""
+    if not isinstance(raw, TorchDataset) or isinstance(raw, IterableDataset):
+        return raw
+    return samples_of(raw, range(min(samples, len(raw)))).batch  # type: ignore[arg-type]
 
 
 def _from_file(

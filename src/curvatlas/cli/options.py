@@ -107,6 +107,13 @@ class LossName(str, Enum):
     model = "model"
 
 
+class BrokenImages(str, Enum):
+    """What becomes of files that cannot be read."""
+
+    refuse = "refuse"
+    skip = "skip"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What is analysed, as the user named it; ``cli.inputs.prepare`` makes a problem of it."""
@@ -116,17 +123,19 @@ class Inputs:
         typer.Argument(
             metavar="MODEL",
             help="mine.py:make_model or pkg.module:make_model, a Hugging Face folder or PEFT "
-            "adapter on disk, a name of the local Hugging Face cache, or vit, gpt, benchmark-gpt, "
-            "mlp.",
+            "adapter on disk, a name of the local Hugging Face cache, or vit, cifar-vit, gpt, "
+            "benchmark-gpt, mlp.",
         ),
     ]
     data: Annotated[
         str,
         typer.Argument(
             metavar="DATA",
-            help="mine.py:make_data or pkg.module:make_data, an .npz or .safetensors file (inputs "
-            "and targets), a table of texts and labels (.csv, .tsv, .jsonl or a folder of "
-            "datasets), a text file, or digits, text, fashion-mnist, mnist.",
+            help="mine.py:make_data or pkg.module:make_data (batches or a torch dataset), an .npz "
+            "or .safetensors file (inputs and targets), a table of texts and labels (.csv, .tsv, "
+            ".jsonl or a folder of datasets), a text file, a folder of images (one folder a "
+            "class), of CIFAR's binary version or of IDX files, or digits, text, fashion-mnist, "
+            "mnist, cifar-10, cifar-100.",
         ),
     ]
     loss: Annotated[
@@ -146,6 +155,13 @@ class Inputs:
     label_column: Annotated[
         str | None, typer.Option(metavar="NAME", help="Column of the labels, for a table.")
     ] = None
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Scale and cut images of a folder to so many pixels a side."),
+    ] = None
+    broken: Annotated[
+        BrokenImages, typer.Option(help="Images of a folder that cannot be read: refuse or skip.")
+    ] = BrokenImages.refuse
     tokenizer: Annotated[
         str | None,
         typer.Option(help="bytes, characters or a folder (default: the model's own, or bytes)."),

@@ -1,6 +1,7 @@
 """Readable reference models, small real data, and a plain training loop."""
 
 from curvatlas.zoo.datasets import Dataset, Samples, digits, fashion_mnist, mnist, text
+from curvatlas.zoo.images import cifar10, cifar100, from_torch, idx, image_folder, images_on_disk
 from curvatlas.zoo.models import (
     GPT,
     MLP,
@@ -9,6 +10,7 @@ from curvatlas.zoo.models import (
     ViT,
     ViTConfig,
     benchmark_gpt,
+    cifar_vit,
     reference_gpt,
     reference_vit,
 )
@@ -25,9 +27,16 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "benchmark_gpt",
+    "cifar10",
+    "cifar100",
+    "cifar_vit",
     "digits",
     "evaluate",
     "fashion_mnist",
+    "from_torch",
+    "idx",
+    "image_folder",
+    "images_on_disk",
     "mnist",
     "reference_gpt",
     "reference_vit",

@@ -97,15 +97,17 @@ class Dataset:
     train: Samples
     validation: Samples
     classes: int  # labels, or tokens of the vocabulary
-    symbols: tuple[str, ...] | None = None  # what each token stands for (character-level text)
+    symbols: tuple[str, ...] | None = None  # what each token (character) or class (image) is
+    notes: tuple[str, ...] = ()  # what a reader of results on these data has to know
 
     def __str__(self) -> str:
         first = tree_leaves(self.train.inputs)[0]
         shape = " × ".join(map(str, first.shape[1:]))
-        return (
+        told = (
             f"{self.name}: {self.train.size} training and {self.validation.size} validation "
             f"samples of {shape}, {self.classes} classes"
         )
+        return "; ".join([told, *self.notes])
 
 
 def digits(*, validation: float = 0.2, seed: int = 0) -> Dataset:
@@ -117,7 +119,7 @@ def digits(*, validation: float = 0.2, seed: int = 0) -> Dataset:
         images, labels = arrays["images"], arrays["labels"]
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).numpy()
     held_out = _count(validation, len(images))
-    return _images(
+    return image_dataset(
         "digits",
         train=(images[order[held_out:]], labels[order[held_out:]]),
         validation=(images[order[:held_out]], labels[order[:held_out]]),
@@ -141,7 +143,7 @@ def mnist(path: _Path | None = None) -> Dataset:
             missing = {"x_train", "y_train", "x_test", "y_test"} - set(arrays.files)
             if missing:
                 raise ValueError(f"{path} lacks the arrays {', '.join(sorted(missing))}.")
-            return _images(
+            return image_dataset(
                 "MNIST",
                 train=(arrays["x_train"], arrays["y_train"]),
                 validation=(arrays["x_test"], arrays["y_test"]),
@@ -205,30 +207,65 @@ def _count(fraction: float, total: int) -> int:
     return math.ceil(fraction * total)
 
 
-def _images(
-    name: str, *, train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
+def image_dataset(
+    name: str,
+    *,
+    train: tuple[np.ndarray, np.ndarray],
+    validation: tuple[np.ndarray, np.ndarray],
+    limit: int | None = None,
+    **more: Any,
 ) -> Dataset:
-    """Square grey images, shifted and scaled by the training pixels' mean and deviation."""
-    mean, deviation = float(train[0].mean()), float(train[0].std())
+    """Images less the mean of the training pixels, over their deviation, channel by channel.
+
+    (n, side²) and (n, H, W) are grey, (n, C, H, W) has channels. limit: most samples of each part
+    (mean and deviation are those of all of them). more: other fields of ``Dataset``.
+    """
+    channels = [train[0]] if train[0].ndim < 4 else list(train[0].swapaxes(0, 1))
+    moments = np.array([_mean_and_deviation(c) for c in channels], dtype=np.float32)
+    shape = (1,) if train[0].ndim < 4 else (-1, 1, 1)
+    mean, deviation = (column.reshape(shape) for column in moments.T)
 
     def samples(images: np.ndarray, labels: np.ndarray) -> Samples:
-        side = math.isqrt(images[0].size)
-        pixels = torch.from_numpy(images.astype(np.float32)).reshape(-1, side, side)
-        return Samples((pixels - mean) / deviation, torch.from_numpy(labels.astype(np.int64)))
+        if len(images) != len(labels):
+            raise ValueError(f"{name} has {len(images)} images and {len(labels)} labels.")
+        if images.ndim == 2:
+            side = math.isqrt(images.shape[1])
+            images = images.reshape(-1, side, side)
+        pixels = (images[:limit].astype(np.float32) - mean) / deviation
+        return Samples(torch.from_numpy(pixels), torch.from_numpy(labels[:limit].astype(np.int64)))
 
-    classes = int(train[1].max()) + 1
+    classes = more.pop("classes", int(train[1].max()) + 1)
     return Dataset(
-        name=name, train=samples(*train), validation=samples(*validation), classes=classes
+        name=name, train=samples(*train), validation=samples(*validation), classes=classes, **more
     )
+
+
+def _mean_and_deviation(values: np.ndarray) -> tuple[float, float]:
+    """Of all entries; bytes are counted, which takes no copy of them as real numbers."""
+    if values.dtype == np.uint8:
+        levels = np.arange(256.0)
+        shares = np.bincount(values.reshape(-1), minlength=256) / max(values.size, 1)
+        mean = float(shares @ levels)
+        deviation = math.sqrt(float(shares @ (levels - mean) ** 2))
+    else:
+        mean, deviation = float(values.mean()), float(values.std())
+    return mean, deviation or 1.0  # a channel that never changes says nothing, however it is scaled
+
+
+def places_of(path: _Path | None, folders: tuple[str, ...]) -> list[Path]:
+    """Where a data set may lie: the path that was given, or the usual places."""
+    if path is not None:
+        return [Path(path)]
+    roots = [Path("/usr/share/datasets"), Path.home() / ".cache" / "curvatlas", Path("data")]
+    if "CURVATLAS_DATA" in os.environ:
+        roots.insert(0, Path(os.environ["CURVATLAS_DATA"]))
+    return [root / folder for root in roots for folder in folders]
 
 
 def _idx_dataset(
     name: str, path: _Path | None, *, folders: tuple[str, ...], install: str
 ) -> Dataset:
-    roots = [Path("/usr/share/datasets"), Path.home() / ".cache" / "curvatlas", Path("data")]
-    if "CURVATLAS_DATA" in os.environ:
-        roots.insert(0, Path(os.environ["CURVATLAS_DATA"]))
-    places = [Path(path)] if path is not None else [r / f for r in roots for f in folders]
+    places = places_of(path, folders)
     for place in places:
         parts = [
             (_find(place, f"{part}-images-idx3-ubyte"), _find(place, f"{part}-labels-idx1-ubyte"))
@@ -236,7 +273,7 @@ def _idx_dataset(
         ]
         (images, labels), (test_images, test_labels) = parts
         if images and labels and test_images and test_labels:
-            return _images(
+            return image_dataset(
                 name,
                 train=(read_idx(images), read_idx(labels)),
                 validation=(read_idx(test_images), read_idx(test_labels)),
