@@ -193,6 +193,20 @@ DOORS: dict[str, Callable[[Case], float]] = {
             ca.Problem(c.model, None, c.many), orders=5, spectra=0, probes=2, outliers=0
         ).displacement_norm
     ),
+    "retrained_convergence": lambda c: float(
+        ca.retrained_convergence(
+            ca.Problem(c.model, None, c.many),
+            optimizers=["adam"],
+            schedules=["cosine"],
+            sizes=(10, 12, 14, 16),
+            orders=3,
+            steps=1,
+            polish=1,
+            tolerance=1e6,
+        )
+        .cells[0]
+        .loss.mean[0]
+    ),
     "sharpness_drift": lambda c: ca.sharpness_drift(c.problem, tol=1e-3).rate,
     # Taylor models
     "compute_taylor_coefficients": lambda c: float(

@@ -216,9 +216,18 @@ from .studies.gauss_newton import (
     compare_gauss_newton as compare_gauss_newton,
     gauss_newton_quality as gauss_newton_quality,
 )
+from .studies.generalisation import (
+    Generalisation as Generalisation,
+    examine_generalisation as examine_generalisation,
+    rank_correlations as rank_correlations,
+)
 from .studies.growth import (
     Growth as Growth,
     growth as growth,
+)
+from .studies.retraining import (
+    RetrainedConvergence as RetrainedConvergence,
+    retrained_convergence as retrained_convergence,
 )
 from .studies.sinks import (
     SinkLevel as SinkLevel,

@@ -170,21 +170,22 @@ def fingerprints_of(problem: Problem) -> dict[str, str]:
 
 
 def recorded(
-    problem: Problem,
+    problem: Problem | dict[str, str],
     output: str | os.PathLike[str] | Run | None,
     options: dict[str, Any],
     work: Callable[[Step], R],
 ) -> R:
     """``work(step)``: ``step(name, function)`` gives a stored result, or computes and keeps it.
 
-    output: None keeps nothing; an open ``Run`` is left open; a folder gets the page too, and the
-    same call resumes it.
+    problem: or the fingerprints of model and data where there is none. output: None keeps nothing;
+    an open ``Run`` is left open; a folder gets the page too, and the same call resumes it.
     """
     if output is None:
         return work(lambda _, function: function())
     if isinstance(output, Run):
         return work(output.step)
-    run = SharedRun.create(output, options=options, **fingerprints_of(problem))
+    marks = fingerprints_of(problem) if isinstance(problem, Problem) else problem
+    run = SharedRun.create(output, options=options, **marks)
     results: list[R] = []
     finish(run, lambda: results.append(work(run.step)))
     return results[0]

@@ -25,7 +25,7 @@ from curvatlas.cli.checks import bench, check, compare, doctor, report, verify
 from curvatlas.cli.compression import prune, quantize
 from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
-from curvatlas.cli.flatness import flatness
+from curvatlas.cli.flatness import flatness, generalisation
 from curvatlas.cli.options import with_groups
 from curvatlas.cli.papers import gauss_newton, growth, sinks
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
@@ -41,6 +41,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "sinks": sinks,
     "gauss-newton": gauss_newton,
     "flatness": flatness,
+    "generalisation": generalisation,
     "scaling": scaling,
     "train": train,
     "prune": prune,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, Output, Seed, Time
+from curvatlas.cli.options import Console, Output, Seed, Time, whole_numbers
 
 if TYPE_CHECKING:
     from curvatlas.training.snapshot import CurvatureHistory
@@ -175,7 +175,7 @@ def scaling(
     console: Console,
 ) -> None:
     """Train ViTs of several widths on growing numbers of digits and fit the scaling laws."""
-    models, data_sizes = _integers(widths, "--widths"), _integers(sizes, "--sizes")
+    models, data_sizes = whole_numbers(widths, "--widths"), whole_numbers(sizes, "--sizes")
     from curvatlas import zoo
     from curvatlas.cli.execution import carry_out, open_run
     from curvatlas.scaling import ScalingLawAnalyzer
@@ -205,13 +205,3 @@ def scaling(
             run.warn("predictions were not compared: that takes 3 data sizes and 2 widths")
 
     carry_out(run, work, console)
-
-
-def _integers(text: str, option: str) -> list[int]:
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < 2:
-        raise typer.BadParameter(f"{option} takes numbers of at least 2 by commas, got {text!r}.")
-    return numbers

@@ -1,4 +1,4 @@
-"""``flatness``: every measure of the flatness of the user's model, and what rescaling does."""
+"""``flatness`` of the user's model, and ``generalisation``: what it says over many models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, Inputs, Output, Products, Samples, Time
+from curvatlas.cli.options import (
+    BrokenImages,
+    Console,
+    Inputs,
+    Output,
+    Products,
+    Samples,
+    Seed,
+    Time,
+    whole_numbers,
+)
 
 
 def flatness(
@@ -98,3 +108,78 @@ def flatness(
             )
 
     carry_out(run, work, console)
+
+
+def generalisation(
+    *,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="digits, fashion-mnist, mnist, cifar-10, cifar-100, a folder of images (one "
+            "folder a class), of CIFAR's binary version or of IDX files, an .npz or .safetensors "
+            "file, or mine.py:make_data (a torch dataset, a pair of tensors or a zoo.Dataset).",
+        ),
+    ] = "digits",
+    output: Output = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="mine.py:make_model, called with width= and depth= (default: a ViT for images).",
+        ),
+    ] = None,
+    models: Annotated[int, typer.Option(min=5, help="Models that are trained.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each.")] = 300,
+    sizes: Annotated[
+        str, typer.Option(help="Numbers of training samples, by commas.")
+    ] = "100,220,480",
+    widths: Annotated[str, typer.Option(help="Widths, by commas.")] = "8,12,16",
+    draws: Annotated[int, typer.Option(min=2, help="Draws of the bounds' noise.")] = 40,
+    products: Products = None,
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Scale and cut images of a folder to so many pixels a side."),
+    ] = None,
+    broken: Annotated[
+        BrokenImages, typer.Option(help="Images of a folder that cannot be read: refuse or skip.")
+    ] = BrokenImages.refuse,
+    seed: Seed = 0,
+    console: Console,
+) -> None:
+    """Train many models and rank every measure of flatness against the generalisation gap."""
+    axes = {
+        "samples": whole_numbers(sizes, "--sizes"),
+        "width": whole_numbers(widths, "--widths"),
+    }
+    from curvatlas.budget import one_thread
+    from curvatlas.cli.execution import carry_out, open_run
+    from curvatlas.cli.inputs import find_dataset, model_factory
+    from curvatlas.runs.subject import of_data
+    from curvatlas.studies.generalisation import examine_generalisation, levels_of
+
+    make = None if model is None else model_factory(model)
+    dataset = find_dataset(data, size=image_size, broken=broken.value, seed=seed)
+    levels_of(axes, dataset)  # wrong levels make no folder
+    how: dict[str, Any] = {
+        "models": models,
+        "steps": steps,
+        "axes": axes,
+        "draws": draws,
+        "products": products or 60,
+        "seed": seed,
+    }
+    run = open_run(
+        output,
+        {"command": "generalisation", "data": data, "model": model, **how},
+        data_fingerprint=of_data([tuple(dataset.train), tuple(dataset.validation)]),
+    )
+    for note in dataset.notes:
+        run.warn(f"data: {note}")
+
+    def work() -> None:
+        console.say(f"curvatlas generalisation {data}: {models} models, into {run.path}")
+        console.say(examine_generalisation(dataset, make=make, output=run, **how))
+
+    with one_thread():
+        carry_out(run, work, console)

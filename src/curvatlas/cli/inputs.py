@@ -17,7 +17,6 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -25,9 +24,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset as TorchDataset, IterableDataset
+from torch.utils.data import Dataset as TorchDataset, IterableDataset, TensorDataset
 
-from curvatlas import files, parallel
+from curvatlas import files, parallel, zoo
 from curvatlas.budget import available_bytes, readable
 from curvatlas.cli.execution import join_group, open_run
 from curvatlas.cli.options import BrokenImages, Inputs
@@ -38,8 +37,8 @@ from curvatlas.problem import Problem
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
 from curvatlas.surveying import fingerprints_of, subject_of
-from curvatlas.zoo import Dataset
-from curvatlas.zoo.images import images_on_disk, is_idx, samples_of
+from curvatlas.zoo import Dataset, from_torch, images_on_disk
+from curvatlas.zoo.images import is_idx, samples_of
 
 MOST_SAMPLES = 512
 _FEWEST_SAMPLES = 8
@@ -360,9 +359,7 @@ def _half_note(stored: torch.dtype, computed: torch.dtype, kept: bool) -> str:
 
 
 def _zoo_model(name: str, seed: int) -> nn.Module:
-    from curvatlas import zoo
-
-    makers = {
+    makers: dict[str, Callable[..., nn.Module]] = {
         "vit": zoo.reference_vit,
         "cifar-vit": zoo.cifar_vit,
         "gpt": zoo.reference_gpt,
@@ -373,6 +370,25 @@ def _zoo_model(name: str, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             return zoo.MLP(zoo.MLPConfig())
     return makers[name](seed=seed)
+
+
+def model_factory(text: str) -> Callable[..., nn.Module]:
+    """The user's function that makes a model of options (width=, depth=)."""
+    if not is_reference(text):
+        raise ValueError(f"--model {text}: name a function, mine.py:make_model.")
+    function = resolve(text)
+
+    def make(**options: Any) -> nn.Module:
+        try:
+            model = function(**options)
+        except Exception as error:  # whatever the user's function does
+            kind = ValueError if is_wrong_input(error) else UserCodeError
+            raise kind(f"{text!r} failed with {options}: {_told(error)}") from error
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{text!r} gives a {type(model).__name__}, expected an nn.Module.")
+        return model
+
+    return make
 
 
 def _from_reference(text: str) -> nn.Module:
@@ -471,7 +487,11 @@ def find_data(
     ours = zoo_name(text, ZOO_DATA)
     notes: list[str] = []
     if ours is not None:
-        raw: Any = _zoo_data(ours, model, context, notes, samples)
+        raw: Any = (
+            zoo.text(context=_context(model, context, notes))
+            if ours == "text"
+            else _ZOO_IMAGES[ours](samples)
+        )
         name = ours
     elif is_reference(text):
         raw, name = _some_samples(made(text), samples), text
@@ -538,21 +558,47 @@ def _takes_labels(model: NamedModel) -> bool:
     return model.folder is not None and "ForSequenceClassification" in type(inner).__name__
 
 
-def _zoo_data(
-    name: str, model: NamedModel, context: int | None, notes: list[str], samples: int
-) -> Any:
-    from curvatlas import zoo
+_ZOO_IMAGES: dict[str, Callable[[int | None], Dataset]] = {
+    "digits": lambda _: zoo.digits(),
+    "fashion-mnist": lambda _: zoo.fashion_mnist(),
+    "mnist": lambda _: zoo.mnist(),
+    "cifar-10": lambda limit: zoo.cifar10(limit=limit),
+    "cifar-100": lambda limit: zoo.cifar100(limit=limit),
+}
 
-    if name == "text":
-        return zoo.text(context=_context(model, context, notes))
-    makers: dict[str, Callable[[], zoo.Dataset]] = {
-        "digits": zoo.digits,
-        "fashion-mnist": zoo.fashion_mnist,
-        "mnist": zoo.mnist,
-        "cifar-10": partial(zoo.cifar10, limit=samples),
-        "cifar-100": partial(zoo.cifar100, limit=samples),
-    }
-    return makers[name]()
+
+def find_dataset(
+    text: str, *, size: int | None = None, broken: Literal["refuse", "skip"], seed: int
+) -> Dataset:
+    """Training and validation samples with classes, all of them, for studies that train."""
+    path = Path(text)
+    ours = zoo_name(text, ZOO_DATA)
+    if ours == "text":
+        raise ValueError("a text has no classes of samples: give images or your own data.")
+    if ours is not None:
+        return _ZOO_IMAGES[ours](None)
+    if is_reference(text):
+        raw = made(text)
+    elif path.is_dir() or is_idx(path):
+        return images_on_disk(path, size=size, broken=broken, seed=seed)
+    elif path.suffix in (".npz", ".safetensors") and path.is_file():
+        read = _read_npz(path) if path.suffix == ".npz" else files.parse(files.read(path), text)[1]
+        raw = _arrays(read, path)
+    else:
+        raise ValueError(
+            f"cannot find the data {text!r}: give mine.py:make_data, an .npz or .safetensors file, "
+            f"a folder of images, or one of {', '.join(ZOO_DATA)}."
+        )
+    if _is_pair(raw):
+        raw = TensorDataset(*raw)
+    if isinstance(raw, TorchDataset):
+        return from_torch(raw, name=text, seed=seed)
+    if not isinstance(raw, Dataset):
+        raise ValueError(
+            f"{text!r} gives a {type(raw).__name__}: a study that trains needs a pair of tensors, "
+            "a map-style dataset of torch or a zoo.Dataset."
+        )
+    return raw
 
 
 def _some_samples(raw: Any, samples: int) -> Any:

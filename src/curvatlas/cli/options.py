@@ -210,3 +210,14 @@ Time = Annotated[
         help="Stop after this long, such as 90s, 5m or 1h; the same command then goes on.",
     ),
 ]
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Numbers by commas, in order, each once."""
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 2:
+        raise typer.BadParameter(f"{option} takes numbers of at least 2 by commas, got {text!r}.")
+    return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +17,7 @@ from curvatlas.cli.options import (
     Samples,
     Seed,
     Time,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -260,6 +261,35 @@ def landscape(
     spectra: Annotated[
         int, typer.Option(min=0, help="Numbers of samples whose spectra are compared.")
     ] = 3,
+    loss_only: Annotated[
+        bool,
+        typer.Option(
+            "--loss-only", help="Only how the loss settles, by forward passes: for 10⁵ samples."
+        ),
+    ] = False,
+    retrain: Annotated[
+        bool,
+        typer.Option("--retrain", help="Also train again for every number of samples (minutes)."),
+    ] = False,
+    optimizers: Annotated[
+        str, typer.Option(help="For --retrain: of sgd, adam, rmsprop, nadam, adagrad, by commas.")
+    ] = "sgd,adam,rmsprop",
+    schedules: Annotated[
+        str, typer.Option(help="For --retrain: of cosine, constant, by commas.")
+    ] = "cosine,constant",
+    sizes: Annotated[
+        str | None,
+        typer.Option(help="For --retrain: numbers of samples by commas (default: 5, to half)."),
+    ] = None,
+    train_orders: Annotated[
+        int, typer.Option(min=3, help="For --retrain: random orders, each trained anew.")
+    ] = 4,
+    train_steps: Annotated[
+        int, typer.Option(min=1, help="For --retrain: steps of each training.")
+    ] = 300,
+    weight_decay: Annotated[
+        float, typer.Option(min=0.0, help="For --retrain: μ of the penalty μ‖w‖²/2 in the loss.")
+    ] = 1e-3,
     samples: Samples = 256,
     time: Time = None,
     console: Console,
@@ -272,15 +302,34 @@ def landscape(
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
     from curvatlas.operators.per_sample import count_samples
+    from curvatlas.studies.retraining import optimizers_of, plan_sizes, retrained_convergence
 
     clock, seed = Clock(time), inputs.seed
     if not 0 < accuracy < 1:
         raise typer.BadParameter(f"--accuracy lies between 0 and 1, got {accuracy}.")
+    how: dict[str, Any] = {
+        "optimizers": optimizers.split(","),
+        "schedules": schedules.split(","),
+        "sizes": None if sizes is None else whole_numbers(sizes, "--sizes"),
+        "orders": train_orders,
+        "steps": train_steps,
+        "weight_decay": weight_decay,
+    }
     prepared = prepare(inputs, samples)
-    run = prepared.open_run(
-        "landscape", output, accuracy=accuracy, steps=steps, orders=orders, spectra=spectra
-    )
     problem = prepared.problem
+    if retrain:  # wrong words make no folder
+        optimizers_of(how["optimizers"], {}, weight_decay)
+        plan_sizes(how["sizes"], count_samples(problem))
+    run = prepared.open_run(
+        "landscape",
+        output,
+        accuracy=accuracy,
+        steps=steps,
+        orders=orders,
+        spectra=spectra,
+        **({"loss_only": True} if loss_only else {}),
+        **({"retrain": how} if retrain else {}),
+    )
     analyzer = TaylorExpansionAnalyzer.from_problem(problem)
 
     def step(name: str, function: Callable[[], R]) -> R:
@@ -289,9 +338,7 @@ def landscape(
         console.say(result)
         return result
 
-    def work() -> None:
-        console.say(f"curvatlas landscape {inputs.model} {inputs.data}, into {run.path}")
-        console.say(run.step("model.subject", prepared.subject))
+    def expansion() -> None:
         step("radius", lambda: analyzer.radius(accuracy=accuracy))
         rate = step("rate", lambda: analyzer.critical_learning_rate(seed=seed)).value / 2
         step(
@@ -307,12 +354,22 @@ def landscape(
                 problem, learning_rate=rate, products=80, layers=True, seed=seed
             ),
         )
-        if count_samples(problem) >= 20:
+
+    def work() -> None:
+        console.say(f"curvatlas landscape {inputs.model} {inputs.data}, into {run.path}")
+        if not loss_only:
+            console.say(run.step("model.subject", prepared.subject))
+            expansion()
+        if loss_only or count_samples(problem) >= 20:
             step(
                 "convergence",
-                lambda: landscape_convergence(problem, orders=orders, spectra=spectra, seed=seed),
+                lambda: landscape_convergence(
+                    problem, orders=orders, spectra=spectra, curvature=not loss_only, seed=seed
+                ),
             )
         else:
             run.warn("fewer than 20 samples: convergence with their number was left out")
+        if retrain:
+            console.say(retrained_convergence(problem, seed=seed, output=run, **how))
 
     carry_out(run, work, console)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PredictedTrajectory,
         TaylorExpansion,
     )
+    from curvatlas.studies.retraining import RetrainedConvergence
 
 _TERMS = ("constant", "linear", "quadratic", "cubic", "remainder")
 
@@ -113,39 +114,69 @@ def observed_figure(observed: ObservedCurvature) -> Figure:
 
 def convergence_figure(convergence: LandscapeConvergence) -> Figure:
     """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
-    figure = new_figure(11.5, 8.0)
-    (a, b), (c, d) = figure.subplots(2, 2)
+    hessian, hessian_null = convergence.hessian, convergence.hessian_null
+    figure = new_figure(11.5, 8.0 if hessian is not None else 4.2)
+    a, b, *others = figure.subplots(1 if hessian is None else 2, 2).flat
     _draw_curve(a, convergence.difference, BLUE, f"samples, {_slope(convergence.difference)}")
     _draw_curve(a, convergence.null, GREY, f"noise control, {_slope(convergence.null)}", "--")
-    k = convergence.difference.k.tolist()
-    a.plot(k, convergence.bounds.printed.tolist(), color=ORANGE, label="bound as printed")
-    a.plot(k, convergence.bounds.corrected.tolist(), ":", color=ORANGE, label="corrected bound")
+    k, bounds = convergence.difference.k.tolist(), convergence.bounds
+    if bounds is not None:
+        a.plot(k, bounds.printed.tolist(), color=ORANGE, label="bound as printed")
+        a.plot(k, bounds.corrected.tolist(), ":", color=ORANGE, label="corrected bound")
     a.set(title="one more sample: change of the loss", ylabel="mean |L(k+1) − L(k)| (loss)")
     colours = (BLUE, GREEN, ORANGE, GREY)
-    for (name, curve), colour in zip(convergence.terms.items(), colours, strict=True):
+    for (name, curve), colour in zip(convergence.terms.items(), colours, strict=False):
         _draw_curve(b, curve, colour, f"{name} term")
     _draw_curve(b, convergence.difference, "black", "all")
     b.set(title="exact decomposition at w*", ylabel="mean |term| (loss)")
-    _draw_curve(c, convergence.hessian, BLUE, f"samples, {_slope(convergence.hessian)}")
-    _draw_curve(
-        c,
-        convergence.hessian_null,
-        GREY,
-        f"noise control, {_slope(convergence.hessian_null)}",
-        "--",
-    )
+    if hessian is not None and hessian_null is not None:
+        _draw_curve(others[0], hessian, BLUE, f"samples, {_slope(hessian)}")
+        _draw_curve(others[0], hessian_null, GREY, f"noise control, {_slope(hessian_null)}", "--")
+        _draw_step_norms(others[0], convergence)
+        _draw_spectra(others[1], convergence)
+    for axes in (a, b, *others[:1]):
+        axes.set(xlabel="samples k", xscale="log", yscale="log")
+    for axes in (a, b, *others):
+        axes.legend(fontsize=7)
+    return tidy_log_axes(figure)
+
+
+_RETRAINED = {
+    "retrained": (BLUE, "-"),
+    "control": (ORANGE, "-"),
+    "followed": (GREEN, "-"),
+    "fixed": ("black", ":"),
+    "noise": (GREY, "--"),
+}
+
+
+def retrained_figure(found: RetrainedConvergence) -> Figure:
+    """Changes of the minimum with one more sample: a row an optimizer, a column a schedule."""
+    rows = list(dict.fromkeys(cell.optimizer for cell in found.cells))
+    columns = list(dict.fromkeys(cell.schedule for cell in found.cells))
+    figure = new_figure(5.4 * len(columns), 3.4 * len(rows))
+    grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
+    for cell in found.cells:
+        axes = grid[rows.index(cell.optimizer)][columns.index(cell.schedule)]
+        for name, (colour, style) in _RETRAINED.items():
+            curve = cell.curves[name]
+            if len(curve.k) and bool((curve.mean > 0).all()):
+                _draw_curve(axes, curve, colour, f"{name}, {_slope(curve)}", style)
+        flag = "" if cell.converged == 1 else f" ({1 - cell.converged:.0%} NOT at a minimum)"
+        axes.set(title=f"{cell.optimizer}, {cell.schedule}{flag}", xscale="log", yscale="log")
+        axes.set(xlabel="samples k", ylabel="mean change of the loss")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=6.5)
+    return tidy_log_axes(figure)
+
+
+def _draw_step_norms(axes: Any, convergence: LandscapeConvergence) -> None:
     steps = [s for s in convergence.spectra if s.step_norm is not None]
     if steps:
         norms = [s.step_norm for s in steps]
-        c.plot([s.k for s in steps], norms, "s", color=GREEN, label="spectral norm, one order")
-    c.set(title="one more sample: change of the Hessian")
-    c.set_ylabel("‖H(k+1) − H(k)‖_F (loss / parameter²)")
-    _draw_spectra(d, convergence)
-    for axes in (a, b, c):
-        axes.set(xlabel="samples k", xscale="log", yscale="log")
-    for axes in (a, b, c, d):
-        axes.legend(fontsize=7)
-    return tidy_log_axes(figure)
+        axes.plot([s.k for s in steps], norms, "s", color=GREEN, label="spectral norm, one order")
+    axes.set(title="one more sample: change of the Hessian")
+    axes.set_ylabel("‖H(k+1) − H(k)‖_F (loss / parameter²)")
 
 
 def _draw_curve(axes: Any, curve: Curve, color: str, label: str, style: str = "-") -> None:

@@ -231,14 +231,26 @@ def sample_quantities(
 
 def sample_losses(problem: Problem, *, limit: int) -> Tensor:
     """ℓ_i of the first ``limit`` samples with a valid target, (n,) float64; forward only."""
+    return weighted_losses(problem, limit=limit)[1]
+
+
+def weighted_losses(problem: Problem, *, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Weights c_i (valid targets) and losses ℓ_i of the first ``limit`` samples that have a target.
+
+    (n,) and (n,) float64, by forward passes only.
+    """
     sampler = _Sampler(problem, problem.parameters.new_zeros(problem.size, 0), 256)
-    losses: list[Tensor] = []
-    with torch.no_grad():
+    rows: list[tuple[Tensor, ...]] = []
+    most, done = count_samples(problem) if limit is None else limit, 0
+    with torch.no_grad(), bar("losses by sample", total=most) as progress:
         for batch in pieces(problem, sampler.chunk):
-            losses.append(sampler.of(batch)[1])
-            if sum(map(len, losses)) >= limit:
+            rows.append(sampler.of(batch))
+            done += len(rows[-1][0])
+            progress.update(len(rows[-1][0]))
+            if done >= most:
                 break
-    return torch.cat(losses)[:limit]
+    weights, losses = (torch.cat(column)[:most] for column in zip(*rows, strict=True))
+    return weights, losses
 
 
 class _Sampler:

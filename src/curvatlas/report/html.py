@@ -21,7 +21,7 @@ from curvatlas.report.sections.atlas import atlas, propagation
 from curvatlas.report.sections.compression import compression
 from curvatlas.report.sections.experiments import gauss_newton, growth, sinks
 from curvatlas.report.sections.findings import findings, recommendations, verdicts
-from curvatlas.report.sections.flatness import flatness
+from curvatlas.report.sections.flatness import flatness, generalisation
 from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.setting import cautions, others, reproduction, subject
 from curvatlas.report.sections.spectrum import spectrum
@@ -40,6 +40,7 @@ SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
     sinks,
     gauss_newton,
     flatness,
+    generalisation,
     compression,
     training,
     dynamics,

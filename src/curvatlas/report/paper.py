@@ -17,6 +17,8 @@ _OWN_PLOTS = {
     "Atlas": "map",
     "CurvatureFlow": "propagation",
     "LandscapeConvergence": "convergence",
+    "RetrainedConvergence": "retrained",
+    "Generalisation": "generalisation",
     "Flatness": "flatness",
     "Invariance": "invariance",
     "ScalingGrid": "scaling",
@@ -30,6 +32,8 @@ _OWN_PLOTS = {
 MAIN = (
     "overview",
     "convergence",
+    "retrained",
+    "generalisation",
     "scaling",
     "growth",
     "sinks",
@@ -50,9 +54,8 @@ def write_figures(
 ) -> list[Path]:
     """The figures of a run as PNG and SVG in ``folder``; returns the files.
 
-    parts: of the Hessian, for the spectra. kinds: overview, spectrum, map, propagation,
-    convergence, scaling, growth, sinks,
-    quality (default: all that the run has).
+    parts: of the Hessian, for the spectra. kinds: spectrum, map, propagation, or of MAIN (default:
+    all that the run has).
     """
     try:
         import matplotlib as mpl

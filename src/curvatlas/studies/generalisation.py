@@ -1,4 +1,4 @@
-"""Does flatness tell how well a model generalises? Rank correlations over many small ViTs.
+"""Does flatness tell how well a model generalises? Rank correlations over many small models.
 
 Models differ in width, depth, learning rate, batch size, weight decay and number of samples. For
 each, the measures of ``ca.flatness`` on its training data stand beside the gap, test loss minus
@@ -15,13 +15,14 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from scipy import stats
+from torch import nn
 
 from curvatlas.analysis.landscape.flatness import MEASURES, flatness
 from curvatlas.figures.flatness import generalisation_figure
@@ -31,6 +32,7 @@ from curvatlas.progress import track
 from curvatlas.results import Interval, Result
 from curvatlas.runs import Run, subject
 from curvatlas.studies.claims import load
+from curvatlas.surveying import Step, recorded
 from curvatlas.zoo import Dataset, ViT, ViTConfig, evaluate, train
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ _TEST_SAMPLES = 1000
 _RESAMPLES = 2000
 _AT_ONCE = 2**21  # signs that exist at the same time
 _FEWEST_MODELS = 5
+MakeModel = Callable[..., nn.Module]  # of width= and depth=
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +175,14 @@ def _middle(values: Array) -> Interval:
     return float(low), float(high)
 
 
-def configurations(models: int, *, seed: int = 0) -> list[dict[str, float]]:
+def configurations(
+    models: int, *, axes: Mapping[str, Sequence[float]] = AXES, seed: int = 0
+) -> list[dict[str, float]]:
     """``models`` combinations of the axes, each level as often as the others (one apart)."""
     random = np.random.default_rng(seed)
     columns = {
         name: random.permutation([levels[i % len(levels)] for i in range(models)])
-        for name, levels in AXES.items()
+        for name, levels in axes.items()
     }
     return [{name: float(column[i]) for name, column in columns.items()} for i in range(models)]
 
@@ -185,68 +190,115 @@ def configurations(models: int, *, seed: int = 0) -> list[dict[str, float]]:
 def examine_generalisation(
     dataset: str | Dataset = "digits",
     *,
+    make: MakeModel | None = None,
+    axes: Mapping[str, Sequence[float]] | None = None,
     models: int = 24,
     steps: int = 300,
     products: int = 60,
     draws: int = 40,
     seed: int = 0,
-    output: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | Run | None = None,
 ) -> Generalisation:
-    """Train ``models`` ViTs on parts of the data set and correlate every measure with the gap.
+    """Train ``models`` models on parts of the data set and correlate every measure with the gap.
 
-    steps: of training, for each. products, draws: of ``ca.flatness``. output: a run folder; each
-    finished model is stored, and the same call resumes it.
+    dataset: "digits", "fashion_mnist", "mnist", or a ``zoo.Dataset`` with classes.
+    make: ``make(width=…, depth=…)`` gives a model (default: a ViT for the data's images).
+    axes: levels other than those of ``AXES``, by name.
+    steps: of training, for each. products, draws: of ``ca.flatness``. output: a run folder, or an
+    open ``Run``; each finished model is stored, and the same call resumes it.
     """
     if models < _FEWEST_MODELS:
         raise ValueError(f"a rank correlation takes {_FEWEST_MODELS} models, got {models}.")
     data = load(dataset) if isinstance(dataset, str) else dataset
-    chosen = configurations(models, seed=seed)
+    levels = levels_of(axes, data)
+    chosen = configurations(models, axes=levels, seed=seed)
+    making = make or functools.partial(_vit, data)
 
     def one(place: int) -> StudiedModel:
-        return _studied(data, chosen[place], steps, products, draws, seed + place)
+        return _studied(data, making, chosen[place], steps, products, draws, seed + place)
 
-    places = track(range(models), f"models on {data.name}", total=models)
-    if output is None:
-        return _judged(data.name, [one(place) for place in places], seed)
-    with Run.create(
-        output,
-        options={
-            "command": "generalisation",
-            "data": data.name,
-            "models": models,
-            "steps": steps,
-            "products": products,
-            "draws": draws,
-            "seed": seed,
-        },
-        model_fingerprint=subject.of_model(_vit(data, chosen[0], seed)),
-        data_fingerprint=subject.of_data([tuple(data.train), tuple(data.validation)]),
-    ) as run:
-        studied = [run.step(f"model{place}", functools.partial(one, place)) for place in places]
-        return run.step("generalisation", lambda: _judged(data.name, studied, seed))
+    def work(step: Step) -> Generalisation:
+        places = track(range(models), f"models on {data.name}", total=models)
+        studied = [step(f"model{place}", functools.partial(one, place)) for place in places]
+        result: Generalisation = step("generalisation", lambda: _judged(data.name, studied, seed))
+        return result
+
+    options = {
+        "command": "generalisation",
+        "data": data.name,
+        "axes": {name: list(some) for name, some in levels.items()},
+        "models": models,
+        "steps": steps,
+        "products": products,
+        "draws": draws,
+        "seed": seed,
+    }
+    fingerprints = {
+        "model_fingerprint": subject.of_model(_made(making, chosen[0], seed)),
+        "data_fingerprint": subject.of_data([tuple(data.train), tuple(data.validation)]),
+    }
+    return recorded(fingerprints, output, options, work)
 
 
-def _vit(data: Dataset, options: Mapping[str, float], seed: int) -> ViT:
-    side = int(data.train.inputs.shape[-1])
+def levels_of(axes: Mapping[str, Sequence[float]] | None, data: Dataset) -> dict[str, list[float]]:
+    """The levels of every axis, checked against the data."""
+    unknown = sorted(set(axes or {}) - set(AXES))
+    if unknown:
+        raise ValueError(f"axes are {', '.join(AXES)}, got {', '.join(unknown)}.")
+    levels = {name: [float(v) for v in (axes or {}).get(name, own)] for name, own in AXES.items()}
+    for name, some in levels.items():
+        least = 0.0 if name == "weight_decay" else 1e-300
+        if not some or not all(least <= value < math.inf for value in some):
+            raise ValueError(f"the levels of {name} are positive numbers, got {some}.")
+    if max(levels["samples"]) > data.train.size:
+        raise ValueError(
+            f"{data.name} has {data.train.size} training samples and the study asks for "
+            f"{max(levels['samples']):g}: give smaller levels of samples (--sizes)."
+        )
+    if data.classes < 2 or not data.validation.size:
+        raise ValueError(f"{data.name} has no classes or no validation samples to judge by.")
+    return levels
+
+
+def _vit(data: Dataset, *, width: int, depth: int) -> ViT:
+    """A ViT of 16 patches, or as near to it as the images' side allows."""
+    shape = tuple(getattr(data.train.inputs, "shape", ()))
+    if len(shape) not in (3, 4) or shape[-1] != shape[-2]:
+        raise ValueError(
+            f"{data.name} holds no square images: pass make= (--model), a function of width and "
+            "depth that gives a model for it."
+        )
+    side = int(shape[-1])
+    return ViT(
+        ViTConfig(
+            image_size=side,
+            patch_size=next(p for p in range(max(side // 4, 1), 0, -1) if side % p == 0),
+            channels=1 if len(shape) == 3 else int(shape[1]),
+            classes=data.classes,
+            d_model=width,
+            n_layers=depth,
+            d_ff=2 * width,
+            norm_first=True,
+        )
+    )
+
+
+def _made(make: MakeModel, options: Mapping[str, float], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ViT(
-            ViTConfig(
-                image_size=side,
-                patch_size=side // 4,
-                classes=data.classes,
-                d_model=int(options["width"]),
-                n_layers=int(options["depth"]),
-                d_ff=2 * int(options["width"]),
-                norm_first=True,
-            )
-        )
+        return make(width=int(options["width"]), depth=int(options["depth"]))
 
 
 def _studied(
-    data: Dataset, options: Mapping[str, float], steps: int, products: int, draws: int, seed: int
+    data: Dataset,
+    make: MakeModel,
+    options: Mapping[str, float],
+    steps: int,
+    products: int,
+    draws: int,
+    seed: int,
 ) -> StudiedModel:
-    model = _vit(data, options, seed)
+    model = _made(make, options, seed)
     start = copy.deepcopy(model)
     random = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(data.train.size, generator=random)[: int(options["samples"])]

@@ -77,7 +77,7 @@ def test_noise_has_the_moments_of_the_values_and_slope_minus_one() -> None:
         bins.mean(differences(draw(), counts, order).abs().numpy())
         for order in random_orders(4000, 20, 0)
     ]
-    fitted = curve("noise", np.stack(rows), bins).fit
+    fitted = curve("noise", np.stack(rows), bins.centres).fit
     assert fitted is not None
     assert abs(fitted.exponent + 1) < 0.05
 
@@ -96,10 +96,10 @@ def test_a_curve_that_is_not_a_power_law_is_rejected_and_one_that_is_is_not() ->
     bins = Bins(3000)
     generator = np.random.default_rng(0)
     noise = 1 + 0.02 * generator.standard_normal((200, 12, len(bins.centres)))
-    bent = curve("b", np.exp(-0.0002 * bins.centres) / bins.centres * noise[0], bins).fit
+    bent = curve("b", np.exp(-0.0002 * bins.centres) / bins.centres * noise[0], bins.centres).fit
     assert bent is not None
     assert not bent.fits
-    straight = [curve("s", rows / bins.centres, bins).fit for rows in noise]
+    straight = [curve("s", rows / bins.centres, bins.centres).fit for rows in noise]
     rejected = np.mean([fit is not None and fit.p_value < 0.05 for fit in straight])
     covered = np.mean([f is not None and f.interval[0] <= -1 <= f.interval[1] for f in straight])
     assert 0.01 <= rejected <= 0.11
@@ -125,9 +125,11 @@ def test_landscape_of_a_vit_decomposes_exactly_and_matches_its_null() -> None:
     assert found.samples == 120
     assert found.difference.fit is not None
     assert abs(found.difference.fit.exponent + 1) < 0.15
+    assert found.hessian is not None
     assert abs(found.hessian.value + 1) < 0.15
     assert found.against_null["p_value"] > 0.001
     assert "no evidence about curvature" in found.verdict
+    assert found.bounds is not None
     assert (found.bounds.corrected >= found.difference.high).all()
     assert found.stable_loss.value is not None
     low, _ = found.stable_loss.interval
@@ -150,7 +152,32 @@ def test_hessian_difference_level_is_that_of_dense_hessians() -> None:
     assert found.heterogeneity == pytest.approx(want, rel=6 * found.probe_error + 0.1)
 
 
+def test_losses_alone_are_those_of_the_whole_analysis_and_take_no_derivative(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = vit_problem(60)
+    whole = landscape_convergence(problem, orders=6, outliers=0, probes=3, spectra=0)
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a derivative was taken")
+
+    monkeypatch.setattr(torch.autograd, "grad", refused)
+    monkeypatch.setattr(torch.autograd, "backward", refused)
+    monkeypatch.setattr(torch.func, "grad_and_value", refused)
+    found = landscape_convergence(problem, orders=6, curvature=False)
+    assert torch.allclose(found.difference.mean, whole.difference.mean, rtol=1e-10)
+    assert torch.allclose(found.terms["value"].mean, whole.terms["value"].mean, rtol=1e-10)
+    assert found.against_null == pytest.approx(whole.against_null, rel=1e-6)
+    assert found.products == 0
+    assert found.hessian is None
+    assert found.bounds is None
+    assert len(found.plot().axes) == 2
+    assert "‖H" not in str(found)
+
+
 def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 20 samples"):
+        landscape_convergence(vit_problem(8), curvature=False)
     with pytest.raises(ValueError, match="at least 20 samples"):
         landscape_convergence(vit_problem(8), spectra=0)
 

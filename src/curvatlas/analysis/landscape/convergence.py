@@ -29,6 +29,7 @@ from curvatlas.operators.per_sample import (
     sample_losses,
     sample_quantities,
     subset,
+    weighted_losses,
 )
 from curvatlas.problem import Problem
 from curvatlas.progress import track
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 
 _PER_DECADE = 8
-_FIRST = 10  # fits start here: below, single samples decide
+FIRST = 10  # fits start here: below, single samples decide
+FEWEST_SIZES = 4  # numbers of samples that a fit with an interval takes
 _AT_ONCE = 1024  # samples whose vectors are in memory together
 _SHARE = 0.05  # of ‖θ‖: length of the default displacement
 _BOUND_SAMPLES = 6  # whose Hessian norms are computed for M
@@ -135,7 +137,10 @@ class SpectrumAt(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeConvergence(Result):
-    """Loss and curvature differences against k, with bounds and null controls."""
+    """Loss and curvature differences against k, with bounds and null controls.
+
+    What takes derivatives is None where only losses were asked for (``curvature=False``).
+    """
 
     samples: int
     orders: int
@@ -145,14 +150,14 @@ class LandscapeConvergence(Result):
     terms: dict[str, Curve]  # of the same at w*: value, gradient, curvature, rest
     null: Curve  # noise with the moments of the losses
     against_null: dict[str, float]  # difference of exponents and its p-value
-    hessian: Curve  # ‖H_{k+1} − H_k‖_F
-    hessian_null: Curve
-    hessian_against_null: dict[str, float]
-    heterogeneity: float  # root mean square of ‖h_i − H‖_F over ‖H‖_F
-    probe_error: float  # relative standard error of the level of the Hessian curve
+    hessian: Curve | None  # ‖H_{k+1} − H_k‖_F
+    hessian_null: Curve | None
+    hessian_against_null: dict[str, float] | None
+    heterogeneity: float | None  # root mean square of ‖h_i − H‖_F over ‖H‖_F
+    probe_error: float | None  # relative standard error of the level of the Hessian curve
     stable_loss: StableSize
-    stable_hessian: StableSize
-    bounds: Bounds
+    stable_hessian: StableSize | None
+    bounds: Bounds | None
     spectra: tuple[SpectrumAt, ...]
     products: int  # per-sample Hessian products
 
@@ -194,13 +199,16 @@ class LandscapeConvergence(Result):
             f"  noise alone    {self.null.fit}",
             f"  {self.verdict}",
             f"  terms relative to it at the largest k: {shares}",
-            f"‖H(k+1) − H(k)‖_F {self.hessian.fit}",
-            f"  noise alone       {self.hessian_null.fit}",
-            f"  samples differ from the mean Hessian by {self.heterogeneity:.3g} of its norm "
-            f"(probes ± {self.probe_error:.1%})",
             str(self.stable_loss),
-            str(self.stable_hessian),
         ]
+        if self.hessian is not None and self.hessian_null is not None:
+            lines += [
+                f"‖H(k+1) − H(k)‖_F {self.hessian.fit}",
+                f"  noise alone       {self.hessian_null.fit}",
+                f"  samples differ from the mean Hessian by {self.heterogeneity:.3g} of its norm "
+                f"(probes ± {self.probe_error:.1%})",
+                str(self.stable_hessian),
+            ]
         return "\n".join(lines)
 
     def _picture(self) -> Figure:
@@ -223,6 +231,7 @@ def landscape_convergence(
     curvature_tolerance: float = 1e-2,
     spectra: int = 4,
     spectrum_samples: int = 1024,
+    curvature: bool = True,
     seed: int = 0,
 ) -> LandscapeConvergence:
     """Loss and curvature differences against the number of samples k, over random orders.
@@ -234,6 +243,8 @@ def landscape_convergence(
         ``probes`` vectors on the rest; each sample costs outliers + probes + 1 Hessian products.
     tolerance, curvature_tolerance: relative to L_n and ‖H_n‖_F, for the smallest stable k.
     spectra: sizes k (up to ``spectrum_samples``) whose spectra are compared with the last one.
+    curvature: False takes two forward passes a sample and nothing else: losses at w and at w*, for
+        k in the hundred thousands. Their difference then is one term, not three.
     """
     if not isinstance(problem, Problem):
         raise TypeError(
@@ -243,11 +254,11 @@ def landscape_convergence(
     if orders < 5 or outliers < 0 or probes < 2:
         raise ValueError("need orders ≥ 5, outliers ≥ 0 and probes ≥ 2.")
     move = _displacement(problem, displacement, seed)
+    if not curvature:
+        return _of_losses(problem, move, orders, limit, tolerance, seed)
     directions = _directions(problem, move, outliers, probes, spectrum_samples, seed)
     quantities = sample_quantities(problem, directions, limit=limit)
-    samples = len(quantities.losses)
-    if samples < 20:
-        raise ValueError(f"convergence with k needs at least 20 samples, got {samples}.")
+    samples = _enough(len(quantities.losses))
     there = sample_losses(_at(problem, 1.0, move), limit=samples)
     terms = {
         "difference": there,
@@ -280,6 +291,43 @@ def landscape_convergence(
         bounds=_bounds(problem, move, quantities, bins),
         spectra=_spectra(problem, min(samples, spectrum_samples), spectra, seed),
         products=samples * directions.shape[1],
+    )
+
+
+def _enough(samples: int) -> int:
+    if samples < 20:
+        raise ValueError(f"convergence with k needs at least 20 samples, got {samples}.")
+    return samples
+
+
+def _of_losses(
+    problem: Problem, move: Tensor, orders: int, limit: int | None, tolerance: float, seed: int
+) -> LandscapeConvergence:
+    """The part of the analysis that takes no derivative."""
+    counts, here = weighted_losses(problem, limit=limit)
+    samples = _enough(len(here))
+    there = sample_losses(_at(problem, 1.0, move), limit=samples)
+    terms = {"difference": there, "value": here, "rest": there - here}
+    losses, stable = _loss_curves(terms, counts, Bins(samples), orders, tolerance, seed)
+    return LandscapeConvergence(
+        samples=samples,
+        orders=orders,
+        parameters=problem.size,
+        displacement_norm=float(move.norm()),
+        difference=losses["difference"],
+        terms={name: losses[name] for name in ("value", "rest")},
+        null=losses["null"],
+        against_null=differ(losses["difference"], losses["null"]),
+        hessian=None,
+        hessian_null=None,
+        hessian_against_null=None,
+        heterogeneity=None,
+        probe_error=None,
+        stable_loss=stable,
+        stable_hessian=None,
+        bounds=None,
+        spectra=(),
+        products=0,
     )
 
 
@@ -336,7 +384,9 @@ def _loss_curves(
             if name == "difference":
                 firsts.append(first_stable(series, level))
         rows["null"].append(bins.mean(differences(draw(), counts, order).abs().numpy()))
-    curves = {name: curve(name, np.stack(over_orders), bins) for name, over_orders in rows.items()}
+    curves = {
+        name: curve(name, np.stack(over_orders), bins.centres) for name, over_orders in rows.items()
+    }
     return curves, stable_size("loss", firsts, level, samples)
 
 
@@ -369,7 +419,7 @@ def _hessian_curves(
             if place == 0:
                 firsts.append(first_stable(np.sqrt(square), tolerance * norm))
     names = ("‖H(k+1) − H(k)‖_F", "noise with the same moments")
-    real, null = (curve(n, np.stack(r), bins) for n, r in zip(names, rows, strict=True))
+    real, null = (curve(n, np.stack(r), bins.centres) for n, r in zip(names, rows, strict=True))
     stable = stable_size("Hessian", firsts, tolerance * norm, len(counts))
     error = _probe_error(spread, upper, outliers, probes)
     return (real, null), stable, deviation / max(norm, 1e-300), error
@@ -562,23 +612,23 @@ def squared_steps(
     return squares_of_all
 
 
-def curve(name: str, rows: Array, bins: Bins) -> Curve:
+def curve(name: str, rows: Array, k: Array) -> Curve:
     """Mean over orders with intervals, and the power law with a goodness-of-fit test.
 
-    rows: (orders, bins)
+    rows: (orders, bins) at the numbers of samples k (bins,)
     """
     orders = len(rows)
     mean = rows.mean(0)
     error = rows.std(0, ddof=1) / np.sqrt(orders)
     half = stats.t.ppf(0.975, orders - 1) * error
-    chosen = (bins.centres >= _FIRST) & (mean > 0) & (error > 0)
+    chosen = (k >= FIRST) & (mean > 0) & (error > 0)
     fit = None
-    if chosen.sum() >= 4:
+    if chosen.sum() >= FEWEST_SIZES:
         relative = (error / mean)[chosen]
-        fit = power_law(bins.centres[chosen], mean[chosen], log_errors=relative, repeats=orders)
+        fit = power_law(k[chosen], mean[chosen], log_errors=relative, repeats=orders)
     return Curve(
         name=name,
-        k=torch.from_numpy(bins.centres.copy()),
+        k=torch.from_numpy(k.astype(np.float64)),
         mean=torch.from_numpy(mean),
         low=torch.from_numpy(np.maximum(mean - half, 0)),
         high=torch.from_numpy(mean + half),

@@ -1,4 +1,4 @@
-"""Flatness: a table of the measures, layers, bounds beside losses, what rescaling changes."""
+"""Flatness: measures, layers, bounds beside losses, rescalings; what it says of generalisation."""
 
 from __future__ import annotations
 
@@ -148,3 +148,72 @@ def _changes(content: dict[str, Any]) -> Markup | None:
         ),
         tag("ul", refused) if refused else None,
     )
+
+
+# --- generalisation -------------------------------------------------------------------------------
+
+
+def generalisation(contents: Contents) -> Section | None:
+    """Rank correlations of every measure with the gap, and the models they are of."""
+    studies: list[Markup | None] = [
+        _study(entry.content) for entry in contents.of_kind("Generalisation")
+    ]
+    if not studies:
+        done = [entry.content for entry in contents.of_kind("StudiedModel")]
+        studies = [_models(done)] if done else []
+    if not studies:
+        return None
+    return Section("generalisation", "Flatness and generalisation", join(*studies))
+
+
+def _study(content: dict[str, Any]) -> Markup:
+    models = [model for model in content.get("models") or [] if isinstance(model, dict)]
+    found = [row for row in content.get("correlations") or [] if isinstance(row, dict)]
+    found.sort(key=lambda row: -abs(as_number(row.get("value")) or 0.0))
+    rows: list[list[object]] = []
+    for row in found:
+        interval = as_interval(row.get("interval")) or (-1.0, 1.0)
+        told = with_interval(as_number(row.get("value")), interval)
+        clear = interval[0] > 0 or interval[1] < 0
+        low, high = as_interval(row.get("control")) or (-1.0, 1.0)
+        rows.append(
+            [
+                str(row.get("measure")),
+                tag("strong", told) if clear else told,
+                f"{low:+.2f} to {high:+.2f}",
+                as_number(row.get("p_value")),
+            ]
+        )
+    left_out = [tag("li", str(one)) for one in content.get("left_out") or []]
+    intro = (
+        f"{len(models)} models trained on {content.get('dataset')}: Kendall's τ of each measure "
+        "with the gap, test loss − training loss. Intervals are over models drawn with "
+        "replacement; bold where they do not hold zero; beside them what shuffled gaps give."
+    )
+    return join(
+        tag("p", intro),
+        table(
+            ["measure", "τ with the gap [95 % interval]", "gaps shuffled, 95 %", "p"],
+            rows,
+            caption="Which measures order the models as their gaps do",
+        ),
+        _models(models),
+        tag("ul", left_out) if left_out else None,
+    )
+
+
+def _models(models: list[dict[str, Any]]) -> Markup | None:
+    """One row a model: how it was made and what it reached."""
+    if not models:
+        return None
+    names = list(models[0].get("options") or {})
+    ends = ("train_loss", "test_loss", "train_error", "test_error")
+    rows: list[list[object]] = [
+        [
+            *(as_number((model.get("options") or {}).get(name)) for name in names),
+            *(as_number(model.get(end)) for end in ends),
+        ]
+        for model in models
+    ]
+    head: list[object] = [word.replace("_", " ") for word in (*names, *ends)]
+    return table(head, rows, caption="The models")

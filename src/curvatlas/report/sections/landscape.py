@@ -16,7 +16,7 @@ from curvatlas.report.contents import (
     quantity,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, sentence, table, tag
+from curvatlas.report.markup import Markup, join, number, sentence, switch, table, tag
 
 _EVIDENCE = 0.01  # p-value above which a slope is that of noise
 
@@ -34,9 +34,11 @@ def landscape(contents: Contents) -> Section | None:
         for entry in contents.of_kind(kind)
         for picture in draw(entry.content)
     ]
-    if not sentences and not pictures:
+    again = contents.of_kind("RetrainedConvergence")
+    if not sentences and not pictures and not again:
         return None
     expansions = [_expansion(entry.content) for entry in contents.of_kind("TaylorExpansion")]
+    retrained = [_retrained(entry.content) for entry in again]
     return Section(
         "landscape",
         "Landscape",
@@ -44,6 +46,7 @@ def landscape(contents: Contents) -> Section | None:
             tag("ul", sentences, class_="findings") if sentences else None,
             tag("div", pictures, class_="pair") if pictures else None,
             *expansions,
+            *retrained,
         ),
     )
 
@@ -83,7 +86,7 @@ def _verdict(content: dict[str, Any]) -> Markup | None:
     tested = content.get("against_null")
     tested = tested if isinstance(tested, dict) else {}
     p, difference = as_number(tested.get("p_value")), as_number(tested.get("difference"))
-    exponent = as_number((content.get("difference") or {}).get("fit", {}).get("exponent"))
+    exponent = as_number(_fit_of(content.get("difference")).get("exponent"))
     if p is None or math.isnan(p) or difference is None or exponent is None:
         return None
     words = (
@@ -96,6 +99,12 @@ def _verdict(content: dict[str, Any]) -> Markup | None:
         f"One more sample changes the loss like k to the power {{}}, {words} (p = {number(p)}).",
         number(exponent),
     )
+
+
+def _fit_of(curve: Any) -> dict[str, Any]:
+    """The power law of a curve; empty where too few points were there to fit."""
+    fit = curve.get("fit") if isinstance(curve, dict) else None
+    return fit if isinstance(fit, dict) else {}
 
 
 def _horizon(content: dict[str, Any]) -> Markup | None:
@@ -226,6 +235,56 @@ def _expansion(content: dict[str, Any]) -> Markup | None:
     norm = as_number(content.get("displacement_norm"))
     told = f" for a step of length {number(norm)}" if norm is not None else ""
     return table(["term", "loss"], rows, caption=f"Taylor expansion{told}") if rows else None
+
+
+_RETRAINED = ("retrained", "control", "followed", "fixed", "noise")
+_MOST_CELLS = 6  # panels of a switch
+
+
+def _retrained(content: dict[str, Any]) -> Markup | None:
+    """Exponents of every optimizer and schedule, and the curves of the first ones."""
+    cells = [cell for cell in content.get("cells") or [] if isinstance(cell, dict)]
+    if not cells:
+        return None
+    rows: list[list[object]] = []
+    panels: dict[str, Markup] = {}
+    for cell in cells:
+        name = f"{cell.get('optimizer')}, {cell.get('schedule')}"
+        curves = cell.get("curves") or {}
+        share = as_number(cell.get("converged")) or 0.0
+        flag = "all" if share == 1 else f"{share:.0%}: the others are left out"
+        laws = [_fit_of(curves.get(key)) for key in _RETRAINED]
+        laws.append(_fit_of(cell.get("gap")))
+        exponents = [
+            with_interval(as_number(law.get("exponent")), as_interval(law.get("interval")))
+            if law
+            else "–"
+            for law in laws
+        ]
+        rows.append([name, *exponents, flag])
+        drawn = _log_chart(
+            [_curve(key, curves.get(key), i) for i, key in enumerate(_RETRAINED)],
+            "mean change of the loss",
+            f"One more sample: the minimum ({name})",
+            "How much one more sample changes the loss at the minimum, beside its controls.",
+        )
+        if drawn is not None and len(panels) < _MOST_CELLS:
+            panels[name] = drawn
+    intro = tag(
+        "p",
+        "The model trained again for every number of samples k, and brought to a minimum. "
+        "retrained: trained from the start on k + 1 samples; control: trained again on the same k; "
+        "followed: the minimum of k moved by the new sample; fixed: the weights of k; noise: "
+        "averaging alone. Where retrained lies on the control, training again decides, not the "
+        "sample.",
+    )
+    head: list[object] = ["optimizer, schedule", *_RETRAINED, "gap", "at a minimum"]
+    return join(
+        tag("h3", "The minimum, trained again"),
+        intro,
+        switch("retrained", panels, label="Optimizer and schedule") if panels else None,
+        table(head, rows, caption="Exponents in k [95 % interval]"),
+    )
 
 
 _TERMS = {
