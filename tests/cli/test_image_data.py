@@ -1,4 +1,4 @@
-"""Images and torch datasets as DATA of a command: found, cut to --samples, refused in one line."""
+"""Images and torch datasets as DATA of commands, and the studies that train on them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from curvatlas import cli, zoo
+from curvatlas import cli, runs, zoo
 from curvatlas.cli.inputs import NamedModel, find_data
+from curvatlas.studies import generalisation
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -29,6 +30,11 @@ def make_dataset():
 
 def make_parts():
     return zoo.from_torch(make_dataset())
+
+def make_sized(width, depth):
+    return zoo.reference_vit(
+        d_model=width, d_ff=4, n_layers=depth, image_size=4, patch_size=2, classes=3
+    )
 """
 
 
@@ -91,3 +97,74 @@ def test_the_pickled_cifar_is_refused_by_a_command(
     code, _, said = run(["landscape", "vit", "cifar", "--loss-only"], capsys)
     assert code == 2
     assert "binary version" in said
+
+
+def test_retraining_is_an_option_of_landscape_and_goes_on_where_it_was(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["landscape", "mine.py:make_model", "mine.py:make_dataset", "--loss-only"]
+    words += ["--retrain", "--optimizers", "adam", "--schedules", "cosine", "--train-orders", "3"]
+    words += ["--train-steps", "2", "--penalty", "0.1", "--output", "out"]
+    code, _, said = run([*words, "--sizes", "10,12"], capsys)
+    assert code == 2
+    assert "4 or more numbers of samples" in said
+    code, _, said = run([*words, "--optimizers", "lion"], capsys)
+    assert code == 2
+    assert "optimizers are sgd" in said
+    assert not (folder / "out").exists()
+    words += ["--sizes", "10,12,15,20", "--json"]
+    code, printed, _ = run(words, capsys)
+    assert code == 0
+    results = json.loads(printed)["results"]
+    assert [cell["optimizer"] for cell in results["retrained"]["cells"]] == ["adam"]
+    assert results["landscape.convergence"]["products"] == 0
+    assert results["landscape.convergence"]["hessian"] is None
+    page = (folder / "out" / "report.html").read_text(encoding="utf-8")
+    assert "The minimum, trained again" in page
+    (folder / "out" / "report.html").unlink()
+    before = runs.load(folder / "out").manifest.steps
+    assert run(words, capsys)[0] == 0
+    assert runs.load(folder / "out").manifest.steps == before
+
+
+def test_generalisation_takes_your_models_and_data_and_resumes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    def studied(data: zoo.Dataset, make: object, options: dict[str, float], *_: int) -> object:
+        model = make(width=int(options["width"]), depth=int(options["depth"]))  # type: ignore[operator]
+        made.append((model.config.d_model, len(model.blocks)))
+        assert data.train.inputs.shape[1:] == (4, 4)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        value = float(len(made) % 7)
+        names = {**generalisation.MEASURES, **generalisation.BASELINES}
+        return generalisation.StudiedModel(
+            options=dict(options), train_loss=0.1, test_loss=0.1 + value, train_error=0.0,
+            test_error=0.5, measures=dict.fromkeys(names, value),
+        )  # fmt: skip
+
+    monkeypatch.setattr(generalisation, "_studied", studied)
+    words = ["generalisation", "images", "--model", "mine.py:make_sized", "--models", "6"]
+    words += ["--sizes", "10,14", "--widths", "4,6", "--output", "study", "--json"]
+    code, _, said = run(["generalisation", "images"], capsys)
+    assert code == 2
+    assert "has 19 training samples and the study asks for 480" in said
+    code, _, said = run(words, capsys)
+    assert code == 130
+    assert "2 results are kept" in said
+    code, printed, _ = run(words, capsys)
+    assert code == 0
+    assert len(made) == 3 + 4  # the third is made anew, the first two are not
+    assert {width for width, _ in made} == {4, 6}
+    found = json.loads(printed)["results"]["generalisation"]
+    assert len(found["models"]) == 6
+    assert all(row["value"] == pytest.approx(1.0) for row in found["correlations"])
+    page = (folder / "study" / "report.html").read_text(encoding="utf-8")
+    assert "Flatness and generalisation" in page
+    assert "gaps shuffled" in page
+    assert (folder / "study" / "figures" / "generalisation.png").is_file()
+    code, _, said = run(["generalisation", "mine.py:make_model"], capsys)
+    assert code == 2
+    assert "a study that trains needs" in said

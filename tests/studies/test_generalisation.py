@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from torch.utils.data import TensorDataset
 
-from curvatlas import runs
+from curvatlas import runs, zoo
 from curvatlas.studies import generalisation
 from curvatlas.studies.generalisation import (
     configurations,
@@ -82,6 +84,16 @@ def test_too_few_models_and_missing_numbers_are_refused() -> None:
         rank_correlations({"x": [1, 2, 3]}, [1, 2, 3])
     with pytest.raises(ValueError, match="takes 5 models"):
         examine_generalisation("digits", models=2)
+    with pytest.raises(ValueError, match="axes are width, depth"):
+        examine_generalisation("digits", axes={"heads": (1,)})
+    with pytest.raises(ValueError, match="the levels of rate are positive"):
+        examine_generalisation("digits", axes={"rate": (0.1, -1.0)})
+    with pytest.raises(ValueError, match=r"has 1437 training samples .* asks for 5000"):
+        examine_generalisation("digits", axes={"samples": (10, 5000)})
+    with pytest.raises(ValueError, match=r"no square images: pass make="):
+        examine_generalisation(
+            zoo.from_torch(TensorDataset(torch.ones(600, 3), torch.arange(600) % 2))
+        )
     with pytest.raises(ValueError, match="NaN"):
         rank_correlations({"x": range(5)}, [1, 2, 3, 4, float("nan")])
     assert rank_correlations({"x": [1, 2, 3, 4, float("nan")]}, range(5)) == ()

@@ -41,14 +41,14 @@ def ridge() -> tuple[ca.Problem, Tensor, Tensor]:
 
 
 def minimum(x: Tensor, y: Tensor) -> tuple[float, Tensor]:
-    """min of mean (xw − y)² + μ‖w‖²/2, by the normal equations."""
+    """min of mean (xw − y)² + μ‖w − 1‖²/2, by the normal equations."""
     gram = 2 * x.T @ x / len(x) + PENALTY * torch.eye(3, dtype=torch.float64)
-    weights = torch.linalg.solve(gram, 2 * x.T @ y / len(x))
+    weights = torch.linalg.solve(gram, 2 * x.T @ y / len(x) + PENALTY)
     return loss(x, y, weights), weights
 
 
 def loss(x: Tensor, y: Tensor, weights: Tensor) -> float:
-    return float((x @ weights - y).square().mean() + PENALTY * weights.square().sum() / 2)
+    return float((x @ weights - y).square().mean() + PENALTY * (weights - 1).square().sum() / 2)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def found() -> ca.RetrainedConvergence:
         orders=5,
         steps=8,
         batch_size=8,
-        weight_decay=PENALTY,
+        penalty=PENALTY,
         tolerance=1e-5,
     )
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_no_minimum_is_flagged_and_left_out() -> None:
         orders=3,
         steps=2,
         polish=0,
-        weight_decay=PENALTY,
+        penalty=PENALTY,
     ).cells[0]
     assert stopped.converged < 0.5
     assert "NOT at a minimum" in str(stopped)
@@ -170,7 +170,7 @@ def test_it_resumes_point_by_point_and_the_page_shows_it(
         "sizes": (10, 20, 40, 80),
         "orders": 3,
         "steps": 5,
-        "weight_decay": PENALTY,
+        "penalty": PENALTY,
         "output": tmp_path / "run",
     }
     from curvatlas.studies import retraining

@@ -107,9 +107,16 @@ def test_the_bulk_is_the_mean_size_of_the_ninety_percent_nearest_to_zero() -> No
 
 
 def test_the_verdict_over_seeds_counts_those_in_which_the_ratio_rises(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = ca.sinks_over_seeds(small_gpt, seeds=(0, 1), levels=(0, 3, 6), probes=3)
+    how: Any = {"seeds": (0, 1), "levels": (0, 3, 6), "probes": 3, "output": tmp_path / "run"}
+    study = ca.sinks_over_seeds(small_gpt, **how)
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert (tmp_path / "run" / "figures" / "sinks-sinks.png").is_file()
+    assert len(study.plot().axes[0].get_lines()) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "sinks", None)  # nothing is computed again
+        assert ca.sinks_over_seeds(small_gpt, **how).to_dict() == study.to_dict()
     rising = sum(run.verdict == "rises" for run in study.runs)
     assert study.verdict == {2: "holds", 1: "undecided", 0: "fails"}[rising]
     assert study.runs[0].verdict == (

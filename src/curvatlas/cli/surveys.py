@@ -287,9 +287,9 @@ def landscape(
     train_steps: Annotated[
         int, typer.Option(min=1, help="For --retrain: steps of each training.")
     ] = 300,
-    weight_decay: Annotated[
-        float, typer.Option(min=0.0, help="For --retrain: μ of the penalty μ‖w‖²/2 in the loss.")
-    ] = 1e-3,
+    penalty: Annotated[
+        float, typer.Option(min=0.0, help="For --retrain: μ of μ‖w − w₀‖²/2 in the loss.")
+    ] = 1e-2,
     samples: Samples = 256,
     time: Time = None,
     console: Console,
@@ -313,12 +313,12 @@ def landscape(
         "sizes": None if sizes is None else whole_numbers(sizes, "--sizes"),
         "orders": train_orders,
         "steps": train_steps,
-        "weight_decay": weight_decay,
+        "penalty": penalty,
     }
     prepared = prepare(inputs, samples)
     problem = prepared.problem
     if retrain:  # wrong words make no folder
-        optimizers_of(how["optimizers"], {}, weight_decay)
+        optimizers_of(how["optimizers"], {})
         plan_sizes(how["sizes"], count_samples(problem))
     run = prepared.open_run(
         "landscape",

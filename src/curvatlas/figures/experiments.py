@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from curvatlas.studies.gauss_newton import GaussNewtonQuality
     from curvatlas.studies.growth import Growth
-    from curvatlas.studies.sinks import Sinks
+    from curvatlas.studies.sinks import Sinks, SinkStudy
 
 _SYMBOLS = {"total": "H", "outer": "H_o", "functional": "H_f"}
 _MOST_PANELS = 12
@@ -88,6 +88,19 @@ def sink_curves(result: Sinks) -> Figure:
     right.set(xlabel="sink mass of the head", ylabel="‖H‖_F of the head", title="heads as they are")
     if result.heads:
         right.set_yscale("log")
+    return tidy_log_axes(figure)
+
+
+def sink_seeds(study: SinkStudy) -> Figure:
+    """λmax over bulk along the sink, one line a seed."""
+    figure = new_figure(5.4, 3.8)
+    axes = figure.add_subplot()
+    for seed, run in zip(study.seeds, study.runs, strict=True):
+        biases = [level.bias for level in run.levels]
+        axes.plot(biases, run.ratios, "o-", markersize=3, label=f"seed {seed}: {run.verdict}")
+    axes.set(yscale="log", xlabel="bias on the first token's logits", ylabel="λmax / bulk")
+    axes.set_title(f"sinks stretch the spectrum: {study.verdict}")
+    axes.legend(fontsize=7)
     return tidy_log_axes(figure)
 
 

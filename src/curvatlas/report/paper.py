@@ -24,6 +24,7 @@ _OWN_PLOTS = {
     "ScalingGrid": "scaling",
     "Growth": "growth",
     "Sinks": "sinks",
+    "SinkStudy": "sinks",
     "GaussNewtonQuality": "quality",
     "Pruning": "pruning",
     "QuantizationTable": "rounding",

@@ -10,9 +10,11 @@ that training on k samples comes to, and for each optimizer and schedule
     control    |L_k(w*'_k)      − L_k(w*_k)|    trained again on the same k: nothing was added
     noise      |(z − L_k(w*_k))/(k+1)|          z: noise with the moments of unused samples' losses
 
-over random orders of the samples. L_k holds the penalty μ‖w‖²/2, without which cross-entropy has no
-minimum; training is polished by L-BFGS on all k samples until the gradient is small, its norm is
-kept, and what did not come there is flagged and left out of the fits.
+over random orders of the samples. L_k holds the penalty μ‖w − w₀‖²/2 on the way from the weights
+that training starts from: without a penalty cross-entropy has no minimum, and with one on ‖w‖ a
+model with norms has none either, since norms let weights shrink for nothing. Training is polished
+by L-BFGS on all k samples until the gradient is small; its norm is kept, and what did not come
+there is flagged and left out of the fits.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ class RetrainedConvergence(Result):
     sizes: tuple[int, ...]
     orders: int
     samples: int
-    weight_decay: float
+    penalty: float  # μ
     tolerance: float  # of the gradient's norm over that at the start, for a minimum
 
     def __getitem__(self, name: tuple[str, str]) -> RetrainedCell:
@@ -157,7 +159,7 @@ class RetrainedConvergence(Result):
     def __str__(self) -> str:
         head = (
             f"minima of {self.sizes[0]} to {self.sizes[-1]} samples, {self.orders} random orders, "
-            f"penalty {self.weight_decay:g}‖w‖²/2: exponents in k"
+            f"penalty {self.penalty:g}‖w − w₀‖²/2: exponents in k"
         )
         return "\n".join([head, *map(str, self.cells)])
 
@@ -179,21 +181,21 @@ def retrained_convergence(
     steps: int = 300,
     batch_size: int = 32,
     rates: Mapping[str, float] | None = None,
-    weight_decay: float = 1e-3,
-    polish: int = 300,
+    penalty: float = 1e-2,
+    polish: int = 500,
     tolerance: float = 1e-3,
     seed: int = 0,
     output: str | os.PathLike[str] | Run | None = None,
 ) -> RetrainedConvergence:
     """Train again for every number of samples k and fit how the minimum's loss settles.
 
-    optimizers: of sgd, adam, rmsprop, nadam, adagrad; or name → function of the parameters, which
-        then takes care of the penalty's gradient itself (``weight_decay=``, not decoupled).
+    optimizers: of sgd, adam, rmsprop, nadam, adagrad; or name → function of the parameters that
+        makes one (without weight decay of its own, which would move its minimum).
     schedules: "cosine", "constant". rates: learning rates other than the defaults, by optimizer.
     sizes: numbers of samples k, four or more from 10 on (default: 5 from 16 to half of the data).
     orders: random orders of the samples, each trained anew: the intervals are over them.
     steps, batch_size: of each training, which begins at the weights the model has now.
-    weight_decay: μ of the penalty μ‖w‖²/2 in L_k.
+    penalty: μ of μ‖w − w₀‖²/2 in L_k.
     polish: most iterations of L-BFGS on all k samples afterwards; 0 leaves the optimizer's end.
     tolerance: of ‖∇L_k‖ over its value at the start; above it a run is flagged and left out.
     output: a run folder, or an open ``Run``: every finished optimizer, schedule and k is stored,
@@ -208,7 +210,7 @@ def retrained_convergence(
             "retraining on some of the samples needs samples that can be told apart: this loss or "
             "model mixes them."
         )
-    makers = optimizers_of(optimizers, rates or {}, weight_decay)
+    makers = optimizers_of(optimizers, rates or {})
     known = get_args(Schedule)
     if not schedules or not set(schedules) <= set(known):
         raise ValueError(f"schedules are {', '.join(known)}, got {list(schedules)}.")
@@ -216,12 +218,12 @@ def retrained_convergence(
     chosen = plan_sizes(sizes, samples)
     if orders < _FEWEST_ORDERS:
         raise ValueError(f"an interval over orders needs {_FEWEST_ORDERS} or more, got {orders}.")
-    if steps < 1 or batch_size < 1 or polish < 0 or not tolerance > 0 or not weight_decay >= 0:
+    if steps < 1 or batch_size < 1 or polish < 0 or not tolerance > 0 or not penalty >= 0:
         raise ValueError(
-            "retraining needs steps and batch_size of at least 1, polish and weight_decay of at "
-            "least 0 and a positive tolerance."
+            "retraining needs steps and batch_size of at least 1, polish and penalty of at least 0 "
+            "and a positive tolerance."
         )
-    trainer = _Trainer(problem, weight_decay, polish, tolerance)
+    trainer = _Trainer(problem, penalty, polish, tolerance)
     options = {
         "command": "retrained",
         "optimizers": list(makers),
@@ -231,7 +233,7 @@ def retrained_convergence(
         "orders": orders,
         "steps": steps,
         "batch_size": batch_size,
-        "weight_decay": weight_decay,
+        "penalty": penalty,
         "polish": polish,
         "tolerance": tolerance,
         "seed": seed,
@@ -265,7 +267,7 @@ def retrained_convergence(
                 sizes=tuple(chosen),
                 orders=orders,
                 samples=samples,
-                weight_decay=weight_decay,
+                penalty=penalty,
                 tolerance=tolerance,
             ),
         )
@@ -280,11 +282,9 @@ def _word(name: str) -> str:
 
 
 def optimizers_of(
-    optimizers: Sequence[str] | Mapping[str, MakeOptimizer],
-    rates: Mapping[str, float],
-    weight_decay: float,
+    optimizers: Sequence[str] | Mapping[str, MakeOptimizer], rates: Mapping[str, float]
 ) -> dict[str, MakeOptimizer]:
-    """Name → function of the parameters; the penalty's gradient is added by ``weight_decay``."""
+    """Name → function of the parameters."""
     if isinstance(optimizers, Mapping):
         if not optimizers:
             raise ValueError("no optimizer was given.")
@@ -302,8 +302,7 @@ def optimizers_of(
         rate = rates.get(name, rate)
         if not 0 < rate < math.inf:
             raise ValueError(f"the learning rate of {name} is a positive number, got {rate}.")
-        # coupled: the gradient of μ‖w‖²/2, so that the minimum is one of L_k
-        makers[name] = functools.partial(kind, lr=rate, weight_decay=weight_decay, **more)
+        makers[name] = functools.partial(kind, lr=rate, **more)
     return makers
 
 
@@ -328,20 +327,18 @@ def plan_sizes(sizes: Sequence[int] | None, samples: int) -> list[int]:
 class _Trainer:
     """Copies of the model, trained on some of the samples and brought to a minimum."""
 
-    def __init__(
-        self, problem: Problem, weight_decay: float, polish: int, tolerance: float
-    ) -> None:
+    def __init__(self, problem: Problem, penalty: float, polish: int, tolerance: float) -> None:
         problem.check()
         # In evaluation mode, but outside ``problem.evaluating``: first derivatives need none of
         # what it changes, and on small models it takes most of the time.
         whole = problem.with_batches(_joined(list(problem.batches())))
         self._problem = whole.with_model(copy.deepcopy(problem.model).eval())
-        self.penalty, self._polish, self.tolerance = weight_decay, polish, tolerance
+        self._penalty, self._polish, self.tolerance = penalty, polish, tolerance
         self._start = problem.parameters
 
     def objective(self, places: Tensor) -> _Objective:
         """L_k on the samples at these places."""
-        return _Objective(subset(self._problem, places), self.penalty)
+        return _Objective(subset(self._problem, places), self._penalty, self._start)
 
     def trained(
         self,
@@ -358,6 +355,7 @@ class _Trainer:
         problem = subset(self._problem, places).with_model(model)
         weights = problem.named_weights()
         leaves = {name: weights[name] for name in problem.layout.names}
+        begin = [leaf.detach().clone() for leaf in leaves.values()]
         update = make([leaf.requires_grad_() for leaf in leaves.values()])
         rates = [float(group["lr"]) for group in update.param_groups]
         random = torch.Generator().manual_seed(seed)
@@ -374,6 +372,9 @@ class _Trainer:
                 loss = problem.loss.value(problem.outputs(batch, leaves), batch.targets)
                 share = batch.count / some.total_count
                 torch.autograd.backward(loss * share)
+            for leaf, first_value in zip(leaves.values(), begin, strict=True):
+                if leaf.grad is not None:
+                    leaf.grad.add_(leaf.detach() - first_value, alpha=self._penalty)
             update.step()
         end = torch.cat([leaf.detach().reshape(-1) for leaf in leaves.values()])
         return end if bool(torch.isfinite(end).all()) else torch.full_like(end, math.nan)
@@ -396,17 +397,17 @@ class _Enough(Exception):
 
 
 class _Objective:
-    """L_k(w) = mean loss + μ‖w‖²/2 and its gradient at any flat weights."""
+    """L_k(w) = mean loss + μ‖w − w₀‖²/2 and its gradient at any flat weights."""
 
-    def __init__(self, problem: Problem, penalty: float) -> None:
-        self._problem, self._penalty = problem, penalty
+    def __init__(self, problem: Problem, penalty: float, start: Tensor) -> None:
+        self._problem, self._penalty, self._start = problem, penalty, start
         self._pieces = list(pieces(problem, _AT_ONCE))
 
     def __call__(self, weights: Tensor) -> float:
         return self.data_loss(weights) + self._penalty_at(weights)
 
     def _penalty_at(self, weights: Tensor) -> float:
-        return self._penalty * float(weights.double().square().sum()) / 2
+        return self._penalty * float((weights - self._start).double().square().sum()) / 2
 
     def data_loss(self, weights: Tensor) -> float:
         """The mean loss without the penalty."""
@@ -429,7 +430,7 @@ class _Objective:
             sums.add_(problem.layout.join(rows, like=sums), alpha=batch.count)
             total += batch.count * float(loss.detach())
         value = total / problem.total_count + self._penalty_at(weights)
-        return value, sums / problem.total_count + self._penalty * weights
+        return value, sums / problem.total_count + self._penalty * (weights - self._start)
 
     def steepness(self, weights: Tensor) -> float:
         """‖∇L_k‖."""

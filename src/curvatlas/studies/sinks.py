@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
 from curvatlas.analysis.propagation.capture import SOFTMAX, block_paths, called_module
 from curvatlas.errors import ProblemError
-from curvatlas.figures.experiments import sink_curves
+from curvatlas.figures.experiments import sink_curves, sink_seeds
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import in_float64
@@ -483,19 +483,23 @@ class SinkStudy(Result):
         ]
         return "\n".join([*rows, str(self.claim)])
 
+    def _picture(self) -> Figure:
+        """λmax over bulk along the sink, one line a seed."""
+        return sink_seeds(self)
+
 
 def sinks_over_seeds(
     make: Callable[[int], Problem],
     *,
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
-    output: Run | None = None,
+    output: str | os.PathLike[str] | Run | None = None,
     **options: Any,
 ) -> SinkStudy:
     """``sinks`` for the problem of every seed, with a verdict: does λmax over bulk rise?
 
     It holds where the ratio rises at every level in at least four of five seeds, fails where it
     does so in at most one of five, and is undecided between. options: those of ``sinks``.
-    output: an open ``Run``, in which every finished seed is kept.
+    output: a run folder, or an open ``Run``: every finished seed is kept; the same call resumes it.
     """
     if len(seeds) < 2:
         raise ValueError(f"an interval over seeds needs at least 2 seeds, got {len(seeds)}.")
@@ -503,13 +507,19 @@ def sinks_over_seeds(
     def one(seed: int) -> Sinks:
         return sinks(make(seed), seed=seed, heads=False, **options)
 
-    step: Step = (lambda _, function: function()) if output is None else output.step
-    chosen = track(list(seeds), "seeds")
-    runs = tuple(step(f"seed{seed}.sinks", functools.partial(one, seed)) for seed in chosen)
-    result: SinkStudy = step(
-        "sinks.study", lambda: SinkStudy(seeds=tuple(seeds), runs=runs, claim=sink_claim(runs))
-    )
-    return result
+    def work(step: Step) -> SinkStudy:
+        chosen = track(list(seeds), "seeds")
+        runs = tuple(step(f"seed{seed}.sinks", functools.partial(one, seed)) for seed in chosen)
+        result: SinkStudy = step(
+            "sinks.study", lambda: SinkStudy(seeds=tuple(seeds), runs=runs, claim=sink_claim(runs))
+        )
+        return result
+
+    if output is None or isinstance(output, Run):
+        return recorded({}, output, {}, work)
+    told = {name: value for name, value in options.items() if name != "budget"}
+    told = {"command": "sinks", "seeds": list(seeds), **told}
+    return recorded(make(seeds[0]), output, told, work)
 
 
 def sink_claim(runs: Sequence[Sinks]) -> Claim:
