@@ -91,18 +91,17 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> list[dict[s
     ]
 
 
+def _law(exponent: float | None, interval: Sequence[float]) -> str:
+    return "–" if exponent is None else f"{exponent:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| model, optimizer, schedule | " + " | ".join(CURVES) + " | at a minimum | verdict |",
         "|---" * (len(CURVES) + 3) + "|",
     ]
     for row in rows:
-        cells = [
-            "–"
-            if row[key] is None
-            else f"{row[key]:.2f} [{row[f'{key}_interval'][0]:.2f}, {row[f'{key}_interval'][1]:.2f}]"
-            for key in CURVES
-        ]
+        cells = [_law(row[key], row[f"{key}_interval"]) for key in CURVES]
         name = f"{row['model']}, {row['optimizer']}, {row['schedule']}"
         cells += [f"{row['at_a_minimum']:.0%}", row["verdict"]]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
