@@ -302,7 +302,12 @@ def landscape(
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
     from curvatlas.operators.per_sample import count_samples
-    from curvatlas.studies.retraining import optimizers_of, plan_sizes, retrained_convergence
+    from curvatlas.studies.retraining import (
+        check_schedules,
+        optimizers_of,
+        plan_sizes,
+        retrained_convergence,
+    )
 
     clock, seed = Clock(time), inputs.seed
     if not 0 < accuracy < 1:
@@ -319,6 +324,7 @@ def landscape(
     problem = prepared.problem
     if retrain:  # wrong words make no folder
         optimizers_of(how["optimizers"], {})
+        check_schedules(how["schedules"])
         plan_sizes(how["sizes"], count_samples(problem))
     run = prepared.open_run(
         "landscape",

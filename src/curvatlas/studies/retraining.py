@@ -211,9 +211,7 @@ def retrained_convergence(
             "model mixes them."
         )
     makers = optimizers_of(optimizers, rates or {})
-    known = get_args(Schedule)
-    if not schedules or not set(schedules) <= set(known):
-        raise ValueError(f"schedules are {', '.join(known)}, got {list(schedules)}.")
+    check_schedules(schedules)
     samples = count_samples(problem)
     chosen = plan_sizes(sizes, samples)
     if orders < _FEWEST_ORDERS:
@@ -304,6 +302,13 @@ def optimizers_of(
             raise ValueError(f"the learning rate of {name} is a positive number, got {rate}.")
         makers[name] = functools.partial(kind, lr=rate, **more)
     return makers
+
+
+def check_schedules(schedules: Sequence[str]) -> None:
+    """ValueError unless all are known."""
+    known = get_args(Schedule)
+    if not schedules or not set(schedules) <= set(known):
+        raise ValueError(f"schedules are {', '.join(known)}, got {', '.join(schedules) or 'none'}.")
 
 
 def plan_sizes(sizes: Sequence[int] | None, samples: int) -> list[int]:
@@ -446,7 +451,7 @@ class _Objective:
             weights = torch.from_numpy(x).to(start)
             value, gradient = self.both(weights)
             if float(gradient.norm()) <= small / 10:
-                ended.append(weights)
+                ended.append(weights.clone())
                 raise _Enough  # scipy's own tests are of single entries and of rounding
             return value, gradient.double().cpu().numpy()
 
