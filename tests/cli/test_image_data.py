@@ -104,7 +104,7 @@ def test_retraining_is_an_option_of_landscape_and_goes_on_where_it_was(
 ) -> None:
     words = ["landscape", "mine.py:make_model", "mine.py:make_dataset", "--loss-only"]
     words += ["--retrain", "--optimizers", "adam", "--schedules", "cosine", "--train-orders", "3"]
-    words += ["--train-steps", "2", "--penalty", "0.1", "--output", "out"]
+    words += ["--train-steps", "2", "--penalty", "0.1", "--polish", "3", "--output", "out"]
     code, _, said = run([*words, "--sizes", "10,12"], capsys)
     assert code == 2
     assert "4 or more numbers of samples" in said

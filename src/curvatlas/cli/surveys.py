@@ -287,6 +287,9 @@ def landscape(
     train_steps: Annotated[
         int, typer.Option(min=1, help="For --retrain: steps of each training.")
     ] = 300,
+    polish: Annotated[
+        int, typer.Option(min=0, help="For --retrain: most iterations of L-BFGS to the minimum.")
+    ] = 500,
     penalty: Annotated[
         float, typer.Option(min=0.0, help="For --retrain: μ of μ‖w − w₀‖²/2 in the loss.")
     ] = 1e-2,
@@ -318,6 +321,7 @@ def landscape(
         "sizes": None if sizes is None else whole_numbers(sizes, "--sizes"),
         "orders": train_orders,
         "steps": train_steps,
+        "polish": polish,
         "penalty": penalty,
     }
     prepared = prepare(inputs, samples)
