@@ -109,7 +109,7 @@ class RetrainedCell(Result):
     loss: Curve  # L_k(w*_k)
     gap: Curve  # what the samples that were not used say
     against_noise: dict[str, float]  # exponent of retrained − that of noise, p-value
-    control_p_value: float  # of "trained again with one sample more moves no more than without"
+    control_p_value: float  # of "one sample more moves no more than training again"; NaN: unknown
     converged: float  # share of the minima that are one
     left_out: tuple[str, ...]  # k of which too few orders came to a minimum
 
@@ -194,7 +194,8 @@ def retrained_convergence(
     schedules: "cosine", "constant". rates: learning rates other than the defaults, by optimizer.
     sizes: numbers of samples k, four or more from 10 on (default: 5 from 16 to half of the data).
     orders: random orders of the samples, each trained anew: the intervals are over them.
-    steps, batch_size: of each training, which begins at the weights the model has now.
+    steps, batch_size: of each training, which begins at the weights the model has now. Batches of
+        all k samples leave nothing to chance: the control is zero there and is not compared.
     penalty: μ of μ‖w − w₀‖²/2 in L_k.
     polish: most iterations of L-BFGS on all k samples afterwards; 0 leaves the optimizer's end.
     tolerance: of ‖∇L_k‖ over its value at the start; above it a run is flagged and left out.
@@ -597,13 +598,18 @@ def _cell(points: Sequence[RetrainedPoint]) -> RetrainedCell:
 
 
 def _larger(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """p-value of "the first are no larger than the second": pairs of one k and order (Wilcoxon)."""
+    """p-value of "the first are no larger than the second": pairs of one k and order (Wilcoxon).
+
+    Where a batch holds all k samples training again gives the same bits: a zero of the second is no
+    comparison. NaN without any.
+    """
     if not first:
         return math.nan
-    gaps = (torch.cat(list(first)) - torch.cat(list(second))).numpy()
-    if not gaps.any():
-        return 1.0
-    return float(stats.wilcoxon(gaps, alternative="greater").pvalue)
+    more, again = torch.cat(list(first)), torch.cat(list(second))
+    gaps = (more - again)[again > 0].numpy()
+    if not len(gaps):
+        return math.nan
+    return float(stats.wilcoxon(gaps, alternative="greater").pvalue) if gaps.any() else 1.0
 
 
 def scattered_curve(name: str, points: Sequence[tuple[int, Tensor]]) -> Curve:
