@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import curvatlas as ca
 from curvatlas import runs, zoo
 from curvatlas.report.contents import contents_of
 from curvatlas.report.sections.landscape import landscape
-from curvatlas.studies.retraining import CURVES, scattered_curve
+from curvatlas.studies.retraining import CURVES, _larger, scattered_curve
 
 PENALTY = 0.05
 
@@ -197,6 +198,14 @@ def test_it_resumes_point_by_point_and_the_page_shows_it(
     assert (tmp_path / "run" / "figures" / "retrained.png").is_file()
     section = landscape(contents_of(runs.load(tmp_path / "run")))
     assert section is not None
+
+
+def test_a_control_without_chance_is_no_comparison() -> None:
+    changes = [torch.linspace(1.0, 2.0, 12)]
+    assert _larger(changes, [torch.full((12,), 0.1)]) < 1e-3
+    assert _larger(changes, [torch.full((12,), 9.0)]) > 0.99
+    assert math.isnan(_larger(changes, [torch.zeros(12)]))
+    assert math.isnan(_larger([], []))
 
 
 def test_intervals_of_exponents_cover_the_true_one() -> None:
