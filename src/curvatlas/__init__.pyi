@@ -218,6 +218,7 @@ from .studies.gauss_newton import (
 )
 from .studies.generalisation import (
     Generalisation as Generalisation,
+    MeasureCorrelation as MeasureCorrelation,
     examine_generalisation as examine_generalisation,
     rank_correlations as rank_correlations,
 )
