@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from curvatlas.engines.tangent.block import LinearisedFeedForward
 from curvatlas.engines.tangent.feed_forward import (
     ACTIVATIONS,
     FAMILY_ACTIVATIONS,
     activation_derivatives,
     hidden_units,
 )
+from curvatlas.engines.tangent.structure import BlockSpec
 from reference_block import activation
 
 OF_FAMILIES = {
@@ -75,3 +78,31 @@ def test_unknown_names_and_orders_are_refused() -> None:
         activation_derivatives("swish", torch.zeros(1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="order 3"):
         activation_derivatives("gelu", torch.zeros(1), order=4)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu_squared", "relu"])
+def test_hidden_units_whose_slope_vanishes_have_their_products(name: str) -> None:
+    torch.manual_seed(0)
+    spec = BlockSpec(d_model=3, n_heads=1, d_ff=5, activation=name)  # type: ignore[arg-type]
+    x = torch.randn(1, 4, 3, dtype=torch.float64)
+    shapes = {"up_weight": (5, 3), "up_bias": (5,), "down_weight": (3, 5), "down_bias": (3,)}
+    weights = {
+        k: torch.randn(v, dtype=torch.float64, requires_grad=True) for k, v in shapes.items()
+    }
+    with torch.no_grad():  # far in the tail, beyond underflow, and where GELU's slope is zero
+        weights["up_weight"][1:4] = 0.0
+        weights["up_bias"][1:4] = torch.tensor([-30.0, -60.0, -0.7517915246935645])
+    hidden = F.linear(x, weights["up_weight"], weights["up_bias"])
+    g = OF_FAMILIES[name](hidden) if name in OF_FAMILIES else activation(name, hidden)
+    z = F.linear(g, weights["down_weight"], weights["down_bias"])
+    delta = torch.randn_like(z)
+    loss = (delta * z).sum() + 0.5 * (z - z.detach()).square().sum()
+    slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    v = [torch.randn_like(w) for w in weights.values()]
+    want = torch.autograd.grad(slopes, list(weights.values()), v)
+    block = LinearisedFeedForward(spec, weights, x)
+    block.gradient(delta)
+    tangents = {k: t.unsqueeze(0) for k, t in zip(weights, v, strict=True)}
+    rates, _ = block.hvp(tangents, curvature=lambda moved: moved)
+    for key, expected in zip(weights, want, strict=True):
+        torch.testing.assert_close(rates[key][0], expected, rtol=1e-12, atol=1e-12)

@@ -14,7 +14,7 @@ Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = δ_O Vᵀ and Rδ_
 Capped logits T' = κ tanh(T/κ) have the slope g = 1 − (T'/κ)² and the bend ġ = −2 T'/κ² Ṫ'. All of
 the above holds for T'; towards q and k stand w g instead of w and g Rδ_T + ġ w instead of Rδ_T.
 
-A, Ȧ and, for short inputs, D and w are the L × L matrices kept; all others exist for a few
+A, Ȧ and, for short inputs, D are the L × L matrices kept; all others exist for a few
 directions and slots at a time, small enough to stay in the cache. Where the former do not fit,
 ``BlockedCore`` keeps none: a block of queries is attention with fewer rows, made anew when a pass
 comes to it.
@@ -175,7 +175,7 @@ class AttentionCore:
             self.A = logits if self.allowed is None else logits.mul_(self.allowed)
         self.delta: Tensor | None = None  # δ_O (S, M, dv)
         self.row_sums: Tensor | None = None  # rowsum(A ⊙ D) (S, M, 1)
-        self._kept: tuple[Tensor, Tensor] | None = None  # D and s w where they are small
+        self._kept: Tensor | None = None  # s D where it is small
 
     def value(self) -> Tensor:
         """O (S, M, dv)."""
@@ -229,13 +229,13 @@ class AttentionCore:
         return True
 
     def record(self, delta: Tensor, value: Tensor) -> None:
-        """Keep δ_O, and D and w where they are small; ``value`` is O."""
+        """Keep δ_O, and s D where it is small; ``value`` is O."""
         self.delta = delta
         if self.softmax:
             # rowsum(A ⊙ δ_O Vᵀ) = δ_O · O
             self.row_sums = (delta * value).sum(-1, keepdim=True)
         if self.A.shape[-1] <= 2 * (self.q.shape[-1] + self.v.shape[-1]):
-            self._kept = self._adjoint(_ALL, Buffers(keep=False))
+            self._kept = self._centred(_ALL, Buffers(keep=False))
 
     def _tiles(self, directions: int) -> list[_Tile]:
         """Directions and slots whose L × L matrices fit in the cache together.
@@ -301,10 +301,9 @@ class AttentionCore:
             return
         centred, w = None, None
         if state.q_dot is not None or state.k_dot is not None or moved is not None:
-            if self._kept is not None:
-                centred, w = tile.slots(self._kept[0]), tile.slots(self._kept[1])
-            else:
-                centred, w = self._adjoint(tile, space)
+            kept = self._kept
+            centred = self._centred(tile, space) if kept is None else tile.slots(kept)
+            w = self._adjoint(tile, centred, space)
         e = self._logits_rate(tile, rate, state, centred, space)
         if self.slope is not None:
             w = self._through_cap(tile, state, w, e)
@@ -364,27 +363,32 @@ class AttentionCore:
             return _softmax_backward(e, weights)
         assert centred is not None
         e *= weights
-        e.addcmul_(centred, moved)
+        e.addcmul_(centred, moved, value=1.0 / self.scale)
         return e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
 
-    def _adjoint(self, tile: _Tile, space: Buffers) -> tuple[Tensor, Tensor]:
-        """D and s w of some slots (S', M, L)."""
+    def _centred(self, tile: _Tile, space: Buffers) -> Tensor:
+        """s D of some slots (S', M, L)."""
         assert self.delta is not None
         weights = tile.slots(self.A)
         centred = space.take("core.centred", *weights.shape, like=self.q)
         torch.bmm(tile.slots(self.delta), tile.slots(self.v).mT, out=centred)
-        w = space.take("core.adjoint", *weights.shape, like=self.q)
         if self.row_sums is not None:
             if weights.shape[-1] == 1:
                 centred.zero_()  # one key has all the weight: no rounding of D − r is left over
             else:
                 centred.sub_(tile.slots(self.row_sums))
-            torch.mul(centred, weights, out=w).mul_(self.scale)
-            return centred, w
-        torch.mul(centred, self.scale, out=w)
-        if self.allowed is not None:
-            w *= self.allowed if self.allowed.shape[0] == 1 else tile.slots(self.allowed)
-        return centred, w
+        return centred.mul_(self.scale)
+
+    def _adjoint(self, tile: _Tile, centred: Tensor, space: Buffers) -> Tensor:
+        """s w of some slots (S', M, L): one pass, cheaper than the memory."""
+        if self.row_sums is None and self.allowed is None:
+            return centred
+        w = space.take("core.adjoint", *centred.shape, like=self.q)
+        if self.row_sums is not None:
+            return torch.mul(centred, tile.slots(self.A), out=w)
+        allowed = self.allowed
+        assert allowed is not None
+        return torch.mul(centred, allowed if len(allowed) == 1 else tile.slots(allowed), out=w)
 
 
 def _softmax_backward(logits: Tensor, weights: Tensor) -> Tensor:

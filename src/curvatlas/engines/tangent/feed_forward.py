@@ -210,7 +210,7 @@ def hidden_units(name: Activation, up: Tensor, gate: Tensor | None = None) -> Hi
 class FeedForwardTangent:
     """What the backward pass needs of the forward pass, K directions."""
 
-    up_dot: Tensor | None  # (K, N, d_ff)
+    up_dot: Tensor | None  # (K, N, d_ff); without a gate ġ
     gate_dot: Tensor | None  # (K, N, d_ff)
     weights: Mapping[str, Tensor]
 
@@ -227,11 +227,15 @@ class FeedForwardStage:
         units = hidden_units(spec.activation, self.up.value(x), gate)
         self.hidden = units.value  # g (N, d_ff)
         self.slope_up, self.slope_gate = units.slope_up, units.slope_gate
-        # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter.
+        # D2 until an adjoint is recorded, D2 ⊙ t after: products only ever need the latter. Without
+        # a gate D2 ⊙ t / D1: its factor is then ġ = D1 ḣ, which W_down's rate needs as well, and ḣ
+        # need not be kept (one pass of three over the hidden units saved on the way back).
         straight = spec.activation in ("relu", "identity")
         self.bend_up = None if straight else units.bend_up
         self.bend_gate = None if straight else units.bend_gate
         self.bend_cross = units.bend_cross
+        if self.bend_up is not None:
+            self.slope_up = _away_from_zero(self.slope_up, self.bend_up)
         self._recorded = False
 
     def attach(self, weights: Weights) -> None:
@@ -268,6 +272,8 @@ class FeedForwardStage:
         if self.gate is not None:
             gate = space.take(self._key + "gate", *shape, like=self.slope_up)
             gate_dot = self.gate.push(x, x_dot, dots, gate)
+        if self.gate is None and up_dot is not None:
+            up_dot *= self.slope_up
         tangent = FeedForwardTangent(up_dot, gate_dot, dots)
         out = space.take(key, directions, *x.shape, like=x)
         hidden_dot = self._hidden_dot(up_dot, gate_dot, space)
@@ -315,7 +321,9 @@ class FeedForwardStage:
     def _hidden_dot(
         self, up_dot: Tensor | None, gate_dot: Tensor | None, space: Buffers
     ) -> Tensor | None:
-        """ġ (K, N, d_ff), formed on both ways: a pass is cheaper than the memory."""
+        """ġ (K, N, d_ff); with a gate formed on both ways: a pass is cheaper than the memory."""
+        if self.gate is None:
+            return up_dot
         moved = up_dot if up_dot is not None else gate_dot
         if moved is None:
             return None
@@ -351,9 +359,21 @@ class FeedForwardStage:
         if self._recorded:
             raise ValueError("this block already keeps an adjoint: linearise again for another.")
         self.bend_up = None if self.bend_up is None else self.bend_up * t
+        if self.bend_up is not None:  # no gate
+            self.bend_up = (self.bend_up / self.slope_up).masked_fill_(self.slope_up == 0, 0.0)
         self.bend_gate = None if self.bend_gate is None else self.bend_gate * t
         self.bend_cross = None if self.bend_cross is None else self.bend_cross * t
         self._recorded = True
+
+
+def _away_from_zero(slope: Tensor, bend: Tensor) -> Tensor:
+    """The slope with a tiny value in place of zero where the bend is not zero: it is divided by.
+
+    Products and quotients keep their relative accuracy, however small the slope is; what is added
+    where it vanishes is far below rounding.
+    """
+    tiny = math.sqrt(torch.finfo(slope.dtype).tiny)
+    return torch.where((slope.abs() < tiny) & (bend != 0), tiny, slope)
 
 
 def _sum_of_products(out: Tensor, *terms: tuple[Tensor | None, Tensor | None]) -> Tensor | None:

@@ -34,9 +34,9 @@ from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
 from curvatlas.engines.tangent.linear import (
     Buffers,
+    Results,
     adjoining,
     as_rows,
-    empty_rows,
     restart_numbers,
 )
 from curvatlas.engines.tangent.reading import (
@@ -876,7 +876,7 @@ class TangentLinearisation:
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
             for chain in self.chains
         )
-        self._space = space
+        self._space, self._results = space, Results()
         # A tape repeats calls on fixed memory: weights that come and go have none.
         record = by_hand and not recompute and problem.in_place
         self._tapes = Tapes(space, own=own, record=record)
@@ -937,7 +937,7 @@ class TangentLinearisation:
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
         rows = as_rows(columns, self._space)
-        total = empty_rows(rows)
+        total = self._results.empty(rows)
         self._tapes.run(self.part, self._fill_flat, rows, total)
         return total
 

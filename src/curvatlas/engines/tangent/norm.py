@@ -218,7 +218,7 @@ class Normalization:
         turn = torch.mul(x_dot, self.n, out=scratch).sum(-1, keepdim=True).mul_(self._share)
         if self.norm == "layer":
             shift = x_dot.sum(-1, keepdim=True).mul_(self._share)
-            torch.addcmul(shift, x_dot, self.inv_std, out=n_dot)
+            _scaled_and_shifted(x_dot, self.inv_std, shift, n_dot)
         else:
             torch.mul(x_dot, self.inv_std, out=n_dot)
         return n_dot.addcmul_(self.n, turn), turn
@@ -275,7 +275,7 @@ class Normalization:
             return out
         if self.norm == "layer":
             shift = out.sum(-1, keepdim=True).mul_(self._share)
-            torch.addcmul(shift, out, self.inv_std, out=out)
+            _scaled_and_shifted(out, self.inv_std, shift, out)
         else:
             out *= self.inv_std
         if along is not None:
@@ -284,3 +284,12 @@ class Normalization:
             assert self._shared_along is not None
             out.addcmul_(state.n_dot, self._shared_along)
         return out
+
+
+def _scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
+    """out = scale x + shift with one number a token each.
+
+    Two calls: addcmul with two factors that do not vary along the last axis is not vectorised (32
+    against 12 µs for 512 × 128 in float32).
+    """
+    torch.mul(x, scale, out=out).add_(shift)
