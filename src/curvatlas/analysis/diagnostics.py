@@ -31,7 +31,8 @@ from curvatlas.analysis.propagation.capture import capture
 from curvatlas.errors import ProblemError
 from curvatlas.figures.training import trajectory_figure
 from curvatlas.fits import Array, line_slope
-from curvatlas.operators.curvature import Hessian
+from curvatlas.linear_operator import LinearOperator
+from curvatlas.operators.curvature import GaussNewton, Hessian
 from curvatlas.operators.per_sample import sample_gradients, subset
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import paired
@@ -54,22 +55,32 @@ BATCH_FACTOR = 2.0  # batch sizes within this factor of the critical one are lef
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise(Result):
-    """Noise scales in samples; infinite where the mean gradient drowns in the noise."""
+    """Noise scales in samples; lower bounds where the mean gradient drowns in the noise."""
 
     value: float  # critical batch size, by curvature
-    interval: Interval  # 95 %, jackknife over samples
+    interval: Interval  # 95 %, jackknife over samples; (bound, ∞) of a lower bound
     simple: float  # tr Σ / ‖G‖²
     simple_interval: Interval
     samples: int
     gradient_norm: float
     products: int
+    lower_bound: bool = False  # ``value`` is one: these samples set no upper limit
+    simple_lower_bound: bool = False
+    curvature: str = "H"  # "H_o" where H is negative along the gradients, and no scale follows
 
     def __str__(self) -> str:
-        (a, b), (c, d) = self.interval, self.simple_interval
+        by = "" if self.curvature == "H" else f" (by {self.curvature})"
+        critical = scale_text(self.value, self.interval, bound=self.lower_bound)
+        simple = scale_text(self.simple, self.simple_interval, bound=self.simple_lower_bound)
         return (
-            f"critical batch size {self.value:.3g} [{a:.3g}, {b:.3g}], simple noise scale "
-            f"{self.simple:.3g} [{c:.3g}, {d:.3g}] samples, from {self.samples} samples"
+            f"critical batch size {critical}{by}, simple noise scale {simple} samples, from "
+            f"{self.samples} samples"
         )
+
+
+def scale_text(value: float, interval: Interval, *, bound: bool) -> str:
+    """A noise scale with its interval, or as the lower bound it is."""
+    return f"≥ {value:.3g}" if bound else f"{value:.3g} [{interval[0]:.3g}, {interval[1]:.3g}]"
 
 
 def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
@@ -79,53 +90,85 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
 
         simple noise scale  tr Σ / ‖G‖²,      critical batch size  tr(HΣ) / (GᵀHG).
 
-    ‖G‖² and GᵀHG are estimated without the bias that the noise adds to the square of a mean.
+    ‖G‖² and GᵀHG are estimated without the bias that the noise adds to the square of a mean. Where
+    they cannot be told from zero, the scale is at least its 97.5 % lower limit, and said to be a
+    bound. Where H is negative along the gradients its ratio is no batch size: H_o, which never is,
+    takes its place.
     """
     gradients = sample_gradients(problem, samples)  # (n, P)
     count = len(gradients)
     if count < 4:
         raise ValueError(f"gradient noise needs at least 4 samples, got {count}.")
-    operator = Hessian(problem)
-    bent = (operator @ gradients.T.contiguous()).T  # (n, P)
-    plain = (gradients @ gradients.T).cpu().double().numpy()  # g_i·g_j
-    curved = (gradients @ bent.T).cpu().double().numpy()  # g_i·H g_j
-    simple, simple_interval = _ratio(plain)
-    critical, interval = _ratio(curved)
+
+    def through(operator: LinearOperator) -> Array:
+        bent = (operator @ gradients.T.contiguous()).T  # (n, P)
+        return np.asarray((gradients @ bent.T).cpu().double().numpy())  # g_i·H g_j
+
+    hessian = Hessian(problem)
+    spent = count
+    simple = _ratio((gradients @ gradients.T).cpu().double().numpy())
+    critical, used = _ratio(through(hessian)), "H"
+    if critical is None:
+        try:
+            critical, used = _ratio(through(GaussNewton(problem))), "H_o"
+            spent += count
+        except ProblemError:  # a loss without an outer part
+            critical, used = simple, "I"
+    assert simple is not None  # of a Gram matrix
+    critical = critical or simple
     return GradientNoise(
-        value=critical,
-        interval=interval,
-        simple=simple,
-        simple_interval=simple_interval,
+        value=critical.value,
+        interval=critical.interval,
+        simple=simple.value,
+        simple_interval=simple.interval,
         samples=count,
         gradient_norm=float(gradients.mean(0).norm()),
-        products=operator.products,
+        products=spent,
+        lower_bound=critical.bound,
+        simple_lower_bound=simple.bound,
+        curvature=used,
     )
 
 
-def _ratio(products: Array) -> tuple[float, Interval]:
-    """(tr of the covariance) / (square of the mean) from the matrix g_i·A g_j, with jackknife."""
+@dataclass(frozen=True)
+class _Scale:
+    value: float
+    interval: Interval
+    bound: bool  # a lower one
+
+
+def _ratio(products: Array) -> _Scale | None:
+    """(tr of the covariance) / (square of the mean) from the matrix g_i·A g_j, with jackknife.
+
+    None where A is negative along the gradients: neither the ratio nor a bound on it means a size.
+    """
     count = len(products)
-    value = _from_sums(float(np.trace(products)), float(products.sum()), count)
-    rows, diagonal = products.sum(1), np.diag(products)
     total, trace = float(products.sum()), float(np.trace(products))
-    left_out = np.array(
-        [
-            _from_sums(trace - diagonal[i], total - 2 * rows[i] + diagonal[i], count - 1)
-            for i in range(count)
-        ]
-    )
-    if not math.isfinite(value) or not np.isfinite(left_out).all():
-        return value, (0.0, math.inf)
-    logs = np.log(left_out)
-    error = math.sqrt((count - 1) / count * float(((logs - logs.mean()) ** 2).sum()))
-    factor = math.exp(float(stats.t.ppf(0.975, count - 1)) * error)
-    return value, (value / factor, value * factor)
+    rows, diagonal = products.sum(1), np.diag(products)
+    square, noise = _from_sums(trace, total, count)
+    squares, noises = _from_sums(trace - diagonal, total - 2 * rows + diagonal, count - 1)
+    quantile = float(stats.t.ppf(0.975, count - 1))
+
+    def reach(left_out: Array) -> float:
+        return quantile * math.sqrt(
+            (count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum())
+        )
+
+    if square > 0 and noise > 0 and (squares > 0).all() and (noises > 0).all():
+        value, factor = noise / square, math.exp(reach(np.log(noises / squares)))
+        return _Scale(value, (value / factor, value * factor), bound=False)
+    # The sum over all pairs is the square of a length where A is positive: the limit is, too.
+    highest = max(square + reach(squares), total / count**2)
+    if not highest > 0 or not noise > 0 or not (noises > 0).all():
+        return None
+    bound = noise * math.exp(-reach(np.log(noises))) / highest
+    return _Scale(bound, (bound, math.inf), bound=True)
 
 
-def _from_sums(trace: float, total: float, count: int) -> float:
-    square = (total - trace) / (count * (count - 1))  # unbiased ‖G‖² or GᵀHG: pairs i ≠ j
-    noise = trace / count - square
-    return noise / square if square > 0 and noise > 0 else math.inf
+def _from_sums(trace: Any, total: Any, count: int) -> tuple[Any, Any]:
+    """‖G‖² or GᵀHG without bias, from pairs i ≠ j, and the trace of the covariance."""
+    square = (total - trace) / (count * (count - 1))
+    return square, trace / count - square
 
 
 SGD = ("sgd", "gd", "momentum", "nesterov")
@@ -450,9 +493,10 @@ def _pre_norm(now: EffectiveConditioning, problem: Problem | None) -> Recommenda
 
 
 def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendation | None:
-    if noise is None or batch_size is None or not np.isfinite(noise.value):
+    if noise is None or batch_size is None:
         return None
     low, high = noise.interval
+    size = scale_text(noise.value, noise.interval, bound=noise.lower_bound)
     larger = _judged(
         action=f"use a larger batch, towards {noise.value:.3g}",
         topic="batch size",
@@ -460,9 +504,11 @@ def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendatio
         value=noise.value / batch_size,
         interval=(low / batch_size, high / batch_size),
         threshold=BATCH_FACTOR,
-        evidence=f"the critical batch size is {noise.value:.3g} [{low:.3g}, {high:.3g}], the batch "
-        f"{batch_size}: steps are dominated by noise",
+        evidence=f"the critical batch size is {size}, the batch {batch_size}: steps are dominated by "
+        "noise",
     )
+    if noise.lower_bound:  # nothing says that it is small
+        return larger
     return larger or _judged(
         action=f"a smaller batch, about {noise.value:.3g}, learns as much a step",
         topic="batch size",
@@ -470,8 +516,7 @@ def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendatio
         value=batch_size / noise.value,
         interval=(batch_size / high, batch_size / low if low > 0 else float("inf")),
         threshold=BATCH_FACTOR,
-        evidence=f"the critical batch size is {noise.value:.3g} [{low:.3g}, {high:.3g}], the batch "
-        f"{batch_size}",
+        evidence=f"the critical batch size is {size}, the batch {batch_size}",
     )
 
 
