@@ -11,6 +11,7 @@ and its intervals are where the profiled sum of squares rises by Student's quant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,7 @@ class Cells:
         """Standard deviation of log y between runs at the same sizes."""
         if not self.within_freedom:
             return None
-        return float(np.sqrt(self.within / self.within_freedom))
+        return math.sqrt(self.within / self.within_freedom)
 
     def reach(self, square: float, freedom: int) -> float:
         """Half the 95 % interval of a mean of one run, by residuals Σ runs · r² = ``square``.
@@ -160,10 +161,10 @@ class Cells:
         and that scatter pooled with the runs' own, known from more of them.
         """
         left, inside = max(freedom, 1), self.within_freedom
-        reaches = [float(stats.t.ppf(0.975, left)) * (square / left) ** 0.5]
+        reaches = [float(stats.t.ppf(0.975, left)) * math.sqrt(square / left)]
         if inside:
             pooled = (square + self.within) / (left + inside)
-            reaches.append(float(stats.t.ppf(0.975, left + inside)) * pooled**0.5)
+            reaches.append(float(stats.t.ppf(0.975, left + inside)) * math.sqrt(pooled))
         return max(reaches)
 
     def lack_of_fit(self, square: float, freedom: int) -> float | None:
@@ -238,7 +239,7 @@ def _crossing(distances: Array, rises: Array, reach: float) -> float:
     xs, ys = np.r_[0.0, distances], np.r_[0.0, np.maximum.accumulate(rises)]
     beyond = np.flatnonzero(ys > reach)
     if not len(beyond):
-        return np.inf
+        return float("inf")
     k = beyond[0]
     share = (reach - ys[k - 1]) / max(ys[k] - ys[k - 1], 1e-300)
     return float(xs[k - 1] + share * (xs[k] - xs[k - 1]))

@@ -504,8 +504,8 @@ def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendatio
         value=noise.value / batch_size,
         interval=(low / batch_size, high / batch_size),
         threshold=BATCH_FACTOR,
-        evidence=f"the critical batch size is {size}, the batch {batch_size}: steps are dominated by "
-        "noise",
+        evidence=f"the critical batch size is {size}, the batch {batch_size}: noise dominates the "
+        "steps",
     )
     if noise.lower_bound:  # nothing says that it is small
         return larger

@@ -33,6 +33,7 @@ from curvatlas.cli.options import BrokenImages, Inputs
 from curvatlas.cli.pretrained import cached_folder, load_pretrained
 from curvatlas.cli.tables import is_table, labelled_texts, prose, read_table
 from curvatlas.errors import UserCodeError, is_wrong_input
+from curvatlas.operators.per_sample import sample_operations
 from curvatlas.problem import Problem
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
@@ -169,8 +170,6 @@ def affordable_samples(model: NamedModel, data: NamedData, *, most: int) -> int:
     A product with the Hessian is six of them: a survey of 1200 products then takes 8·10¹²
     operations, two or three minutes on two cores.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     problem = Problem(
         model.model,
         data.loss,
@@ -180,10 +179,7 @@ def affordable_samples(model: NamedModel, data: NamedData, *, most: int) -> int:
     )
     if not problem.loss.additive:
         return most
-    sample = next(problem.batches()).part(0, 1, problem.loss.count)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        problem.with_batches([sample]).value()
-    operations = max(int(counter.get_total_flops()), 1)
+    operations = max(sample_operations(problem), 1)
     return max(min(_FORWARD_OPERATIONS // operations, most), _FEWEST_SAMPLES)
 
 

@@ -70,6 +70,16 @@ def subset(problem: Problem, indices: Tensor) -> Problem:
     return problem.with_batches(chosen)
 
 
+def sample_operations(problem: Problem) -> int:
+    """Operations of a forward pass of the first sample, as torch counts them; 0: none it knows."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sample = next(problem.batches()).part(0, 1, problem.loss.count)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        problem.with_batches([sample]).value()
+    return int(counter.get_total_flops())
+
+
 def _mapped(batch: Batch, one: Callable[..., Any], *by_sample: Any) -> Any:
     """one(inputs, targets, *of by_sample) of every sample, side by side under ``vmap``.
 
