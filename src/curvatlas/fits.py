@@ -801,6 +801,8 @@ def plane_power_law(parameters: Any, samples: Any, y: Any) -> PlanePowerLaw:
     centre = np.array([np.log(n).mean(), np.log(d).mean()])
     u, v, target = np.log(n) - centre[0], np.log(d) - centre[1], cells.log_means
     design = np.stack([np.ones(count), u, v], axis=1)
+    if np.linalg.matrix_rank(design, tol=1e-6) < 3:
+        raise ValueError("N and D grow together: their exponents cannot be told apart.")
     estimate, unit, residuals = _weighted(design, target, cells.counts)
     square = float((cells.counts * residuals**2).sum())
     left = count - 3

@@ -588,7 +588,7 @@ class ScalingLawAnalyzer:
             gets an interval for its data, None measures on all D.
         """
         chosen = self.loss if loss is None else loss
-        dataset = _as_dataset(data)
+        dataset = as_dataset(data)
         sizes = _check_sizes(model_sizes, dataset_sizes, dataset.train.size)
         if seeds is not None and seeds < 2:
             raise ValueError(f"an error between seeds needs at least 2 seeds, got {seeds}.")
@@ -617,7 +617,7 @@ class ScalingLawAnalyzer:
                 dataset.train.size, generator=torch.Generator().manual_seed(drawn)
             )
             return run_cell(
-                functools.partial(self._made, model_sizes[i], drawn),
+                functools.partial(self.made, model_sizes[i], drawn),
                 dataset.train.at(order[: sizes[j]]),
                 dataset.validation,
                 size=_label(model_sizes[i]),
@@ -648,7 +648,7 @@ class ScalingLawAnalyzer:
                 self.grid = _stored(run, runs, cell)
         return self.grid
 
-    def _made(self, size: Any, seed: int) -> nn.Module:
+    def made(self, size: Any, seed: int) -> nn.Module:
         """The model of one size and seed; what a factory gets wrong is said in one line."""
         try:
             takes_seed = "seed" in inspect.signature(self.model_factory).parameters
@@ -676,7 +676,7 @@ class ScalingLawAnalyzer:
         """Operations of a forward pass of one sample, by model size."""
         costs, counts = [], []
         for size in sizes:
-            model = self._made(size, seed)
+            model = self.made(size, seed)
             with in_evaluation_mode(model):
                 problem = Problem(model, loss, data.train.take(2).batch)
                 costs.append(sample_operations(problem) or problem.size)
@@ -687,7 +687,7 @@ class ScalingLawAnalyzer:
                 f"{', '.join(map(_label, sizes))}: it does not use the size."
             )
         first, second = (
-            [p.detach() for p in self._made(sizes[0], seed + k).parameters()] for k in (0, 1)
+            [p.detach() for p in self.made(sizes[0], seed + k).parameters()] for k in (0, 1)
         )
         if all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             warnings.warn(
@@ -700,8 +700,8 @@ class ScalingLawAnalyzer:
 
     def fingerprints(self, sizes: Sequence[Any], data: Data, seed: int) -> dict[str, str]:
         """What a run folder remembers of the models and the data, to resume only the same ones."""
-        dataset = _as_dataset(data)
-        prints = [subject.of_model(self._made(size, seed)) for size in sizes]
+        dataset = as_dataset(data)
+        prints = [subject.of_model(self.made(size, seed)) for size in sizes]
         return {
             "model_fingerprint": subject.of_data([json.dumps(prints)]),
             "data_fingerprint": subject.of_data([tuple(dataset.train), tuple(dataset.validation)]),
@@ -969,12 +969,13 @@ def _label(size: Any) -> str:
     return str(size)
 
 
-def _as_dataset(data: Data) -> Dataset:
+def as_dataset(data: Data) -> Dataset:
+    """The data as a ``Dataset``: digits for None, a fifth held out of what is not split."""
     if data is None:
         return digits()
     if isinstance(data, Dataset):
         return data
-    samples = _joined(data)
+    samples = joined_samples(data)
     held = max(2, samples.size // 5)
     classes = 0 if samples.targets.is_floating_point() else int(samples.targets.max()) + 1
     return Dataset(
@@ -985,7 +986,7 @@ def _as_dataset(data: Data) -> Dataset:
     )
 
 
-def _joined(data: Any) -> Samples:
+def joined_samples(data: Any) -> Samples:
     """The batches of whatever ``Problem`` takes as one set of samples."""
     parts = []
     for index, raw in enumerate(batches_of(data, dtype=torch.get_default_dtype())):

@@ -1,4 +1,4 @@
-"""Commands that train models of the zoo: ``train`` with the monitor on, ``scaling`` over a grid."""
+"""Commands that train: ``train`` a zoo model with the monitor on, ``scaling`` a grid of models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, Output, Seed, Time, whole_numbers
+from curvatlas.cli.options import Console, LossName, Output, Seed, Time, whole_numbers
 
 if TYPE_CHECKING:
     from curvatlas.training.snapshot import CurvatureHistory
@@ -159,49 +159,135 @@ def train(
         carry_out(run, work, console)
 
 
+class MatchName(str, Enum):
+    """What the runs of a scaling grid have alike."""
+
+    compute = "compute"
+    steps = "steps"
+
+
+_DEFAULT_DATA = {"vit": "digits", "gpt": "text"}  # of the zoo's models, by --model
+_DIGIT_SIZES = [100, 240, 580, 1400]
+
+
 def scaling(
     *,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="FACTORY",
+            help="mine.py:make_model or pkg.module:make_model, called with a size (and seed= if "
+            "it has such an argument); or vit, gpt.",
+        ),
+    ] = "vit",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="A text file, or any other DATA of 'curvatlas analyze' (default: digits for vit, "
+            "text for gpt).",
+        ),
+    ] = None,
     output: Output = None,
-    widths: Annotated[str, typer.Option(help="Widths of the models, by commas.")] = "4,8,12,16",
+    widths: Annotated[
+        str, typer.Option(help="Sizes the factory is called with, by commas.")
+    ] = "4,8,12,16",
     sizes: Annotated[
-        str, typer.Option(help="Numbers of training digits, by commas.")
-    ] = "100,240,580,1400",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 600,
+        str | None,
+        typer.Option(help="Numbers of training samples, by commas (default: four, up to all)."),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at each pair of sizes, 2 or more: errors between seeds."),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Training steps of the model that computes most.")
+    ] = 600,
+    match: Annotated[
+        MatchName,
+        typer.Option(help="What runs have alike: compute (smaller models go on) or steps."),
+    ] = MatchName.compute,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 5e-3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a training step.")] = 32,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens a window, for text.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, characters or a folder, for text.")
+    ] = None,
+    loss: Annotated[LossName, typer.Option(help="auto decides by the targets.")] = LossName.auto,
     curvature_samples: Annotated[
-        int, typer.Option(min=4, help="Samples the curvature is measured on.")
+        int,
+        typer.Option(min=0, help="Samples the curvature is measured on; 0: all of a run's."),
     ] = 192,
     products: Annotated[int, typer.Option(min=8, help="Products for each spectrum.")] = 60,
     seed: Seed = 0,
     console: Console,
 ) -> None:
-    """Train ViTs of several widths on growing numbers of digits and fit the scaling laws."""
-    models, data_sizes = whole_numbers(widths, "--widths"), whole_numbers(sizes, "--sizes")
-    from curvatlas import zoo
+    """Train models of several sizes on growing data, over seeds, and fit the scaling laws."""
+    models = whole_numbers(widths, "--widths")
+    asked = None if sizes is None else whole_numbers(sizes, "--sizes")
+    if not 0 < lr < float("inf"):
+        raise typer.BadParameter(f"--lr is a positive number, got {lr:g}.")
+    if seeds == 1:
+        raise typer.BadParameter("an error between seeds needs at least 2 seeds, got 1.")
     from curvatlas.cli.execution import carry_out, open_run
+    from curvatlas.cli.inputs import find_factory, find_split
     from curvatlas.scaling import ScalingLawAnalyzer
 
-    available = zoo.digits().train.size
+    named = data or _DEFAULT_DATA.get(model)
+    if named is None:
+        raise typer.BadParameter(f"--model {model} comes without data: give --data.")
+    analyzer = ScalingLawAnalyzer(find_factory(model))
+    found = find_split(
+        named,
+        analyzer.made(models[0], seed),
+        name=model,
+        context=context,
+        tokenizer=tokenizer,
+        loss=loss.value,
+        seed=seed,
+    )
+    available = found.dataset.train.size
+    default = _DIGIT_SIZES if named == "digits" else _four_sizes(available)
+    data_sizes = asked or [size for size in default if size <= available]
     if max(data_sizes) > available:
         raise typer.BadParameter(
-            f"--sizes goes to {max(data_sizes)}, there are {available} digits."
+            f"--sizes goes to {max(data_sizes)}, {named} has {available} training samples."
         )
     how: dict[str, Any] = {
+        "seeds": seeds,
         "steps": steps,
-        "curvature_samples": curvature_samples,
+        "match": match.value,
+        "lr": lr,
+        "batch_size": batch_size,
+        "curvature_samples": curvature_samples or None,
         "products": products,
         "seed": seed,
     }
-    run = open_run(output, {"command": "scaling", "widths": models, "sizes": data_sizes, **how})
-    analyzer = ScalingLawAnalyzer(lambda width: zoo.reference_vit(d_model=width, seed=seed))
+    analyzer.loss = found.loss
+    marks = analyzer.fingerprints(models, found.dataset, seed)
+    options = {"command": "scaling", "model": model, "data": named, "context": context}
+    options |= {"tokenizer": tokenizer, "loss": found.loss, "widths": models, "sizes": data_sizes}
+    run = open_run(output, {**options, **how}, **marks)
 
     def work() -> None:
-        console.say(
-            f"curvatlas scaling: {len(models)} × {len(data_sizes)} ViTs on digits, into {run.path}"
+        runs = f"{len(models)} × {len(data_sizes)} sizes × {seeds or 1} seeds"
+        console.say(f"curvatlas scaling {model} on {found.dataset}: {runs}, into {run.path}")
+        for note in found.notes:
+            run.warn(f"data: {note}")
+        grid = analyzer.analyze_scaling_with_size(
+            models, data_sizes, data=found.dataset, output=run, **how
         )
-        console.say(analyzer.analyze_scaling_with_size(models, data_sizes, output=run, **how))
-        if len(data_sizes) >= 3 and len(models) >= 2:
+        console.say(grid)
+        for note in grid.notes:
+            run.warn(note)
+        try:
             console.say(run.step("comparison", analyzer.compare_predictions))
-        else:
-            run.warn("predictions were not compared: that takes 3 data sizes and 2 widths")
+        except ValueError as reason:
+            run.warn(f"predictions were not compared: {reason}")
 
     carry_out(run, work, console)
+
+
+def _four_sizes(available: int) -> list[int]:
+    """Up to all samples, each 2.4 times the one before."""
+    return sorted({max(2, round(available / 2.4**k)) for k in range(4)})

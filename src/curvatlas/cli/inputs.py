@@ -7,6 +7,7 @@ table of texts, a text file or images on disk.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from curvatlas.operators.per_sample import sample_operations
 from curvatlas.problem import Problem
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
+from curvatlas.scaling import as_dataset, joined_samples
 from curvatlas.surveying import fingerprints_of, subject_of
 from curvatlas.zoo import Dataset, from_torch, images_on_disk
 from curvatlas.zoo.images import is_idx, samples_of
@@ -394,6 +396,42 @@ def _from_reference(text: str) -> nn.Module:
     return value
 
 
+def find_factory(text: str) -> Callable[..., nn.Module]:
+    """size → model, (size, seed) where it takes one: a reference, or a model of ours by width."""
+    from curvatlas import zoo
+
+    ours = zoo_name(text, ("vit", "gpt"))
+    if ours is not None:
+        maker: Callable[..., nn.Module] = zoo.reference_vit if ours == "vit" else zoo.reference_gpt
+        return lambda width, seed: maker(d_model=width, seed=seed)
+    if not is_reference(text):
+        raise ValueError(
+            f"cannot make models of several sizes from {text!r}: give mine.py:make_model or "
+            "pkg.module:make_model, a function of the size, or vit, gpt."
+        )
+    factory = resolve(text)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ValueError(
+            f"{text!r} is a {type(factory).__name__}: a scaling law needs a function that makes a "
+            "model of the size it is called with."
+        )
+
+    @functools.wraps(factory)
+    def called(*args: Any, **kwargs: Any) -> nn.Module:
+        try:
+            model: nn.Module = factory(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                raise  # the call itself: the size is not among the arguments
+            raise UserCodeError(f"{text!r} failed: {_told(error)}") from error
+        except Exception as error:  # whatever the user's function does
+            kind = ValueError if is_wrong_input(error) else UserCodeError
+            raise kind(f"{text!r} failed: {_told(error)}") from error
+        return model
+
+    return called
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file."""
     if path.suffix != ".safetensors":
@@ -546,6 +584,31 @@ def find_data(
     elif loss == "cross_entropy" and isinstance(raw, list):
         raw = [_with_whole_classes(batch) for batch in raw]
     return NamedData(batches=raw, name=name, loss=loss, notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitData:
+    """Training and validation samples with the loss that fits them."""
+
+    dataset: Dataset
+    loss: str
+    notes: tuple[str, ...] = ()  # kept with the run
+
+
+def find_split(text: str, model: nn.Module, *, name: str, **how: Any) -> SplitData:
+    """All of the data that ``text`` names: our sets as they are split, of others a fifth is held
+    out. ``model`` says how many tokens it knows and how long a window may be."""
+    named = NamedModel(model=model, name=name)
+    everything: Any = {"samples": 2**62, "batch_size": 2**62, **how}
+    found = find_data(text, named, **everything)
+    dataset = as_dataset(found.batches)
+    if zoo_name(text, ZOO_DATA) is not None:
+        held = find_data(text, named, part="validation", **everything)
+        parts = [joined_samples(part.batches) for part in (found, held)]
+        dataset = Dataset(name=text, train=parts[0], validation=parts[1], classes=dataset.classes)
+    else:
+        dataset = replace(dataset, name=Path(text).name)
+    return SplitData(dataset=dataset, loss=found.loss, notes=found.notes)
 
 
 def _takes_labels(model: NamedModel) -> bool:
