@@ -16,7 +16,7 @@ from torch import nn
 import curvatlas as ca
 from curvatlas import zoo
 
-FULL = {"widths": [8, 12, 16, 24], "sizes": [100, 240, 580, 1400], "steps": 120, "seeds": 3}
+FULL = {"widths": [8, 12, 16, 24], "sizes": [100, 240, 580, 1400], "steps": 80, "seeds": 3}
 SMALL = {"widths": [4, 8], "sizes": [40, 80, 160], "steps": 20, "seeds": None}
 
 data = zoo.text(level="character", context=32)
@@ -49,8 +49,9 @@ def main() -> None:
         seeds=options.seeds,
         steps=options.steps,
         lr=1e-2,
-        curvature_samples=32 if options.full else 12,
-        products=24 if options.full else 12,
+        batch_size=16,
+        curvature_samples=24 if options.full else 12,
+        products=16 if options.full else 12,
         output=options.output,
     )
     print(grid)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from curvatlas.figures import plot_scaling_law_predictions
 from curvatlas.fits import plane_power_law
 from curvatlas.problem import Problem
 from curvatlas.results import same
-from curvatlas.scaling import ScalingCell, ScalingLawAnalyzer, compare_predictions, fit_grid
+from curvatlas.scaling import (
+    ScalingCell,
+    ScalingLawAnalyzer,
+    TrainingLooks,
+    compare_predictions,
+    fit_grid,
+)
 
 
 def tiny_vit(width: int) -> nn.Module:
@@ -30,16 +37,20 @@ def tiny_vit(width: int) -> nn.Module:
 EFFORT = {"steps": 20, "curvature_samples": 16, "products": 12}
 
 
-def fake_cell(n: int, d: int, loss: float, curvature: float) -> ScalingCell:
+def fake_cell(
+    n: int, d: int, loss: float, curvature: float, *, best_step: int = 1, **more: Any
+) -> ScalingCell:
     both = (curvature, curvature)
+    more = {"seed": 0, "steps": 1, **more}
     return ScalingCell(
-        size=str(n), parameters=n, samples=d, seed=0, steps=1, best_step=1, training_loss=loss,
+        size=str(n), parameters=n, samples=d, best_step=best_step, training_loss=loss,
         validation_loss=loss, validation_interval=(0.9 * loss, 1.1 * loss),
         validation_accuracy=None, hessian_norm=curvature,
         hessian_norm_interval=both, smallest=-1.0, trace=curvature, trace_interval=both,
         effective_rank=5.0, effective_rank_interval=(5.0, 5.0), condition_number=10.0,
         condition_interval=(9.0, 11.0), negative_mass=0.1, noise_scale=5.0, critical_batch_size=5.0,
         critical_batch_interval=(4.0, 6.0), curvature_samples=10, products=1, seconds=0.0,
+        **more,
     )  # fmt: skip
 
 
@@ -83,7 +94,7 @@ def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def breaking(width: int) -> nn.Module:
         nonlocal calls
         calls += 1
-        if calls == 5:  # two fingerprints, then the third run
+        if calls == 9:  # costs (2), one size at two seeds (2), fingerprints (2), the third run
             raise KeyboardInterrupt
         return tiny_vit(width)
 
@@ -220,6 +231,186 @@ def test_gradient_noise_of_a_linear_model_is_that_of_its_distribution() -> None:
     assert found.value == pytest.approx(found.simple, rel=1e-6)  # H is a multiple of the identity
 
 
+class Quadratic(nn.Module):
+    """½‖θ − x‖² by "mse": gradients θ − x, Hessian ± the identity."""
+
+    def __init__(self, theta: float, sign: float = 1.0) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((4,), theta, dtype=torch.float64))
+        self.sign = sign
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.theta - x
+
+
+def test_a_gradient_that_drowns_in_noise_gives_a_lower_bound() -> None:
+    below = bounds = 0
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+        found = gradient_noise(Problem(Quadratic(0.05), "mse", (x, torch.zeros_like(x))))
+        assert np.isfinite(found.value)
+        if found.lower_bound:
+            bounds += 1
+            below += found.value <= 1 / 0.05**2  # tr Σ / ‖G‖² = 4 / (4 · 0.05²)
+            assert found.interval == (found.value, float("inf"))
+            assert "≥" in str(found)
+    assert bounds >= 8
+    assert below >= bounds - 1
+
+
+def test_negative_curvature_along_the_gradients_leaves_the_outer_part() -> None:
+    def downhill(outputs: Tensor, targets: Tensor) -> Tensor:
+        return -0.5 * (outputs - targets).square().sum(-1).mean()
+
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = gradient_noise(Problem(Quadratic(0.6), downhill, (x, torch.zeros_like(x))))
+    assert found.curvature != "H"
+    assert np.isfinite(found.value)
+    assert found.value > 0
+
+
+def test_runs_that_did_not_train_are_named_and_left_out() -> None:
+    cells = known_grid()
+    wrong = [
+        fake_cell(1000, 100, 50.0, 9.0, best_step=0, seed=1),
+        fake_cell(1000, 300, float("nan"), 9.0, seed=1),
+        fake_cell(3000, 100, 2.0, 9.0, seed=1, failure="the loss is nan at step 3"),
+    ]
+    grid, clean = fit_grid(cells + wrong), fit_grid(cells)
+    assert grid.law is not None
+    assert clean.law is not None
+    assert grid.law.beta == clean.law.beta
+    assert len(grid.trained) == 16
+    told = "\n".join(grid.notes)
+    assert "N = 1000, D = 100, seed 1 is left out: training never brought" in told
+    assert "the validation loss is nan" in told
+    assert "the loss is nan at step 3" in told
+    assert compare_predictions(grid).errors == compare_predictions(clean).errors
+    left = [row["left_out"] for row in grid.rows if row["left_out"]]
+    assert len(left) == 3
+    assert same(grid, grid)
+    few = fit_grid([c for c in cells if c.samples < 1000])
+    assert few.law is None
+    assert any("3 model sizes, 3 data sizes" in note for note in few.notes)
+
+
+def looks_of(curve: Any) -> TrainingLooks:
+    steps = tuple(range(17))
+    values = tuple(float(v) for v in curve(np.arange(17) / 16))
+    return TrainingLooks(
+        steps=steps, training_loss=values, validation_loss=values, sharpness=values
+    )
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_phases_of_training_are_judged_over_runs(settles: bool) -> None:
+    random = np.random.default_rng(0)
+
+    def curve(t: Any) -> Any:
+        noise = np.exp(0.02 * random.standard_normal(len(t)))
+        fall = np.where(t < 0.25, 8 * t, 2.0) if settles else 2 * t
+        return np.exp(1 - fall) * noise
+
+    cells = [
+        fake_cell(1000, 100, 1.0, 1.0, seed=k, steps=16, looks=looks_of(curve)) for k in range(6)
+    ]
+    found = fit_grid(cells).phases["sharpness"]
+    assert found.runs == 6
+    if settles:
+        assert found.verdict == "fast, then slow (settled at the end)"
+        assert found.change == pytest.approx(0.25, abs=0.03)
+        assert found.share_before > 0.9
+        assert found.bent == 6
+    else:
+        assert not found.verdict.startswith("fast, then slow")
+        assert found.bent <= 1
+
+
+def test_double_descent_along_the_model_size_is_found_with_its_place() -> None:
+    random = np.random.default_rng(0)
+
+    def cells(peak: float) -> list[ScalingCell]:
+        shape = {1000: 1.0, 3000: 0.8, 10000: 0.8 * peak, 30000: 0.6}
+        return [
+            fake_cell(
+                n, d, loss, 1.0, seed=k,
+                final_validation_loss=loss * float(np.exp(0.02 * random.standard_normal())),
+            )  # fmt: skip
+            for n, loss in shape.items() for d in (100, 300) for k in range(3)
+        ]  # fmt: skip
+
+    found = fit_grid(cells(1.5)).descent
+    assert found is not None
+    assert {(line.along, line.at, line.top) for line in found.found} == {
+        ("parameters", "D = 100", 10000.0), ("parameters", "D = 300", 10000.0),
+    }  # fmt: skip
+    assert found.found[0].rise_interval[0] <= 1.5 <= found.found[0].rise_interval[1]
+    calm = fit_grid(cells(1.0)).descent
+    assert calm is not None
+    assert not calm.found
+    single = fit_grid(known_grid()).descent
+    assert single is not None
+    assert "not tested" in str(single)
+
+
+def test_compute_is_matched_and_curvature_says_which_samples_it_saw() -> None:
+    factory = zoo.reference_vit
+    analyzer = ScalingLawAnalyzer(
+        lambda width, seed: factory(d_model=width, patch_size=4, seed=seed)
+    )
+    grid = analyzer.analyze_scaling_with_size(
+        [3, 6], [24], seeds=2, steps=6, curvature_samples=8, products=8
+    )
+    small, large = grid[0], grid[2]
+    assert large.steps == 6
+    assert small.steps > 6
+    assert small.operations == pytest.approx(large.operations, rel=0.5 / 6)
+    assert grid[0].validation_loss != grid[1].validation_loss  # another seed
+    for cell in grid:
+        assert cell.curvature_samples == 8
+        assert cell.trace_data_interval is not None
+        assert cell.trace_data_interval[0] < cell.trace < cell.trace_data_interval[1]
+        assert cell.hessian_norm_data_interval is not None
+    everything = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+        [3], [12], steps=2, curvature_samples=None, products=8, match="steps"
+    )[0]
+    assert everything.curvature_samples == 12
+    assert everything.trace_data_interval is None
+    assert everything.steps == 2
+
+
+def test_a_run_that_diverges_is_kept_and_the_others_go_on(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="same weights from every seed"):
+        grid = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+            [3, 4], [8], steps=3, lr=1e30, output=tmp_path / "run", **{**EFFORT, "steps": 3}
+        )
+    assert len(grid) == 2
+    assert not any(cell.trained for cell in grid)
+    assert any(cell.failure or cell.best_step == 0 for cell in grid)
+    assert same(runs.load(tmp_path / "run").results["grid"], grid)
+    with pytest.raises(ValueError, match="no run of the grid trained"):
+        ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100, 1.0, grid=grid)
+
+
+def test_wrong_factories_and_options_are_said_in_one_line() -> None:
+    def fixed(width: int) -> nn.Module:
+        return zoo.reference_vit(d_model=4, patch_size=4)
+
+    def no_size() -> nn.Module:
+        return zoo.reference_vit(d_model=4)
+
+    for factory, options, words in (
+        (tiny_vit, {"seeds": 1}, "at least 2 seeds, got 1"),
+        (tiny_vit, {"match": "time"}, "match is 'compute' or 'steps'"),
+        (fixed, {}, "it does not use the size"),
+        (no_size, {}, "A factory takes the size"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words) as caught:
+            ScalingLawAnalyzer(factory).analyze_scaling_with_size([3, 4], [8, 16], **options)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
 def test_sizes_beyond_the_data_are_refused() -> None:
     with pytest.raises(ValueError, match="data sizes must lie"):
         ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size([3], [10_000], **EFFORT)
@@ -248,6 +439,61 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
         main(["scaling", "--widths", "wide"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+MINE = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def make(width):
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=128, n_positions=8, n_embd=width, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    ))
+
+def fixed():
+    return make(4)
+"""
+
+
+def test_the_command_takes_a_hugging_face_factory_and_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    from curvatlas.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "words.txt").write_text("the whale and the white sea " * 30)
+    (tmp_path / "empty.txt").write_text("")
+
+    def call(*arguments: str) -> Any:
+        effort = ("--steps", "2", "--curvature-samples", "4", "--products", "8", "--json")
+        with pytest.raises(SystemExit) as ended:
+            main(["scaling", *arguments, *effort, "--output", str(tmp_path / "run")])
+        return ended.value.code, capsys.readouterr()
+
+    model = ("--model", "mine.py:make")
+    sizes = ("--widths", "4,8", "--sizes", "6")
+    code, told = call(*model, "--data", "words.txt", *sizes, "--seeds", "2")
+    assert code == 0, told.err
+    grid = json.loads(told.out)["results"]["grid"]
+    assert [(c["samples"], c["seed"]) for c in grid["cells"]] == [(6, 0), (6, 1)] * 2
+    assert len({c["parameters"] for c in grid["cells"]}) == 2
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Data and scaling" in page
+    assert "no law of the loss" in page
+    for wrong, words in (
+        ((*model, *sizes), "give --data"),
+        ((*model, "--data", "empty.txt", *sizes), "has 0 tokens"),
+        ((*model, "--data", "words.txt", *sizes, "--seeds", "1"), "at least 2 seeds"),
+        (("--model", "mine.py:fixed", "--data", "words.txt", *sizes), "A factory takes the size"),
+        (("--model", "nothing", "--data", "words.txt", *sizes), "a function of the size"),
+    ):
+        code, told = call(*wrong)
+        assert code == 2
+        assert words in told.err
+        assert told.err.strip().count("\n") == 0
 
 
 def test_a_factory_that_makes_no_model_is_refused() -> None:

@@ -88,7 +88,14 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole result as JSON-ready values; tensors become nested lists."""
-        return {"kind": self.kind, **{k: _plain(v) for k, v in _fields(self).items()}}
+        return {
+            "kind": self.kind,
+            **{k: _plain(v) for k, v in {**_fields(self), **self._derived()}.items()},
+        }
+
+    def _derived(self) -> dict[str, Any]:
+        """What follows from the fields and pages and programs read beside them."""
+        return {}
 
     def keys(self) -> tuple[str, ...]:
         """Names of the fields, so that ``dict(result)`` and ``result[name]`` work too."""
@@ -295,7 +302,8 @@ def _fields(result: Result) -> dict[str, Any]:
 
 def brief(result: Result, *, largest: int) -> dict[str, Any]:
     """``to_dict`` with tensors of more than ``largest`` numbers replaced by their shape."""
-    return {"kind": result.kind, **{k: _plain(v, largest) for k, v in _fields(result).items()}}
+    content = {**_fields(result), **result._derived()}
+    return {"kind": result.kind, **{k: _plain(v, largest) for k, v in content.items()}}
 
 
 def _plain(value: Any, largest: int | None = None) -> Any:

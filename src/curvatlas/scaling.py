@@ -71,7 +71,7 @@ Data = Dataset | Any  # or what ``Problem`` takes; None: digits
 
 Match = Literal["compute", "steps"]  # what every run of a grid has alike
 
-_LOOKS = 16  # times loss and sharpness are looked at in training
+_LOOKS = 12  # times loss and sharpness are looked at in training
 _LOOK_SAMPLES = 24  # that the sharpness in training is measured on
 _LOOK_PRODUCTS = 16
 _CHOOSERS, _JUDGES = 256, 1024  # most validation samples that choose the weights, that judge them
@@ -419,9 +419,54 @@ class ScalingGrid(Result):
             )
         return tuple(found)
 
-    def to_dict(self) -> dict[str, Any]:
-        points = {name: [p.to_dict() for p in self.points(name)] for name in QUANTITIES}
-        return {**super().to_dict(), "rows": list(self.rows), "points": points}
+    def law_of(self, quantity: str) -> ScalingLaw | PlanePowerLaw | None:
+        """The law that is drawn through a quantity."""
+        if quantity == "validation_loss" and self.law is not None:
+            return self.law
+        return self.planes.get(quantity)
+
+    @property
+    def fits(self) -> dict[str, dict[str, Any]]:
+        """Exponents with intervals, one mapping a law."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.law is not None:
+            found["loss, E + A/N^α + B/D^β"] = {
+                name: getattr(self.law, name)
+                for letter in ("alpha", "beta", "E")
+                for name in (letter, f"{letter}_interval")
+            }
+        for name, plane in self.planes.items():
+            found[f"{name}, C N^a D^b"] = {
+                "a": plane.by_parameters,
+                "a_interval": plane.parameters_interval,
+                "b": plane.by_samples,
+                "b_interval": plane.samples_interval,
+            }
+        return found
+
+    def _derived(self) -> dict[str, Any]:
+        """Rows, means over seeds, curves of the laws, fits, findings."""
+        findings = [f"loss law: {self.law}"] if self.law is not None else []
+        findings += [str(phases) for phases in self.phases.values()]
+        findings += [str(self.descent)] if self.descent is not None else []
+        return {
+            "rows": self.rows,
+            "points": {name: self.points(name) for name in QUANTITIES},
+            "curves": {name: self._curves(name) for name in QUANTITIES},
+            "fits": self.fits,
+            "findings": findings,
+        }
+
+    def _curves(self, quantity: str) -> list[dict[str, Any]]:
+        """The law of a quantity for every model size, over the data sizes."""
+        law, points = self.law_of(quantity), self.points(quantity)
+        if law is None:
+            return []
+        data = np.geomspace(min(p.samples for p in points), max(p.samples for p in points), 24)
+        return [
+            {"parameters": n, "samples": data.tolist(), "values": law(n, data).tolist()}
+            for n in sorted({p.parameters for p in points})
+        ]
 
     def __iter__(self) -> Iterator[ScalingCell]:
         return iter(self.cells)
@@ -1062,9 +1107,9 @@ def run_cell(
     half = validation.size // 2
     chooser = validation.take(min(half, _CHOOSERS))
     judge = validation.at(slice(half, half + _JUDGES))
-    with in_evaluation_mode(model):
-        reader = Problem(model, loss, training.take(2).batch)  # how batches are read
     try:
+        with in_evaluation_mode(model):
+            reader = Problem(model, loss, training.take(2).batch)  # how batches are read
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(draws)  # dropout draws too
             trained = train_best(

@@ -223,8 +223,7 @@ _LOOKED_AT = {
 def _draw_quantity(axes: Any, grid: ScalingGrid, quantity: str) -> None:
     sizes = sorted({cell.parameters for cell in grid.cells})
     points = grid.points(quantity)
-    plane = grid.planes.get(quantity)
-    law = grid.law if quantity == "validation_loss" and grid.law is not None else plane
+    law = grid.law_of(quantity)
     for index, size in enumerate(sizes):
         colour = shade(index, len(sizes))
         line = [p for p in points if p.parameters == size]

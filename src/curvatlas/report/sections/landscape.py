@@ -312,11 +312,104 @@ _MOST_GROUPS = 6
 
 
 def scaling(contents: Contents) -> Section | None:
-    """Quantities of results whose ``rows`` carry ``parameters`` and ``samples``, and their fits."""
-    bodies = [_grid(entry.content) for entry in contents.entries if _rows(entry.content)]
+    """Grids of runs with their laws, and other results whose rows have two sizes."""
+    bodies = [
+        _runs(entry.content) if entry.kind == "ScalingGrid" else _grid(entry.content)
+        for entry in contents.entries
+        if _rows(entry.content) or entry.kind == "ScalingGrid"
+    ]
     if not bodies:
         return None
     return Section("scaling", "Data and scaling", join(*bodies))
+
+
+def _runs(content: dict[str, Any]) -> Markup:
+    """Means over seeds with the laws through them, phases of training, what was left out."""
+    findings = [tag("li", words) for words in [*content["findings"], *content["notes"]]]
+    pictures = [
+        _law_figure(name, points, content["curves"].get(name, []))
+        for name, points in content["points"].items()
+        if len(points) > 1
+    ]
+    looks = [cell for cell in content["cells"] if cell.get("looks") and not cell["failure"]]
+    if looks:
+        pictures += [_training(looks, content["phases"], name) for name in _LOOKED_AT]
+    return join(
+        tag("ul", findings, class_="findings"),
+        tag("div", pictures, class_="pair"),
+        _fits(content),
+    )
+
+
+def _law_figure(name: str, points: list[dict[str, Any]], curves: list[dict[str, Any]]) -> Markup:
+    series = []
+    sizes = sorted({point["parameters"] for point in points})
+    for colour, size in enumerate(sizes[:_MOST_GROUPS]):
+        line = [point for point in points if point["parameters"] == size]
+        series.append(
+            Series(
+                name=f"N = {size}",
+                x=[float(point["samples"]) for point in line],
+                y=[float(point["value"]) for point in line],
+                intervals=[as_interval(p["interval"]) or (p["value"], p["value"]) for p in line],
+                style="points",
+                colour=colour,
+            )
+        )
+        series += [
+            Series(
+                name=f"law at N = {size}",
+                x=numbers(curve["samples"]),
+                y=numbers(curve["values"]),
+                style="line",
+                colour=colour,
+            )
+            for curve in curves
+            if curve["parameters"] == size
+        ]
+    words = name.replace("_", " ")
+    return chart(
+        series,
+        x_scale=log_scale,
+        y_scale=log_scale,
+        x_label="samples D",
+        y_label=words,
+        title=f"{capitalised(words)} against samples",
+        description="Geometric means over seeds with 95 % intervals, and the law fitted to all "
+        "sizes at once.",
+    )
+
+
+_LOOKED_AT = {"sharpness": "λmax on a few samples", "training_loss": "training loss"}
+
+
+def _training(cells: list[dict[str, Any]], phases: dict[str, dict[str, Any]], name: str) -> Markup:
+    """A quantity over the training of one run a model size, with the place where runs bend."""
+    chosen: dict[int, dict[str, Any]] = {}
+    for cell in cells:
+        kept = chosen.setdefault(cell["parameters"], cell)
+        if cell["samples"] > kept["samples"]:
+            chosen[cell["parameters"]] = cell
+    found = phases.get(name)
+    marks = [] if found is None else [(float(found["change"]), "runs bend here (median)")]
+    return chart(
+        [
+            Series(
+                name=f"N = {size}, D = {cell['samples']}",
+                x=[step / cell["steps"] for step in numbers(cell["looks"]["steps"])],
+                y=numbers(cell["looks"][name]),
+                colour=colour,
+            )
+            for colour, (size, cell) in enumerate(sorted(chosen.items())[:_MOST_GROUPS])
+        ],
+        x_scale=linear_scale,
+        y_scale=log_scale,
+        x_label="share of the steps",
+        y_label=_LOOKED_AT[name],
+        title=f"{capitalised(name.replace('_', ' '))} over training",
+        description="One run of every model size, on the most data.",
+        marks=marks,
+    )
 
 
 def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:
