@@ -334,11 +334,17 @@ def test_double_descent_along_the_model_size_is_found_with_its_place() -> None:
         shape = {1000: 1.0, 3000: 0.8, 10000: 0.8 * peak, 30000: 0.6}
         return [
             fake_cell(
-                n, d, loss, 1.0, seed=k,
+                n,
+                d,
+                loss,
+                1.0,
+                seed=k,
                 final_validation_loss=loss * float(np.exp(0.02 * random.standard_normal())),
-            )  # fmt: skip
-            for n, loss in shape.items() for d in (100, 300) for k in range(3)
-        ]  # fmt: skip
+            )
+            for n, loss in shape.items()
+            for d in (100, 300)
+            for k in range(3)
+        ]
 
     found = fit_grid(cells(1.5)).descent
     assert found is not None

@@ -945,9 +945,13 @@ def _descents(cells: Sequence[ScalingCell]) -> DoubleDescent:
         for size in sorted({key[held] for key in finals}):
             line = sorted(key for key in finals if key[held] == size)
             curves.append(
-                (along, f"{sign} = {size}", [float(key[1 - held]) for key in line],
-                 _by_seed([finals[key] for key in line]))
-            )  # fmt: skip
+                (
+                    along,
+                    f"{sign} = {size}",
+                    [float(key[1 - held]) for key in line],
+                    _by_seed([finals[key] for key in line]),
+                )
+            )
     for n, d in sorted(finals):
         looks = {c.seed: c.looks for c in cells if (c.parameters, c.samples) == (n, d)}
         steps = next((look.steps for look in looks.values() if look is not None), ())
@@ -973,8 +977,8 @@ def _descents(cells: Sequence[ScalingCell]) -> DoubleDescent:
     lines, highest = [], 0.0
     for k, (along, at, places, found) in enumerate(tested):
         highest = max(highest, min(1.0, found.p_value * (len(tested) - k)))
-        rise, fall = ((float(math.exp(a)), float(math.exp(b))) for a, b in
-                      (found.rise_interval, found.fall_interval))  # fmt: skip
+        low, high = found.rise_interval
+        least, most = found.fall_interval
         lines.append(
             DescentLine(
                 along=along,
@@ -983,9 +987,9 @@ def _descents(cells: Sequence[ScalingCell]) -> DoubleDescent:
                 top=places[found.top],
                 end=places[found.end],
                 rise=math.exp(found.rise),
-                rise_interval=rise,
+                rise_interval=(math.exp(low), math.exp(high)),
                 fall=math.exp(-found.fall),
-                fall_interval=(1 / fall[1], 1 / fall[0]),
+                fall_interval=(math.exp(-most), math.exp(-least)),
                 p_value=highest,
             )
         )
@@ -1271,9 +1275,14 @@ def train_best(
         seen["training_loss"].append(evaluate(model, few, loss=loss)[0])
         with in_evaluation_mode(model):
             top = eigenpairs(
-                operator, k=1, which="largest", tol=0.05, seed=seed,
-                max_products=min(_LOOK_PRODUCTS, operator.shape[0]), data_error=False,
-            )  # fmt: skip
+                operator,
+                k=1,
+                which="largest",
+                tol=0.05,
+                seed=seed,
+                max_products=min(_LOOK_PRODUCTS, operator.shape[0]),
+                data_error=False,
+            )
         seen["sharpness"].append(float(top.values[0]))
         if value < best[0]:
             best = (value, step, copy.deepcopy(model.state_dict()))
