@@ -2,11 +2,11 @@
 
 python benchmarks/scaling.py [--only coverage | grid] [--grids 100] [--output DIR] [--kill-after 6]
 
-Coverage (scaling_coverage.json): synthetic grids of 4 × 4 sizes and 3 seeds with known exponents, of
-several laws and kinds of noise. The grid (scaling.json): examples/scaling_laws.py --full, 4 × 4 GPTs
-× 3 seeds on characters, in a process of its own, killed once so many runs are stored and started
-again; with --output a folder that holds some of its runs it goes on with them. Times are of the
-processor, taken by the runs themselves; the figures go to docs/figures.
+Coverage (scaling_coverage.json): synthetic grids of 4 × 4 sizes and 3 seeds with known exponents,
+of several laws and kinds of noise. The grid (scaling.json): examples/scaling_laws.py --full, 4 × 4
+GPTs × 3 seeds on characters, in a process of its own, killed once so many runs are stored and
+started again; with --output a folder that holds some of its runs it goes on with them. Times are of
+the processor, taken by the runs themselves; the figures go to docs/figures.
 """
 
 from __future__ import annotations

@@ -1093,7 +1093,7 @@ def run_cell(
     """
     started, spent = time.perf_counter(), time.process_time()
 
-    def times() -> dict[str, float]:
+    def times() -> dict[str, Any]:
         return {
             "seconds": time.perf_counter() - started,
             "processor_seconds": time.process_time() - spent,

@@ -265,8 +265,14 @@ def scaling(
     }
     analyzer.loss = found.loss
     marks = analyzer.fingerprints(models, found.dataset, seed)
-    options = {"command": "scaling", "model": model, "data": named, "context": context}
-    options |= {"tokenizer": tokenizer, "loss": found.loss, "widths": models, "sizes": data_sizes}
+    options: dict[str, Any] = {"command": "scaling", "model": model, "data": named}
+    options |= {
+        "context": context,
+        "tokenizer": tokenizer,
+        "loss": found.loss,
+        "widths": models,
+        "sizes": data_sizes,
+    }
     run = open_run(output, {**options, **how}, **marks)
 
     def work() -> None:

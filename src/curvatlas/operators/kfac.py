@@ -155,9 +155,20 @@ class BlockwiseOperator(LinearOperator):
 
     def inverse(self, damping: float) -> BlockwiseOperator:
         """(A + damping·I)⁻¹, exact for this A; 1/damping on the parameters not covered."""
+        return self.power(-1.0, damping)
+
+    def power(self, exponent: float, damping: float) -> BlockwiseOperator:
+        """(A + damping·I)^exponent, exact for this A."""
         _check_damping(damping)
-        blocks = [replace(block, values=1 / (block.values + damping)) for block in self.blocks]
-        return BlockwiseOperator(self.problem, blocks, elsewhere=1 / (self.elsewhere + damping))
+        blocks = [
+            replace(block, values=(block.values + damping) ** exponent) for block in self.blocks
+        ]
+        elsewhere = (self.elsewhere + damping) ** exponent
+        return BlockwiseOperator(self.problem, blocks, elsewhere=elsewhere)
+
+    def exact_largest(self) -> float:
+        """λmax of A."""
+        return max([self.elsewhere, *(float(block.values.max()) for block in self.blocks)])
 
     def _sum_over_eigenvalues(self, function: Callable[[Tensor], Tensor]) -> float:
         others = self.shape[0] - sum(block.values.numel() for block in self.blocks)

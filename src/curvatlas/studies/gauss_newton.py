@@ -10,7 +10,9 @@ A do not decide:
 P is one of: the outer product H_o itself; its block diagonal over roles and layers (biases with
 their weights); KFAC and EKFAC of it; Adam's diagonal √v, v the mean square of a sample's gradient,
 brought to the trace of |A| for κ; nothing (I). Up to ``DENSE_UP_TO`` parameters all of it is exact;
-beyond it distances are estimated from random probes with 95 % intervals, and κ is left out.
+beyond it distances are estimated from random probes with 95 % intervals, and κ by Lanczos on
+(P + δI)^{−½} (A + δI) (P + δI)^{−½}: with an interval for A = H_o, for |H|, whose products nobody
+has, as a lower bound from |xᵀHx| ≤ xᵀ|H|x ≤ ‖x‖ ‖Hx‖.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from curvatlas.analysis.atlas.exact import dense_parts
 from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
 from curvatlas.errors import ProblemError
 from curvatlas.figures.experiments import quality_figure
+from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts, GaussNewton, Hessian
 from curvatlas.operators.kfac import EKFAC, KFAC
 from curvatlas.operators.per_sample import pieces
@@ -41,7 +44,9 @@ from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Interval, Result
 from curvatlas.runs import Run
+from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
+from curvatlas.spectra.trace import trace
 from curvatlas.studies.claims import Claim, claim
 from curvatlas.studies.comparisons import Spread, spread_of
 from curvatlas.studies.growth import probed_block, random_signs
@@ -84,8 +89,12 @@ class Approximation(Result):
     name: str
     to_hessian: Distance | None  # None: it is no approximation (I)
     to_outer: Distance | None
-    condition_hessian: float | None  # κ of P⁻¹|H|, None where it is not known (large models)
+    condition_hessian: float | None  # κ of P⁻¹|H|, None where it is not known
     condition_outer: float | None  # κ of P⁻¹H_o
+    condition_hessian_interval: Interval | None = None  # holds κ; None: exact
+    condition_outer_interval: Interval | None = None
+    condition_hessian_is_bound: bool = False  # a lower one
+    condition_outer_is_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,10 @@ class GaussNewtonQuality(Result):
         ]
         for name, one in self.approximations.items():
             cells = [str(d) if d is not None else "–" for d in (one.to_hessian, one.to_outer)]
-            kappas = [_told(k) for k in (one.condition_hessian, one.condition_outer)]
+            kappas = [
+                _told(one.condition_hessian, bound=one.condition_hessian_is_bound),
+                _told(one.condition_outer, bound=one.condition_outer_is_bound),
+            ]
             lines.append(
                 f"{NAMES[name]:22s} {cells[0]:>22s} {cells[1]:>22s} "
                 f"{kappas[0]:>12s} {kappas[1]:>10s}"
@@ -143,8 +155,8 @@ class GaussNewtonQuality(Result):
         return quality_figure(self)
 
 
-def _told(kappa: float | None) -> str:
-    return "–" if kappa is None else f"{kappa:.3g}"
+def _told(kappa: float | None, *, bound: bool) -> str:
+    return "–" if kappa is None else f"{'≥ ' if bound else ''}{kappa:.3g}"
 
 
 def gauss_newton_quality(
@@ -171,12 +183,12 @@ def gauss_newton_quality(
         raise ValueError(f"an interval over probes needs 3 or more, got {probes}.")
     options = {"command": "gauss-newton", "damping": damping, "probes": probes, "seed": seed}
 
-    def measured() -> GaussNewtonQuality:
-        if problem.size <= DENSE_UP_TO:
-            return _exact(problem, damping, budget)
-        return _probed(problem, damping, probes, seed, budget)
-
     def work(step: Step) -> GaussNewtonQuality:
+        def measured() -> GaussNewtonQuality:
+            if problem.size <= DENSE_UP_TO:
+                return _exact(problem, damping, budget, step)
+            return _probed(problem, damping, probes, seed, budget, step)
+
         result: GaussNewtonQuality = step("gauss_newton", measured)
         return result
 
@@ -186,32 +198,70 @@ def gauss_newton_quality(
 # --- exact --------------------------------------------------------------------------------------
 
 
-def _exact(problem: Problem, damping: float, budget: int | str | None) -> GaussNewtonQuality:
-    parts = dense_parts(CurvatureParts(problem, budget=budget))
-    hessian, outer = (_symmetric(parts[part]) for part in ("total", "outer"))
-    functional = _symmetric(parts["functional"])
-    del parts
-    targets = {"hessian": _Target(hessian, damping), "outer": _Target(outer, damping)}
-    approximations = {}
-    for name, make in _dense_approximations(problem, outer).items():
-        approximations[name] = _judged(name, make(), targets)
-    groups = _by_role(problem)
-    shares = {"model": _ratio(functional, hessian)}
-    for role, places in groups.items():
-        chosen = torch.cat(places)
-        shares[role] = _ratio(functional[chosen][:, chosen], hessian[chosen][:, chosen])
-    top, top_outer = targets["hessian"].largest, targets["outer"].largest
+@dataclass(frozen=True, kw_only=True)
+class QualityPart(Result):
+    """What one step of a run has measured; the steps together are a ``GaussNewtonQuality``."""
+
+    shares: dict[str, Distance]
+    approximations: dict[str, Approximation]
+    largest: tuple[float, ...] = ()  # λmax(H) and its interval, λmax(H_o) and its interval
+
+
+def _exact(
+    problem: Problem, damping: float, budget: int | str | None, step: Step
+) -> GaussNewtonQuality:
+    @functools.cache
+    def matrices() -> tuple[Tensor, Tensor, Tensor]:
+        parts = dense_parts(CurvatureParts(problem, budget=budget))
+        return tuple(_symmetric(parts[part]) for part in ("total", "outer", "functional"))  # type: ignore[return-value]
+
+    @functools.cache
+    def targets() -> dict[str, _Target]:
+        hessian, outer, _ = matrices()
+        return {"hessian": _Target(hessian, damping), "outer": _Target(outer, damping)}
+
+    def judged(name: str) -> Approximation:
+        make = _dense_approximations(problem, matrices()[1])[name]
+        return _judged(name, make(), targets())
+
+    def shares() -> QualityPart:
+        hessian, _, functional = matrices()
+        found = {"model": _ratio(functional, hessian)}
+        for role, places in _by_role(problem).items():
+            chosen = torch.cat(places)
+            found[role] = _ratio(functional[chosen][:, chosen], hessian[chosen][:, chosen])
+        tops = [targets()[name].largest for name in ("hessian", "outer")]
+        return QualityPart(
+            shares=found, approximations={}, largest=tuple(top for t in tops for top in (t, t, t))
+        )
+
+    roles: QualityPart = step("gauss_newton.shares", shares)
+    approximations = {
+        name: step(f"gauss_newton.{name}", functools.partial(judged, name)) for name in NAMES
+    }
+    return _quality(problem, roles.shares, roles.largest, approximations, damping, exact=True)
+
+
+def _quality(
+    problem: Problem,
+    shares: dict[str, Distance],
+    largest: tuple[float, ...],
+    approximations: dict[str, Approximation],
+    damping: float,
+    *,
+    exact: bool,
+) -> GaussNewtonQuality:
     return GaussNewtonQuality(
         size=problem.size,
         loss=problem.value(),
-        largest=top,
-        largest_interval=(top, top),
-        largest_outer=top_outer,
-        largest_outer_interval=(top_outer, top_outer),
+        largest=largest[0],
+        largest_interval=(largest[1], largest[2]),
+        largest_outer=largest[3],
+        largest_outer_interval=(largest[4], largest[5]),
         functional_share=shares,
-        approximations=approximations,
+        approximations={name: approximations[name] for name in NAMES if name in approximations},
         damping=damping,
-        exact=True,
+        exact=exact,
     )
 
 
@@ -307,11 +357,62 @@ def _judged(name: str, matrix: Tensor, targets: dict[str, _Target]) -> Approxima
 
 
 def _probed(
-    problem: Problem, damping: float, probes: int, seed: int, budget: int | str | None
+    problem: Problem,
+    damping: float,
+    probes: int,
+    seed: int,
+    budget: int | str | None,
+    step: Step,
 ) -> GaussNewtonQuality:
     operator = CurvatureParts(problem, budget=budget)
-    kronecker = {"ekfac": EKFAC(problem), "kfac": KFAC(problem)}
-    adam = adam_diagonal(problem)
+    kronecker = functools.cache(lambda: {"ekfac": EKFAC(problem), "kfac": KFAC(problem)})
+    adam = functools.cache(lambda: adam_diagonal(problem))
+
+    def distances() -> QualityPart:
+        return _distances(problem, operator, kronecker(), adam(), probes, seed)
+
+    def ends() -> QualityPart:
+        tops = [
+            eigenpairs(kind(problem, budget=budget), k=1, which="largest", tol=1e-4, seed=seed)
+            for kind in (Hessian, GaussNewton)
+        ]
+        numbers = [
+            (float(t.values[0]), float(t.interval[0][0]), float(t.interval[1][0])) for t in tops
+        ]
+        return QualityPart(shares={}, approximations={}, largest=(*numbers[0], *numbers[1]))
+
+    part: QualityPart = step("gauss_newton.distances", distances)
+    tops: QualityPart = step("gauss_newton.ends", ends)
+    conditions = _Conditions(problem, damping, tops.largest, seed, budget)
+    approximations = {}
+    for name in NAMES:
+        far = part.approximations.get(name)
+
+        def judged(name: str = name, far: Approximation | None = far) -> Approximation:
+            if name in ("ekfac", "kfac"):
+                return conditions.of(name, far, BlockRoot(kronecker()[name]))
+            diagonal = adam() if name == "adam" else torch.ones(problem.size, dtype=torch.float64)
+            return conditions.of(name, far, DiagonalRoot(diagonal))
+
+        if name in ("gauss_newton", "block_diagonal"):
+            assert far is not None
+            # its own root is not at hand; H_o conditions itself perfectly
+            known = 1.0 if name == "gauss_newton" else None
+            approximations[name] = replace(far, condition_outer=known)
+        else:
+            approximations[name] = step(f"gauss_newton.{name}", judged)
+    return _quality(problem, part.shares, tops.largest, approximations, damping, exact=False)
+
+
+def _distances(
+    problem: Problem,
+    operator: CurvatureParts,
+    kronecker: dict[str, KFAC],
+    adam: Tensor,
+    probes: int,
+    seed: int,
+) -> QualityPart:
+    """How far every approximation is, and the shares of H_f, from random probes."""
     sums: dict[str, list[Any]] = {}  # probe by probe
 
     def add(name: str, values: Any) -> None:
@@ -346,23 +447,7 @@ def _probed(
     shares, diagonal_distances = _block_shares(operator, blocks, probes, seed, squares)
     approximations["block_diagonal"] = _far("block_diagonal", diagonal_distances)
     shares = {"model": _estimated(found["functional"], squares["hessian"]), **shares}
-    tops = [
-        eigenpairs(kind(problem, budget=budget), k=1, which="largest", tol=1e-3, seed=seed)
-        for kind in (Hessian, GaussNewton)
-    ]
-    ends = [(float(t.interval[0][0]), float(t.interval[1][0])) for t in tops]
-    return GaussNewtonQuality(
-        size=problem.size,
-        loss=problem.value(),
-        largest=float(tops[0].values[0]),
-        largest_interval=ends[0],
-        largest_outer=float(tops[1].values[0]),
-        largest_outer_interval=ends[1],
-        functional_share=shares,
-        approximations={name: approximations[name] for name in NAMES if name in approximations},
-        damping=damping,
-        exact=False,
-    )
+    return QualityPart(shares=shares, approximations=approximations)
 
 
 def _far(name: str, distances: dict[str, Distance]) -> Approximation:
@@ -373,6 +458,159 @@ def _far(name: str, distances: dict[str, Distance]) -> Approximation:
         condition_hessian=None,
         condition_outer=None,
     )
+
+
+# --- condition numbers without dense matrices -----------------------------------------------------
+
+_END_PRODUCTS = 80  # for one end of a preconditioned spectrum
+_END_TOLERANCE = 1e-6  # of its norm: the small end is a small part of that
+
+
+class DiagonalRoot:
+    """P = diag(p), by (scale · P + δI)^{−½} on columns."""
+
+    def __init__(self, diagonal: Tensor) -> None:
+        self.diagonal = diagonal
+        self.trace, self.largest = float(diagonal.sum()), float(diagonal.max())
+
+    def root(self, delta: float, scale: float) -> Callable[[Tensor], Tensor]:
+        factor = (scale * self.diagonal + delta).rsqrt()
+        return lambda columns: columns * factor.to(columns)[:, None]
+
+
+class BlockRoot:
+    """The same of KFAC or EKFAC, in the eigenbases of their blocks."""
+
+    def __init__(self, operator: KFAC) -> None:
+        self.operator = operator
+        self.trace, self.largest = operator.exact_trace(), operator.exact_largest()
+
+    def root(self, delta: float, scale: float) -> Callable[[Tensor], Tensor]:
+        assert scale == 1.0
+        return self.operator.power(-0.5, delta).__matmul__
+
+
+class _Balanced(LinearOperator):
+    """R M R of a symmetric M and R = (P + δI)^{−½}: the eigenvalues of (P + δI)⁻¹ M."""
+
+    def __init__(
+        self,
+        like: LinearOperator,
+        root: Callable[[Tensor], Tensor],
+        middle: Callable[[Tensor], Tensor],
+    ) -> None:
+        tags = Tags(symmetric=True)
+        super().__init__(like.shape, dtype=like.dtype, device=like.device, tags=tags)
+        self.root, self.middle = root, middle
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self.root(self.middle(self.root(columns)))
+
+
+class _Conditions:
+    """κ of (P + δI)⁻¹ (|A| + δI) for A = H and A = H_o, by Lanczos."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        damping: float,
+        largest: tuple[float, ...],
+        seed: int,
+        budget: int | str | None,
+    ) -> None:
+        self.hessian, self.outer = (kind(problem, budget=budget) for kind in (Hessian, GaussNewton))
+        self.damping, self.largest, self.seed = damping, largest, seed
+
+    @functools.cached_property
+    def norms(self) -> dict[str, tuple[float, float]]:
+        """‖H‖₂ and ‖H_o‖₂, and how far they may be off."""
+        smallest = eigenpairs(
+            self.hessian, k=1, which="smallest", tol=1e-4, seed=self.seed, data_error=False
+        )
+        top, _, high, top_outer, _, high_outer = self.largest
+        low, least = float(smallest.values[0]), float(smallest.interval[0][0])
+        whole = (top, high - top) if top >= -low else (-low, low - least)
+        return {"hessian": whole, "outer": (top_outer, high_outer - top_outer)}
+
+    @functools.cached_property
+    def traces(self) -> dict[str, tuple[float, float]]:
+        """Σ|λ| of both, which Adam's diagonal and the identity are brought to, and its error."""
+        density = spectral_density(self.hessian, max_products=_END_PRODUCTS, seed=self.seed)
+        whole = density.size * float(density.weights @ density.nodes.abs())
+        own = trace(self.outer, rtol=0.01, seed=self.seed, data_error=False)
+        return {"hessian": (whole, 0.0), "outer": (own.value, own.interval[1] - own.value)}
+
+    def of(
+        self, name: str, far: Approximation | None, stand_in: DiagonalRoot | BlockRoot
+    ) -> Approximation:
+        """The approximation with both condition numbers."""
+        found: dict[str, Any] = {}
+        for target, measure in (("hessian", self._total), ("outer", self._outer)):
+            norm, off = self.norms[target]
+            scale, doubt = 1.0, off / norm
+            if isinstance(stand_in, DiagonalRoot):
+                total, error = self.traces[target]
+                scale, doubt = total / stand_in.trace, doubt + error / total
+            delta = self.damping * norm
+            root = stand_in.root(delta, scale)
+            # what no eigenvalue of (P + δI)⁻¹ (|A| + δI) lies beyond
+            floor = delta / (scale * stand_in.largest + delta)
+            ceiling = (norm + delta) / delta
+            value, high, bound = measure(root, delta, floor, ceiling)
+            # ‖A‖ and tr|A| set δ and P's scale; κ changes by no larger a share than they do
+            found |= {
+                f"condition_{target}": value,
+                f"condition_{target}_interval": (value / (1 + doubt), high * (1 + doubt)),
+                f"condition_{target}_is_bound": bound,
+            }
+        if far is not None:
+            return replace(far, **found)
+        return Approximation(name=name, to_hessian=None, to_outer=None, **found)
+
+    def _ends(self, operator: LinearOperator, which: Any) -> Any:
+        most = min(_END_PRODUCTS, operator.shape[0])
+        options: Any = {"tol": _END_TOLERANCE, "max_products": most, "seed": self.seed}
+        return eigenpairs(operator, k=1, which=which, data_error=False, **options)
+
+    def _outer(
+        self, root: Callable[[Tensor], Tensor], delta: float, floor: float, ceiling: float
+    ) -> tuple[float, float, bool]:
+        """κ with H_o, an upper limit, and whether κ is only a lower bound.
+
+        Ritz values lie between the ends: their ratio never exceeds κ.
+        """
+        balanced = _Balanced(self.outer, root, lambda x: self.outer @ x + delta * x)
+        ends = self._ends(balanced, "both")
+        top, bottom = (float(ends.values[k]) for k in (0, -1))
+        settled = bool(ends.converged)
+        low = max(float(ends.interval[0][-1]), floor) if settled else floor
+        high = min(float(ends.interval[1][0]), ceiling) if settled else ceiling
+        return top / max(bottom, floor), high / low, not settled
+
+    def _total(
+        self, root: Callable[[Tensor], Tensor], delta: float, floor: float, ceiling: float
+    ) -> tuple[float, float, bool]:
+        """A lower bound of κ with |H| and an upper limit, without a product with |H|.
+
+        xᵀ|H|x is at least |xᵀHx| and at most ‖x‖ ‖Hx‖, and H²/‖H‖ ≤ |H|: the first bounds the
+        largest eigenvalue from below, the others the smallest from above and from below.
+        """
+        product = self.hessian.__matmul__
+        norm = sum(self.norms["hessian"])  # its upper end
+        tops = []
+        for sign in (1.0, -1.0):
+            balanced = _Balanced(
+                self.hessian, root, lambda x, sign=sign: sign * product(x) + delta * x
+            )
+            tops.append(float(self._ends(balanced, "largest").values[0]))
+        squared = _Balanced(self.hessian, root, lambda x: product(product(x)) / norm + delta * x)
+        small = self._ends(squared, "smallest")
+        direction = small.vectors[:, :1].to(self.hessian.dtype)
+        x = root(direction)
+        size = float(x.norm())
+        bottom = (size * float(product(x).norm()) + delta * size**2) / float(direction.norm()) ** 2
+        least = float(small.interval[0][0]) if small.converged else floor
+        return max(tops) / max(bottom, floor), ceiling / max(least, floor), True
 
 
 def _lengths(rows: Tensor) -> Any:
@@ -511,7 +749,8 @@ def compare_gauss_newton(
     make: seed → a Transformer that classifies (default: a ViT of width 8 for digits). data: real
     inputs and classes (default: digits). The MLP has two hidden layers and as many parameters.
     steps: of training, of both alike. samples: of the data that curvature is measured on.
-    output: a run folder or an open ``Run``: every finished seed is kept, the same call resumes.
+    output: a run folder or an open ``Run``: every finished seed of either model is kept, the same
+    call resumes.
     """
     if len(seeds) < 2:
         raise ValueError(f"an interval over seeds needs at least 2 seeds, got {len(seeds)}.")
@@ -540,30 +779,35 @@ def compare_gauss_newton(
         "damping": damping,
     }
 
-    def one(seed: int) -> SeedOfGaussNewton:
-        qualities: dict[str, dict[str, GaussNewtonQuality]] = {}
-        accuracies: dict[str, float] = {}
-        for name, maker in makers.items():
-            network = maker(seed)
-            few = inputs[:samples], labels[:samples]
-            stages: dict[str, GaussNewtonQuality] = {}
-            for stage in STAGES:
-                if stage == "training":
-                    history = train(network, chosen, steps=steps, seed=seed)
-                    accuracies[name] = history.validation_accuracy or math.nan
-                problem = Problem(network.eval(), "cross_entropy", few)
-                with warnings.catch_warnings():
-                    # The layers of an MLP go by their own names: that is no news here.
-                    warnings.filterwarnings("ignore", ".*have no role that is known")
-                    stages[stage] = gauss_newton_quality(problem, damping=damping, seed=seed)
-            qualities[name] = stages
-        return SeedOfGaussNewton(qualities=qualities, accuracies=accuracies)
+    def one(seed: int, name: str) -> SeedOfGaussNewton:
+        network = makers[name](seed)
+        few = inputs[:samples], labels[:samples]
+        stages: dict[str, GaussNewtonQuality] = {}
+        accuracy = math.nan
+        for stage in STAGES:
+            if stage == "training":
+                history = train(network, chosen, steps=steps, seed=seed)
+                accuracy = history.validation_accuracy or math.nan
+            problem = Problem(network.eval(), "cross_entropy", few)
+            with warnings.catch_warnings():
+                # The layers of an MLP go by their own names: that is no news here.
+                warnings.filterwarnings("ignore", ".*have no role that is known")
+                stages[stage] = gauss_newton_quality(problem, damping=damping, seed=seed)
+        return SeedOfGaussNewton(qualities={name: stages}, accuracies={name: accuracy})
 
     def work(step: Step) -> GaussNewtonComparison:
-        runs = [
-            step(f"seed{seed}.gauss_newton", functools.partial(one, seed))
-            for seed in track(list(seeds), "seeds")
-        ]
+        runs = []
+        for seed in track(list(seeds), "seeds"):
+            models = [
+                step(f"seed{seed}.{name}.gauss_newton", functools.partial(one, seed, name))
+                for name in makers
+            ]
+            runs.append(
+                SeedOfGaussNewton(
+                    qualities={n: stages for m in models for n, stages in m.qualities.items()},
+                    accuracies={n: value for m in models for n, value in m.accuracies.items()},
+                )
+            )
         sizes = {"Transformer": size, "MLP": config.parameters}
         result: GaussNewtonComparison = step(
             "gauss_newton.comparison", lambda: _compared(tuple(seeds), sizes, runs)

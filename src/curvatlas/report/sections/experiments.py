@@ -16,7 +16,7 @@ from curvatlas.report.contents import (
     quantity,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, sentence, switch, table, tag
+from curvatlas.report.markup import join, Markup, number, sentence, switch, table, tag
 
 _MOST_LINES = 6
 _MOST_ROWS = 60
@@ -222,6 +222,16 @@ def gauss_newton(contents: Contents) -> Section | None:
     return Section("gauss-newton", "How good is Gauss-Newton", join(*bodies))
 
 
+def _condition(one: dict[str, Any], key: str) -> object:
+    """A condition number: exact, with its interval, or as the lower bound it is."""
+    value, interval = quantity(one, key)
+    if value is None or interval is None:
+        return value
+    if one.get(f"{key}_is_bound"):
+        return f"≥ {number(value)}"
+    return with_interval(value, interval)
+
+
 def _quality(content: dict[str, Any]) -> Markup:
     top, outer = (as_number(content.get(key)) for key in ("largest", "largest_outer"))
     shares = content.get("functional_share") or {}
@@ -233,7 +243,7 @@ def _quality(content: dict[str, Any]) -> Markup:
         for key in ("to_hessian", "to_outer"):
             distance = one.get(key)
             row.append(with_interval(*quantity(distance)) if distance else "–")
-        row += [as_number(one.get(f"condition_{which}")) for which in ("hessian", "outer")]
+        row += [_condition(one, f"condition_{which}") for which in ("hessian", "outer")]
         rows.append(row)
     roles: list[list[object]] = [
         [role, with_interval(*quantity(share))] for role, share in shares.items() if role != "model"
