@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ class GradientNoise(Result):
     products: int
     lower_bound: bool = False  # ``value`` is one: these samples set no upper limit
     simple_lower_bound: bool = False
-    curvature: str = "H"  # "H_o" where H is negative along the gradients, and no scale follows
+    # "H_o" where H is negative along the gradients, "I" where that is, too: the simple scale
+    curvature: str = "H"
 
     def __str__(self) -> str:
         by = "" if self.curvature == "H" else f" (by {self.curvature})"
@@ -92,8 +94,8 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
 
     ‖G‖² and GᵀHG are estimated without the bias that the noise adds to the square of a mean. Where
     they cannot be told from zero, the scale is at least its 97.5 % lower limit, and said to be a
-    bound. Where H is negative along the gradients its ratio is no batch size: H_o, which never is,
-    takes its place.
+    bound. Where H is negative along the gradients its ratio is no batch size: H_o takes its place,
+    which is not for a convex loss.
     """
     gradients = sample_gradients(problem, samples)  # (n, P)
     count = len(gradients)
@@ -107,15 +109,14 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
     hessian = Hessian(problem)
     spent = count
     simple = _ratio((gradients @ gradients.T).cpu().double().numpy())
+    assert simple is not None  # of a Gram matrix
     critical, used = _ratio(through(hessian)), "H"
     if critical is None:
-        try:
+        with suppress(ProblemError):  # of a loss without an outer part
             critical, used = _ratio(through(GaussNewton(problem))), "H_o"
             spent += count
-        except ProblemError:  # a loss without an outer part
-            critical, used = simple, "I"
-    assert simple is not None  # of a Gram matrix
-    critical = critical or simple
+    if critical is None:
+        critical, used = simple, "I"
     return GradientNoise(
         value=critical.value,
         interval=critical.interval,

@@ -16,7 +16,7 @@ from curvatlas.report.contents import (
     quantity,
     with_interval,
 )
-from curvatlas.report.markup import join, Markup, number, sentence, switch, table, tag
+from curvatlas.report.markup import Markup, join, number, sentence, switch, table, tag
 
 _MOST_LINES = 6
 _MOST_ROWS = 60
