@@ -654,6 +654,8 @@ class ScalingLawAnalyzer:
             for k in range(seed, seed + (seeds or 1))
         ]
         costs = self._operations(model_sizes, dataset, chosen, seed)
+        if seeds is not None:
+            self._check_seeds(model_sizes[0], seed)
         taken = [steps if match == "steps" else round(steps * max(costs) / c) for c in costs]
 
         def cell(i: int, j: int, k: int) -> ScalingCell:
@@ -731,8 +733,12 @@ class ScalingLawAnalyzer:
                 f"the factory makes {counts[0]} parameters for each of the sizes "
                 f"{', '.join(map(_label, sizes))}: it does not use the size."
             )
+        return costs
+
+    def _check_seeds(self, size: Any, seed: int) -> None:
+        """Say so where the seed does not reach the weights."""
         first, second = (
-            [p.detach() for p in self.made(sizes[0], seed + k).parameters()] for k in (0, 1)
+            [p.detach() for p in self.made(size, seed + k).parameters()] for k in (0, 1)
         )
         if all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             warnings.warn(
@@ -741,7 +747,6 @@ class ScalingLawAnalyzer:
                 "draw with torch's generator.",
                 stacklevel=3,
             )
-        return costs
 
     def fingerprints(self, sizes: Sequence[Any], data: Data, seed: int) -> dict[str, str]:
         """What a run folder remembers of the models and the data, to resume only the same ones."""

@@ -597,12 +597,10 @@ class _Conditions:
         """
         product = self.hessian.__matmul__
         norm = sum(self.norms["hessian"])  # its upper end
-        tops = []
-        for sign in (1.0, -1.0):
-            balanced = _Balanced(
-                self.hessian, root, lambda x, sign=sign: sign * product(x) + delta * x
-            )
-            tops.append(float(self._ends(balanced, "largest").values[0]))
+        tops = [
+            float(self._ends(_Balanced(self.hessian, root, middle), "largest").values[0])
+            for middle in (lambda x: delta * x + product(x), lambda x: delta * x - product(x))
+        ]
         squared = _Balanced(self.hessian, root, lambda x: product(product(x)) / norm + delta * x)
         small = self._ends(squared, "smallest")
         direction = small.vectors[:, :1].to(self.hessian.dtype)
