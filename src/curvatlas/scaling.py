@@ -836,7 +836,10 @@ def fit_grid(cells: Sequence[ScalingCell]) -> ScalingGrid:
     for name in QUANTITIES:
         usable = [c for c in trained if _usable(c, name)]
         if _spans(usable, 2, 4):
-            planes[name] = plane_power_law(*_columns(usable, name))
+            try:
+                planes[name] = plane_power_law(*_columns(usable, name))
+            except ValueError as reason:  # runs that are left lie on a line
+                notes.append(f"no law of the {name.replace('_', ' ')}: {reason}")
         if name == "critical_batch_size" and len(usable) < len(trained):
             notes.append(
                 f"the critical batch size of {len(trained) - len(usable)} runs is only a lower "
@@ -850,10 +853,10 @@ def fit_grid(cells: Sequence[ScalingCell]) -> ScalingGrid:
             "no law of the loss: it takes 3 model sizes, 3 data sizes and 7 pairs of them, the "
             f"runs that trained have {models}, {data} and {len(_pairs(trained))}"
         )
-    if len(trained) == len(_pairs(trained)):
+    if trained and len(trained) == len(_pairs(trained)):
         notes.append(
-            "one seed at each pair of sizes: errors are the scatter around the fitted law, which "
-            "misses nothing only if the law holds"
+            "one seed at each pair of sizes: intervals come from the scatter around the fitted "
+            "law, not from repeated runs"
         )
     return ScalingGrid(
         cells=tuple(cells),
@@ -908,10 +911,8 @@ def _phases(cells: Sequence[ScalingCell]) -> dict[str, RunPhases]:
             ]
         )
         fast = np.array([abs(f.rate_before) - abs(f.rate_after) for f in fits])
-        slowing, late = (
-            fast / np.maximum(mean_rates, 1e-300),
-            np.array([f.rate_after for f in fits]),
-        )
+        slowing = fast / np.maximum(mean_rates, 1e-300)
+        late = np.array([f.rate_after for f in fits])
         places = np.array([f.change for f in fits])
         ends = np.quantile(places, [0.025, 0.975])
         found[quantity] = RunPhases(
