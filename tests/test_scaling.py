@@ -34,7 +34,7 @@ def tiny_vit(width: int) -> nn.Module:
     return zoo.reference_vit(d_model=width, patch_size=4)
 
 
-EFFORT = {"steps": 20, "curvature_samples": 16, "products": 12}
+EFFORT = {"steps": 4, "curvature_samples": 8, "products": 8}
 
 
 def fake_cell(
@@ -88,7 +88,7 @@ def test_hessian_norm_is_that_of_the_dense_hessian() -> None:
 
 def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     analyzer = ScalingLawAnalyzer(tiny_vit)
-    whole = analyzer.analyze_scaling_with_size([3, 4], [24, 48], output=tmp_path / "a", **EFFORT)
+    whole = analyzer.analyze_scaling_with_size([3, 4], [8, 16], output=tmp_path / "a", **EFFORT)
     calls = 0
 
     def breaking(width: int) -> nn.Module:
@@ -100,10 +100,10 @@ def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
     broken = ScalingLawAnalyzer(breaking)
     with pytest.raises(KeyboardInterrupt):
-        broken.analyze_scaling_with_size([3, 4], [24, 48], output=tmp_path / "b", **EFFORT)
+        broken.analyze_scaling_with_size([3, 4], [8, 16], output=tmp_path / "b", **EFFORT)
     assert len(runs.load(tmp_path / "b").results) == 2
     resumed = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
-        [3, 4], [24, 48], output=tmp_path / "b", **EFFORT
+        [3, 4], [8, 16], output=tmp_path / "b", **EFFORT
     )
     for a, b in zip(whole.cells, resumed.cells, strict=True):
         assert (a.validation_loss, a.hessian_norm, a.trace, a.critical_batch_size) == (
@@ -123,8 +123,8 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
         "from curvatlas import zoo\n"
         "from curvatlas.scaling import ScalingLawAnalyzer\n"
         "a = ScalingLawAnalyzer(lambda w: zoo.reference_vit(d_model=w, patch_size=4))\n"
-        f"a.analyze_scaling_with_size([3, 4], [24, 48], output={str(tmp_path / 'run')!r}, "
-        "steps=20, curvature_samples=16, products=12)\n"
+        f"a.analyze_scaling_with_size([3, 4], [8, 16], output={str(tmp_path / 'run')!r}, "
+        "steps=4, curvature_samples=8, products=8)\n"
     )
     results = tmp_path / "run" / "results"
     process = subprocess.Popen([sys.executable, str(script)], env=dict(os.environ))
@@ -136,7 +136,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     found = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
-        [3, 4], [24, 48], output=tmp_path / "run", **EFFORT
+        [3, 4], [8, 16], output=tmp_path / "run", **EFFORT
     )
     assert len(found.cells) == 4
     assert runs.load(tmp_path / "run").status == "complete"
@@ -428,8 +428,8 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
     from curvatlas.cli import main
 
     arguments = [
-        "scaling", "--widths", "3,4", "--sizes", "24,48", "--steps", "8", "--curvature-samples",
-        "8", "--products", "10", "--output", str(tmp_path / "run"), "--json",
+        "scaling", "--widths", "3,4", "--sizes", "8,16", "--steps", "2", "--curvature-samples",
+        "8", "--products", "8", "--output", str(tmp_path / "run"), "--json",
     ]  # fmt: skip
     answers = []
     for _ in range(2):  # the second finds everything done

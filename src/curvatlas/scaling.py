@@ -1259,7 +1259,7 @@ def train_best(
 
     Without going back to it, small data sets are judged by how long they were overfitted.
     """
-    every = max(1, steps // _LOOKS)
+    every = steps // _LOOKS if steps >= 2 * _LOOKS else math.ceil(steps / _LOOKS)
     few = training.take(_LOOK_SAMPLES)
     with in_evaluation_mode(model):
         operator = Hessian(loss.with_data([few.batch]))
