@@ -87,6 +87,7 @@ def test_probes_cover_the_exact_distances(monkeypatch: pytest.MonkeyPatch) -> No
     problem, *_ = small_vit()
     exact = ca.gauss_newton_quality(problem)
     monkeypatch.setattr(module, "DENSE_UP_TO", 1)
+    monkeypatch.setattr(module, "_END_PRODUCTS", 8)  # condition numbers have a test of their own
     misses = 0
     for seed in range(3):
         probed = ca.gauss_newton_quality(problem, probes=12, seed=seed)
@@ -130,6 +131,7 @@ def test_a_quality_run_that_was_stopped_goes_on_inside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DENSE_UP_TO", 1)
+    monkeypatch.setattr(module, "_END_PRODUCTS", 8)
     problem, *_ = small_vit()
     whole = ca.gauss_newton_quality(problem, probes=3)
     ends = module._Conditions.of
@@ -160,6 +162,7 @@ def test_a_gpt2_as_it_is_has_every_parameter_in_a_layer_of_kfac(
     problem = ca.Problem(model, "cross_entropy", {"input_ids": tokens, "labels": tokens})
     assert ca.KFAC(problem).uncovered == ()
     monkeypatch.setattr(module, "DENSE_UP_TO", 1)
+    monkeypatch.setattr(module, "_END_PRODUCTS", 8)
     result = ca.gauss_newton_quality(problem, probes=3)
     assert result["ekfac"].to_outer.value < 1
     assert set(result.approximations) == set(module.NAMES)
