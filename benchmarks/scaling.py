@@ -69,7 +69,7 @@ def coverage(grids: int) -> list[dict[str, Any]]:
             )
             hits += [low <= truth <= high for (low, high), truth in pairs]
         names = ("alpha", "beta", "plane_N", "plane_D")
-        shares = {key: round(hit / grids, 3) for key, hit in zip(names, hits, strict=True)}
+        shares = {key: round(float(hit) / grids, 3) for key, hit in zip(names, hits, strict=True)}
         rows.append({"law": name, "grids": grids, **shares})
         print(rows[-1], flush=True)
     return rows

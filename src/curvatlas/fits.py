@@ -572,6 +572,14 @@ def _weighted(design: Array, target: Array, weights: Array) -> tuple[Array, Arra
     return estimate, covariance, target - design @ estimate
 
 
+def _sandwich(design: Array, weights: Array, residuals: Array, unit: Array) -> Array:
+    """Covariance of weighted least squares by every point's own residual (HC3)."""
+    leverage = weights * ((design @ unit) * design).sum(1)
+    pulled = weights * residuals / np.maximum(1 - leverage, 1e-3)
+    meat = (design * pulled[:, None]).T @ (design * pulled[:, None])
+    return np.asarray(unit @ meat @ unit)
+
+
 def _gaussian(scores: Array, repeats: int | None) -> Array:
     """Student scores (errors estimated from ``repeats``) as Gaussian ones of equal probability."""
     if repeats is None:
@@ -810,8 +818,11 @@ def plane_power_law(parameters: Any, samples: Any, y: Any) -> PlanePowerLaw:
     # back to log factor at N = D = 1
     shift = np.eye(3)
     shift[0, 1:] = -centre
+    student = float(stats.t.ppf(0.975, left))
+    robust = shift @ _sandwich(design, cells.counts, residuals, unit) @ shift.T
     unit = shift @ unit @ shift.T
-    half = reach * np.sqrt(np.diag(unit))
+    # small data scatter more: where the cells' own residuals say so, the interval is wider
+    half = np.maximum(reach * np.sqrt(np.diag(unit)), student * np.sqrt(np.diag(robust)))
     p_value = cells.lack_of_fit(square, left)
     if p_value is None and count > 7 and min(len(np.unique(n)), len(np.unique(d))) > 2:
         wider = np.concatenate([design, np.stack([u * u, v * v, u * v], axis=1)], axis=1)
@@ -820,7 +831,8 @@ def plane_power_law(parameters: Any, samples: Any, y: Any) -> PlanePowerLaw:
         ratio = (square - unexplained) / 3 / max(unexplained / (count - 6), 1e-300)
         p_value = float(stats.f.sf(ratio, 3, count - 6))
     _, a, b = estimate
-    covariance = unit * (reach / float(stats.t.ppf(0.975, left))) ** 2  # as ``draws`` reads it
+    wide = half / student / np.sqrt(np.diag(unit))
+    covariance = unit * np.outer(wide, wide)  # as ``draws`` reads it
     return PlanePowerLaw(
         factor=float(np.exp(shift[0] @ estimate)),
         by_parameters=float(a),
