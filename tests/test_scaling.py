@@ -191,6 +191,15 @@ def test_predictions_far_outside_the_runs_are_refused() -> None:
         ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100)
 
 
+def test_models_that_get_worse_with_their_size_have_no_optimal_data_size() -> None:
+    cells = [
+        fake_cell(n, d, 1 + 1e-5 * n + 10 * d**-0.5, 1.0)
+        for n in (1000, 3000, 10000) for d in (100, 300, 1000)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="does not fall with both sizes"):
+        analyzer_of(cells).predict_optimal_dataset_size(3000)
+
+
 def test_held_out_runs_are_predicted_better_by_the_law_than_by_no_model() -> None:
     found = compare_predictions(fit_grid(known_grid(1e-3)))
     assert len(found.actual) == 4

@@ -114,7 +114,11 @@ from .figures import (
     visualize_curvature_flow as visualize_curvature_flow,
     visualize_hessian_spectrum as visualize_hessian_spectrum,
 )
-from .fits import PowerLaw as PowerLaw
+from .fits import (
+    PlanePowerLaw as PlanePowerLaw,
+    PowerLaw as PowerLaw,
+    ScalingLaw as ScalingLaw,
+)
 from .linear_operator import (
     BlockDiagonalOperator as BlockDiagonalOperator,
     DiagonalOperator as DiagonalOperator,
@@ -153,8 +157,10 @@ from .results import (
 from .runs import LoadedRun as LoadedRun
 from .scaling import (
     DatasetPrediction as DatasetPrediction,
+    GridPoint as GridPoint,
     HessianNorm as HessianNorm,
     PredictionComparison as PredictionComparison,
+    ScalingCell as ScalingCell,
     ScalingGrid as ScalingGrid,
     ScalingLawAnalyzer as ScalingLawAnalyzer,
 )

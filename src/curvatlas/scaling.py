@@ -1370,6 +1370,11 @@ def solutions(
         law = grid.law
         rows = np.array([(law.E, law.A, law.B, law.alpha, law.beta), *law.replicas])
         sizes = np.array([_by_law(row, parameters, target) for row in rows])
+        if not np.isfinite(sizes[0]) and target is None:
+            raise ValueError(
+                f"no compute-optimal data size: the loss does not fall with both sizes here (α = "
+                f"{law.alpha:.3g}, β = {law.beta:.3g})."
+            )
         if not np.isfinite(sizes[0]):
             floor = law.E + law.A * parameters**-law.alpha
             raise ValueError(
