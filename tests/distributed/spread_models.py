@@ -133,7 +133,7 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
         "frobenius": torch.tensor(ca.frobenius_norm(h, max_products=8, data_error=False).value),
         "spectral": torch.tensor(ca.spectral_norm(h, max_products=30).value),
         "diagonal": ca.diagonal(h, max_products=6).value,
-        "solve": ca.solve(h_o, right, damping=0.5, tol=1e-8).value,
+        "solve": ca.solve(h_o, right, damping=0.5, rtol=1e-8).value,
     }
 
 
@@ -173,7 +173,7 @@ def stopped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
         )  # fmt: skip
         torch.save(found.values, Path(folder, f"{mode} {rank}.pt"))
         text = str(operator.products)
-    except (KeyboardInterrupt, ValueError) as error:
+    except (KeyboardInterrupt, RuntimeError, ValueError) as error:
         text = str(error)
     Path(folder, f"{mode} {rank}.txt").write_text(text)
     dist.destroy_process_group()

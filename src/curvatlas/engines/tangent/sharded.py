@@ -167,7 +167,12 @@ class ShardedChain(Chain):
         states: list[Any] = []
         for index, layer in enumerate(self.layers):
             with line.stop() as (weights, columns):
-                dots = layer_views(layer, columns)
+                # Matrices come again on the way down. A gain's tangent is asked for before that:
+                # the block after a post-norm forms its input's tangent from it once more.
+                dots = {
+                    name: dot if dot.ndim > 2 else dot.clone()
+                    for name, dot in layer_views(layer, columns).items()
+                }
                 state: Any = None
                 if moved is not None or dots:
                     with self._with(layer_weights(layer, weights)), self._block(index, 0) as block:
