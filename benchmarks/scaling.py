@@ -1,12 +1,11 @@
-"""Scaling laws: how often their intervals cover, and a grid of small GPTs, killed and resumed.
+"""Scaling laws of a grid of small GPTs, killed and resumed.
 
-python benchmarks/scaling.py [--only coverage | grid] [--grids 100] [--output DIR] [--kill-after 6]
+    python benchmarks/scaling.py [--output DIR] [--kill-after 6]
 
-Coverage (scaling_coverage.json): synthetic grids of 4 × 4 sizes and 3 seeds with known exponents,
-of several laws and kinds of noise. The grid (scaling.json): examples/scaling_laws.py --full, 4 × 4
-GPTs × 3 seeds on characters, in a process of its own, killed once so many runs are stored and
-started again; with --output a folder that holds some of its runs it goes on with them. Times are of
-the processor, taken by the runs themselves; the figures go to docs/figures.
+examples/scaling_laws.py --full, 4 × 4 GPTs × 3 seeds on characters, in a process of its own, killed
+once so many runs are stored and started again; with --output a folder that holds some of its runs
+it goes on with them. Times are of the processor, taken by the runs themselves; the figures go to
+docs/figures.
 """
 
 from __future__ import annotations
@@ -24,55 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import curvatlas as ca
 from curvatlas import runs
-from curvatlas.fits import plane_power_law, scaling_law
 from curvatlas.scaling import compare_predictions
 from harness.results import keep, requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "scaling_laws.py"
 FIGURES = ROOT / "docs" / "figures"
-SEEDS = 3
-MISSED = 0.07  # most of the intervals that may miss: they cover in 93 % or more
-
-# name → (E, A, B, α, β), scatter between seeds (of log L), and whether small data scatter more
-LAWS: dict[str, tuple[tuple[float, ...], float, bool]] = {
-    "no floor to speak of": ((0.2, 20.0, 10.0, 0.5, 0.5), 0.02, False),
-    "high floor": ((1.7, 20.0, 10.0, 0.35, 0.4), 0.02, False),
-    "model hardly matters": ((1.5, 5.0, 8.0, 0.3, 0.6), 0.01, False),
-    "noise falls with D": ((0.2, 20.0, 10.0, 0.5, 0.5), 0.02, True),
-}
-
-
-def coverage(grids: int) -> list[dict[str, Any]]:
-    """How many of so many grids have each true exponent inside its interval."""
-    random = np.random.default_rng(0)
-    n, d = (
-        np.tile(v.ravel(), SEEDS) for v in np.meshgrid([1e3, 3e3, 1e4, 3e4], [1e2, 3e2, 1e3, 3e3])
-    )
-    rows = []
-    for name, ((e, a, b, alpha, beta), scatter, uneven) in LAWS.items():
-        spread = scatter * (d.max() / d) ** 0.25 if uneven else scatter * np.ones_like(d)
-        hits = np.zeros(4)
-        for _ in range(grids):
-            noise = np.exp(spread * random.standard_normal(len(n)))
-            law = scaling_law(n, d, (e + a * n**-alpha + b * d**-beta) * noise, replicas=5)
-            plane = plane_power_law(n, d, 3 * n**alpha * d**-beta * noise)
-            pairs = (
-                (law.alpha_interval, alpha),
-                (law.beta_interval, beta),
-                (plane.parameters_interval, alpha),
-                (plane.samples_interval, -beta),
-            )
-            hits += [low <= truth <= high for (low, high), truth in pairs]
-        names = ("alpha", "beta", "plane_N", "plane_D")
-        shares = {key: round(float(hit) / grids, 3) for key, hit in zip(names, hits, strict=True)}
-        rows.append({"law": name, "grids": grids, **shares})
-        print(rows[-1], flush=True)
-    return rows
 
 
 def run_and_kill(output: Path, after: int) -> int:
@@ -136,13 +94,6 @@ def of_grid(grid: Any) -> dict[str, Any]:
     }
 
 
-def keep_coverage(grids: int) -> Path:
-    covered = coverage(grids)
-    missed = 1 - min(row[name] for row in covered for name in ("alpha", "beta"))
-    lines = [requirement("share of the loss law's 95 % intervals that miss", missed, MISSED)]
-    return keep("scaling_coverage", {"rows": covered, "requirements": lines})
-
-
 def keep_grid(output: Path, kill_after: int) -> Path:
     stored = run_and_kill(output, kill_after) if kill_after else 0
     subprocess.run([sys.executable, str(EXAMPLE), "--full", "--output", str(output)], check=True)
@@ -155,17 +106,12 @@ def keep_grid(output: Path, kill_after: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("coverage", "grid"))
-    parser.add_argument("--grids", type=int, default=100)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--kill-after", type=int, default=6)
     options = parser.parse_args()
-    if options.only != "grid":
-        print(keep_coverage(options.grids))
-    if options.only != "coverage":
-        output = options.output or Path(tempfile.mkdtemp(prefix="scaling-")) / "grid"
-        print(keep_grid(output, options.kill_after))
+    output = options.output or Path(tempfile.mkdtemp(prefix="scaling-")) / "grid"
+    print(keep_grid(output, options.kill_after))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,9 @@ def test_a_saturating_curve_is_no_power_law() -> None:
 
 
 def test_exponents_of_grids_with_seed_noise_are_covered() -> None:
-    # 20 grids of 4 × 4 sizes and 3 seeds; benchmarks/scaling.py counts 100 of each kind. With 95 %
-    # coverage 16 or fewer of 20 are seen in 1.6 % of draws, for one of four counts in at most 6 %.
+    # 20 grids of 4 × 4 sizes and 3 seeds; benchmarks/scaling_coverage.py counts 100 of each kind.
+    # With 95 % coverage 16 or fewer of 20 are seen in 1.6 % of draws, for one of four counts in at
+    # most 6 %; the draws are fixed.
     random = np.random.default_rng(2)
     n, d = (np.tile(v.ravel(), 3) for v in np.meshgrid([1e3, 3e3, 1e4, 3e4], [1e2, 3e2, 1e3, 3e3]))
     hits = np.zeros(4)

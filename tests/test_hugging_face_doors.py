@@ -357,6 +357,7 @@ _OTHERWISE = {  # take no data, or an operator, or are studies of fixed models o
     "compare_predictions", "examine_claims", "anatomy_of", "from_problem", "survey",
     "compare_gauss_newton",  # trains an MLP of its own beside the user's
     "flatness", "pac_bayes",  # made of doors above; tests/analysis/landscape/test_flatness.py
+    "fingerprints",  # of the models that a factory makes; tests/test_scaling.py
     "rescaled", "rescaling_invariance",  # need a symmetry of the model; tested there by family
 }  # fmt: skip
 

@@ -797,7 +797,7 @@ def compare_gauss_newton(
         runs = []
         for seed in track(list(seeds), "seeds"):
             models = [
-                step(f"seed{seed}.{name}.gauss_newton", functools.partial(one, seed, name))
+                step(f"seed{seed}.{name.lower()}.gauss_newton", functools.partial(one, seed, name))
                 for name in makers
             ]
             runs.append(

@@ -129,13 +129,17 @@ class RetrainedCell(Result):
             return f"falls as averaging alone does (difference {gap:+.2f}, p = {p:.2g})"
         return f"falls otherwise than averaging alone does (difference {gap:+.2f}, p = {p:.1g})"
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """What it prints: the verdict, an exponent a curve, what was left out."""
         rows = [f"{self.optimizer}, {self.schedule}: {self.verdict}"]
         rows += [f"  {name:10s} {curve.fit or 'no fit'}" for name, curve in self.curves.items()]
         rows.append(f"  {'gap':10s} {self.gap.fit or 'no fit'}")
         if self.converged < 1:
             rows.append(f"  NOT at a minimum: {1 - self.converged:.0%} of the runs, left out")
-        return "\n".join([*rows, *(f"  left out: {one}" for one in self.left_out)])
+        return [*rows, *(f"  left out: {one}" for one in self.left_out)]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,7 @@ class RetrainedConvergence(Result):
             f"minima of {self.sizes[0]} to {self.sizes[-1]} samples, {self.orders} random orders, "
             f"penalty {self.penalty:g}‖w − w₀‖²/2: exponents in k"
         )
-        return "\n".join([head, *map(str, self.cells)])
+        return "\n".join([head, *(line for cell in self.cells for line in cell.lines())])
 
     def _picture(self) -> Figure:
         """One panel a cell: the changes of the minimum against k, with the controls."""

@@ -1000,20 +1000,21 @@ def runs_of(
     shape: tuple[int, int, int],
     *,
     blocked: bool = False,
-    alone: int = ONE_RUN_BYTES,
+    alone: int | None = None,
     at_once: int = 2**26,
 ) -> list[tuple[Batch, float]]:
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
-    below ``alone`` bytes, where smaller products would cost more than the memory is worth; two
-    from there on (half the tangents for about 5 % of time); more where two would pass ``at_once``.
+    below ``alone`` bytes (None: ``ONE_RUN_BYTES``), where smaller products would cost more than the
+    memory is worth; two from there on (half the tangents for about 5 % of time); more where two
+    would pass ``at_once``.
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
     samples = batch.samples
     size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
-    if size < alone:
+    if size < (ONE_RUN_BYTES if alone is None else alone):
         return [(batch, 1.0)]
     count = int(min(samples, max(2, -(-size // at_once))))
     step = -(-samples // count)
