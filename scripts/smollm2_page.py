@@ -185,7 +185,9 @@ def costs(cost: dict[str, Any]) -> str:
             continue
         other = "" if row["difference"] is None else f"differs by {row['difference']:.0e}"
         rows.append((
-            row["name"], f"{row['gradients']:.2f}", f"{row['seconds']:.1f}",
+            row["name"],
+            f"{row['gradients']:.2f}" if "gradients" in row else "–",  # only its peak was taken
+            f"{row['seconds']:.1f}" if "seconds" in row else "–",
             f"{row['peak_bytes'] / 1e9:.2f}", other,
         ))  # fmt: skip
     setting = cost["setting"]
