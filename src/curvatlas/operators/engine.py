@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvatlas import parallel
 from curvatlas.engines.kept import PLANNED, Linearise
-from curvatlas.engines.tangent.linear import Buffers
+from curvatlas.engines.tangent.linear import Buffers, squared_distance
 from curvatlas.engines.tangent.model import (
     ModelReading,
     TangentLinearisation,
@@ -340,22 +340,14 @@ def _difference(ours: TangentLinearisation, probe: Probe, names: Sequence[str]) 
     One product at a time: each is a vector as large as the model.
     """
     got = ours.product(probe.columns, names)
-    off = sum(_squared(a, b) for a, b in zip(got, probe.product, strict=True))
-    squares = [sum(_squared(a, None) for a in got)]
+    off = sum(squared_distance(a, b) for a, b in zip(got, probe.product, strict=True))
+    squares = [sum(squared_distance(a, None) for a in got)]
     del got
     if ours.part != "outer":
         squares = []
         for part in ("outer", "functional"):
             term = ours.part_product(probe.columns, names, part)
-            squares.append(sum(_squared(a, None) for a in term))
+            squares.append(sum(squared_distance(a, None) for a in term))
             del term
     scale = sum(math.sqrt(square) for square in squares)
     return math.sqrt(off) / scale if scale > 0 else math.sqrt(off)
-
-
-def _squared(left: Tensor | None, right: Tensor | None) -> float:
-    """‖left − right‖², None being zero."""
-    if left is None and right is None:
-        return 0.0
-    gap = left if right is None else right if left is None else left - right
-    return float(gap.detach().square().sum())  # type: ignore[union-attr]

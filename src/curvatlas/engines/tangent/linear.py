@@ -328,6 +328,15 @@ class Linear:
             backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
 
 
+def squared_distance(left: Tensor | None, right: Tensor | None) -> float:
+    """‖left − right‖² of tensors with as many numbers, None being zero."""
+    if left is None or right is None:
+        gap = left if right is None else right
+    else:
+        gap = left - right.reshape(left.shape)
+    return 0.0 if gap is None else float(gap.detach().square().sum())
+
+
 def stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and place that holds a single number, NaN."""
     return torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -29,7 +29,7 @@ from curvatlas import parallel
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.kept import PLANNED
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
-from curvatlas.engines.tangent.linear import Buffers
+from curvatlas.engines.tangent.linear import Buffers, squared_distance
 from curvatlas.engines.tangent.model import (
     Chain,
     LayerCall,
@@ -253,8 +253,8 @@ class ShardedChain(Chain):
         if back is not None:
             ours[_X] += back.view(ours[_X].shape)
         pairs = [(state.output, pushed), *((ours[name], theirs[name]) for name in theirs)]
-        off = sum(_squared(a, b) for a, b in pairs)
-        scale = sum(_squared(None, b) for _, b in pairs)
+        off = sum(squared_distance(a, b) for a, b in pairs)
+        scale = sum(squared_distance(None, b) for _, b in pairs)
         return math.sqrt(off / scale) if scale else math.sqrt(off)
 
     def _by_module(self, call: LayerCall, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -273,15 +273,6 @@ class ShardedChain(Chain):
 
 
 _X = "the block's input"  # no parameter has a space in its name
-
-
-def _squared(left: Tensor | None, right: Tensor | None) -> float:
-    """‖left − right‖², None being zero."""
-    if left is None and right is None:
-        return 0.0
-    gap = left if right is None else right if left is None else left - right.reshape(left.shape)
-    assert gap is not None
-    return float(gap.detach().double().square().sum())
 
 
 class ShardedLinearisation:
