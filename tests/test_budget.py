@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from curvatlas import budget
-from curvatlas.budget import Clock, TimeUp, one_thread
+from curvatlas.budget import Clock, ResultMemory, TimeUp, one_thread
 
 GB = 10**9
 
@@ -156,3 +156,25 @@ def test_a_clock_stops_work_when_its_time_is_up_and_never_without_one() -> None:
     Clock("1h").check()
     with pytest.raises(TimeUp, match="the time budget of 1e-09 s is used up"):
         Clock(1e-9).check()
+
+
+def test_large_results_are_memory_of_their_own_until_nobody_holds_them() -> None:
+    results, rows = ResultMemory(), torch.empty(2, 2**18)
+    options = {"dtype": rows.dtype, "device": rows.device}
+    first, second = results.empty(rows.shape, **options), results.empty(rows.shape, **options)
+    assert first.shape == rows.shape
+    assert first.dtype == rows.dtype
+    view, addresses = first[1, 5:], {first.data_ptr(), second.data_ptr()}
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert float(first.sum()) == first.numel()
+    del first, second
+    third, fourth = (
+        results.empty(rows.shape, **options),
+        results.empty(rows.shape, **options),
+    )  # one is still held by its view
+    assert third.data_ptr() in addresses
+    assert fourth.data_ptr() not in addresses
+    third.fill_(3.0)
+    fourth.fill_(4.0)
+    assert float(view.sum()) == view.numel()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import mmap
 import os
 import re
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -275,6 +278,48 @@ def _c_library() -> ctypes.CDLL | None:
         return ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows
         return None
+
+
+_MAPPED = 2**20  # bytes from which on a result has a mapping of its own
+_KEPT_RESULTS = 2**27  # bytes of mappings that wait for their next result
+
+
+class ResultMemory:
+    """Memory for the results of products, used again as soon as nobody holds the old result.
+
+    A result that is allocated anew takes a page fault every 4 KB: 2.3 ms a column of a million
+    float32 numbers, 0.7 ms in huge pages, nothing where the memory was there before. A tensor made
+    of a mapping holds a reference to it, so that the count tells which ones are free; two are kept,
+    for a caller who still has the last result when the next one comes.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[mmap.mmap] = []
+
+    def empty(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Uninitialised memory, as ``torch.empty``."""
+        import torch
+
+        size = math.prod(shape) * dtype.itemsize
+        if size < _MAPPED or device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.frombuffer(self._mapping(size), dtype=dtype).view(shape)
+
+    def _mapping(self, size: int) -> mmap.mmap:
+        for place in range(len(self._mappings)):
+            # the list and the call's own argument hold one reference each
+            free = sys.getrefcount(self._mappings[place]) == 2
+            if free and len(self._mappings[place]) == size:
+                return self._mappings[place]
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mappings = [*self._mappings[-1:], mapping]
+        if sum(map(len, self._mappings)) > _KEPT_RESULTS:
+            self._mappings = []
+        return mapping
 
 
 def ran_out(error: BaseException) -> bool:

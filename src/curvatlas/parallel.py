@@ -284,14 +284,15 @@ def summed(
     dtype: torch.dtype,
     device: torch.device,
     distributed: bool,
-    zeroed: bool = True,
+    make: Callable[..., Tensor] = torch.zeros,
     differ: Callable[[], None] | None = None,
     shards: Shards | None = None,
 ) -> Tensor:
     """The tensor of ``shape`` that ``fill`` adds to on every rank, summed over ranks.
 
     fill: may return what its part rests on, to be compared over ranks.
-    zeroed: with False, ``fill`` gets uninitialised memory and has to write every entry.
+    make: gives memory by shape, dtype and device; where it is uninitialised ``fill`` has to write
+        every entry.
     differ: called on every rank where the marks differ, to say what it is.
     shards: of a single vector, give every rank its own entries of the sum only.
 
@@ -300,7 +301,6 @@ def summed(
     and another one the rest: a reduction of another length on each rank aborts inside the group,
     the first is as long on all of them, and its rows say how much each rank has left.
     """
-    make = torch.zeros if zeroed else torch.empty
     if not distributed or world_size() == 1:
         total = make(tuple(shape), dtype=dtype, device=device)
         fill(total)
@@ -310,7 +310,7 @@ def summed(
     size, column = math.prod(shape), math.prod(shape[:-2]) * shape[-1]
     head = -(-world_size() * _FIELDS // _ALIGNED) * _ALIGNED
     # at least one column, which a rank without any brings as zeros
-    buffer = make(head + max(size, column), dtype=dtype, device=device)
+    buffer = make((head + max(size, column),), dtype=dtype, device=device)
     buffer[:head] = 0
     rows = buffer[: world_size() * _FIELDS].view(world_size(), _FIELDS)
     total = buffer[head : head + size].view(*shape)
@@ -419,7 +419,7 @@ def _scattered(
     """``summed`` for one vector of which every process keeps its own part."""
     if math.prod(shape) != shards.size:
         raise ValueError("only single vectors are sharded: multiply the columns one by one.")
-    buffer = make(shards.largest * world_size(), dtype=dtype, device=device)
+    buffer = make((shards.largest * world_size(),), dtype=dtype, device=device)
     buffer[shards.size :] = 0
     rows = buffer.new_zeros(world_size(), _FIELDS)
     failure: Exception | None = None

@@ -125,9 +125,10 @@ def test_a_product_that_is_wrong_is_noticed_and_said_once(monkeypatch: pytest.Mo
     whole = choosing.TangentLinearisation
     right = whole._fill
 
-    def wrong(self: Any, columns: Any, into: Any, part: Any) -> None:
-        right(self, columns, into, part)
-        next(iter(into.values())).mul_(1.001)
+    def wrong(self: Any, columns: Any, into: Any) -> None:
+        right(self, columns, into)
+        for rows in into.values():
+            next(iter(rows.values())).mul_(1.001)
 
     monkeypatch.setattr(whole, "_fill", wrong)
     problem = _problem()

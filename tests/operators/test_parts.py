@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import curvatlas as ca
 import families
@@ -26,6 +29,30 @@ def test_one_product_gives_the_three_operators(name: str) -> None:
         want = operator(problem) @ columns
         error = float(torch.linalg.norm(got[part] - want))
         assert error < 1e-11 * max(scale, float(torch.linalg.norm(want))), part
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_both_ways_back_of_one_way_forward_leave_each_other_alone(
+    head: bool, norm_first: bool
+) -> None:
+    """Without a last norm the last block's tangent is the head's input, or the output itself."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 12, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=torch.float64
+    )
+    layers = [copy.deepcopy(layer), layer]
+    ends = [nn.Linear(8, 5, dtype=torch.float64)] if head else []
+    model = nn.Sequential(*layers, *ends)
+    inputs = torch.randn(3, 4, 8, dtype=torch.float64)
+    problem = ca.Problem(model, "mse", (inputs, torch.randn(3, 4, 5 if head else 8).double()))
+    columns = torch.randn(problem.size, 2, dtype=torch.float64)
+    operator = CurvatureParts(problem, engine="tangent")
+    operator.flat_parts(columns.flip(1))  # the second product works in the memory of the first
+    got = operator.flat_parts(columns)
+    for part, kind in (("outer", ca.GaussNewton), ("functional", ca.FunctionalHessian)):
+        want = kind(problem, engine="autograd") @ columns
+        assert oracles.relative_error(got[part], want) < 1e-11, part
 
 
 def test_a_column_that_lives_in_one_parameter_equals_the_padded_one() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvatlas import parallel
-from curvatlas.budget import default_budget, give_back, parse_bytes
+from curvatlas.budget import ResultMemory, default_budget, give_back, parse_bytes
 from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
 from curvatlas.engines.autograd.linearisation import (
     Columns,
@@ -28,6 +28,7 @@ from curvatlas.engines.kept import (
     KeptLinearisations,
     Linearise,
 )
+from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
@@ -106,6 +107,7 @@ class CurvatureOperator(LinearOperator):
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
         self._spread: SpreadProducts | None = None
+        self._results = ResultMemory()
 
     def content(self) -> Any:
         return [type(self).__name__, self.problem.content()]
@@ -153,26 +155,22 @@ class CurvatureOperator(LinearOperator):
         columns: parameter name → (K, *shape); the result is (K, Σ sizes of rows), with ``shards``
         of one column this process's entries of it.
         """
-        sums = self._batch_sums(
-            columns, rows, lambda linear, some: (linear.product(some, rows),), shards=shards
-        )
-        return sums[0]
+        return self._batch_sums(columns, rows, shards=shards)[0]
 
     def _batch_sums(
         self,
         columns: Columns,
         rows: Sequence[str],
-        product: Callable[[Any, Columns], Sequence[list[Tensor | None]]],
         *,
-        parts: int = 1,
+        both: bool = False,
         shards: parallel.Shards | None = None,
     ) -> Tensor:
-        """Σ_b c_b product(b, columns) / Σ_b c_b for products of several parts: (parts, K, rows)."""
-        problem = self.problem
+        """Σ_b c_b product(b, columns) / Σ_b c_b: (1, K, rows), or of H_o and H_f (2, K, rows)."""
+        problem, parts = self.problem, 2 if both else 1
         if self._by_stations():
             return self._whole_rows(columns, rows, parts)
         size_of = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
-        sizes = [size_of[name] for name in rows]
+        sizes = {name: size_of[name] for name in rows}
         count = next(iter(columns.values())).shape[0]
 
         def fill(total: Tensor) -> parallel.Mark | None:
@@ -209,21 +207,19 @@ class CurvatureOperator(LinearOperator):
                         some = slice(start, min(start + step, count))
                         # Columns of a (P, K) matrix lie K apart: straighten only these few.
                         chunk = {name: c[some].contiguous() for name, c in columns.items()}
-                        for part, results in enumerate(product(linear, chunk)):
-                            into = total[part, some]
-                            _add_pieces(into, results, sizes, share, first=place == 0)
+                        _add_batch(total[:, some], linear, chunk, sizes, share, first=place == 0)
                     del linear  # before the next batch is linearised: one graph at a time
                 self._after_first_pass(kept)
 
         total = parallel.summed(
             fill,
-            [parts, count, sum(sizes)],
+            [parts, count, sum(sizes.values())],
             dtype=self.dtype,
             device=self.device,
             distributed=problem.distributed,
-            zeroed=False,
             differ=problem.refuse_differing_ranks,
             shards=shards,
+            make=self._results.empty,
         )
         # Finite parts may overflow together; a scattered sum is looked at by its own process only,
         # which may not stop alone: the estimator sees it in a norm over all.
@@ -551,6 +547,30 @@ def _all_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
+def _add_batch(
+    total: Tensor,
+    linear: Any,
+    columns: Columns,
+    rows: Mapping[str, int],
+    share: float,
+    *,
+    first: bool,
+) -> None:
+    """total (parts, K, Σ sizes) += share × a batch's product; ``first``: = instead of +=.
+
+    rows: parameter name → size.
+    """
+    if first and isinstance(linear, TangentLinearisation):
+        linear.write(total, columns, list(rows))
+        if share != 1:
+            total.mul_(share)
+        return
+    names = list(rows)
+    results = [linear.product(columns, names)] if len(total) == 1 else linear.parts(columns, names)
+    for into, pieces in zip(total, results, strict=True):
+        _add_pieces(into, pieces, list(rows.values()), share, first=first)
+
+
 def _add_pieces(
     total: Tensor, results: list[Tensor | None], sizes: Sequence[int], share: float, *, first: bool
 ) -> None:
@@ -678,10 +698,10 @@ class CurvatureParts(CurvatureOperator):
         if self.before_product is not None:
             self.before_product()
         self.products += next(iter(columns.values())).shape[0]
-        outer, functional = self._batch_sums(
-            columns, rows, lambda linear, some: linear.parts(some, rows), parts=2
-        )
-        return {"total": outer + functional, "outer": outer, "functional": functional}
+        outer, functional = self._batch_sums(columns, rows, both=True)
+        room = self._results.empty(outer.shape, dtype=self.dtype, device=self.device)
+        total = torch.add(outer, functional, out=room)
+        return {"total": total, "outer": outer, "functional": functional}
 
     def flat_parts(self, columns: Tensor) -> dict[str, Tensor]:
         """Part → (P, K), of flat columns (P, K)."""

@@ -13,10 +13,7 @@ directions. ``None`` stands for zero everywhere, and costs nothing.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
-import sys
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,8 +108,6 @@ class Buffers:
 
 _TRANSPOSED = 2**14  # entries transposed at once: both sides of 8 float32 columns stay in the cache
 _KEPT_ROWS = 2**26  # bytes of columns whose transposed copy is kept from product to product
-_MAPPED = 2**20  # bytes from which on a result has a mapping of its own
-_KEPT_RESULTS = 2**27  # bytes of mappings that wait for their next result
 
 
 def as_rows(columns: Tensor, space: Buffers) -> Tensor:
@@ -127,40 +122,6 @@ def as_rows(columns: Tensor, space: Buffers) -> Tensor:
         places = slice(start, start + _TRANSPOSED)
         rows[:, places].copy_(columns[places].T)
     return rows
-
-
-class Results:
-    """Memory for the results of products, used again as soon as nobody holds the old result.
-
-    A result that is allocated anew takes a page fault every 4 KB: 2.3 ms a column of a million
-    float32 numbers, 0.7 ms in huge pages, nothing where the memory was there before. A tensor made
-    of a mapping holds a reference to it, so that the count tells which ones are free; two are kept,
-    for a caller who still has the last result when the next one comes.
-    """
-
-    def __init__(self) -> None:
-        self._mappings: list[mmap.mmap] = []
-
-    def empty(self, rows: Tensor) -> Tensor:
-        """Uninitialised memory of the shape of ``rows`` (K, P)."""
-        size = rows.numel() * rows.element_size()
-        if size < _MAPPED or not rows.is_cpu or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        return torch.frombuffer(self._mapping(size), dtype=rows.dtype).view(rows.shape)
-
-    def _mapping(self, size: int) -> mmap.mmap:
-        for place in range(len(self._mappings)):
-            # the list and the call's own argument hold one reference each
-            free = sys.getrefcount(self._mappings[place]) == 2
-            if free and len(self._mappings[place]) == size:
-                return self._mappings[place]
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mappings = [*self._mappings[-1:], mapping]
-        if sum(map(len, self._mappings)) > _KEPT_RESULTS:
-            self._mappings = []
-        return mapping
 
 
 @dataclass

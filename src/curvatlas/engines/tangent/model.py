@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvatlas.budget import ran_out
+from curvatlas.budget import ResultMemory, ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
@@ -34,7 +34,6 @@ from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
 from curvatlas.engines.tangent.linear import (
     Buffers,
-    Results,
     adjoining,
     as_rows,
     restart_numbers,
@@ -683,35 +682,42 @@ class Chain:
         """Whether a parameter stands in several blocks."""
         return len(set(self.layers)) < len(self.layers)
 
-    def product(self, columns: Columns, slots: Slots, part: Part) -> None:
-        """Write or add H, H_o or H_f times ``columns`` to the slots."""
+    def products(self, columns: Columns, slots: Mapping[Part, Slots]) -> None:
+        """Write or add H, H_o or H_f times ``columns``, or several of them, to their slots."""
         if not self._adapted:
-            self._product(columns, slots, part)
+            self._products(columns, slots)
             return
-        count = len(next(iter(columns.values())))
-        moved, into = dict(columns), dict(slots.into)
+        moved = dict(columns)
         for name, weight in self._adapted.items():
             tangent = weight.tangent(self._values, columns)
             if tangent is not None:
                 moved[name] = tangent.contiguous()
+        inner = {part: self._with_adapted(own, columns) for part, own in slots.items()}
+        self._products(moved, inner)
+        for part, own in slots.items():
+            curved = part != "outer"
+            for name in inner[part].into.keys() - own.into.keys():
+                rates = self._adapted[name].rates(
+                    self._values,
+                    inner[part].into[name],
+                    delta=self._deltas[name] if curved else None,
+                    dots=columns if curved else None,
+                )
+                own.add(rates)
+
+    def _with_adapted(self, slots: Slots, columns: Columns) -> Slots:
+        """The same slots and those of the adapted weights that the wanted parameters make up."""
+        count = len(next(iter(columns.values())))
+        into = dict(slots.into)
+        for name, weight in self._adapted.items():
             if not slots.into.keys().isdisjoint(weight.parameters):
                 delta = self._deltas[name]
                 into[name] = delta.new_zeros(count, *delta.shape)
-        inner = Slots(into, slots.accumulate, slots.written)
-        self._product(moved, inner, part)
-        for name in into.keys() - slots.into.keys():
-            curved = part != "outer"
-            rates = self._adapted[name].rates(
-                self._values,
-                into[name],
-                delta=self._deltas[name] if curved else None,
-                dots=columns if curved else None,
-            )
-            slots.add(rates)
+        return Slots(into, slots.accumulate, slots.written)
 
-    def _product(self, columns: Columns, slots: Slots, part: Part) -> None:
-        space, curved = self.space, part != "outer"
-        moved, stem_state = self.stem.push(columns, space)
+    def _products(self, columns: Columns, slots: Mapping[Part, Slots]) -> None:
+        """One way forward, and a way back for every part."""
+        moved, stem_state = self.stem.push(columns, self.space)
         again: Any = None
         states: list[Any] = []  # each block's own
         count = len(next(iter(columns.values())))
@@ -724,19 +730,36 @@ class Chain:
                 moved, again = state.output, state.output_again
             states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)
+        # The outer part writes over the outputs' tangent, and blocks over what the tail keeps.
+        order: list[Part] = sorted(slots, key=lambda part: part != "functional")
+        rates: dict[Part, Tensor | None] = {}
         with self._with_tail() as tail:
-            rate = tail.product(flat, columns, part, slots, space)
+            state = tail.push(flat, columns, self.space)
+            for part in order:
+                rate = tail.pull(state, part, slots[part], self.space)
+                rates[part] = rate if part == order[-1] or rate is None else rate.clone()
+        for part in order:
+            curved = part != "outer"
+            self._back(
+                rates.pop(part),
+                slots[part],
+                stem_state if curved else None,
+                states if curved else [None] * len(states),
+            )
+
+    def _back(
+        self, rate: Tensor | None, slots: Slots, stem_state: Any, states: Sequence[Any]
+    ) -> None:
+        """From Rδ of the last block's output to the rates; without states of the outer part."""
         wanted = [not layer.parameters.isdisjoint(slots.into) for layer in self.layers]
         reaches_stem = not self.stem.names.isdisjoint(slots.into)
         for index in reversed(range(len(self.blocks))):
             below = reaches_stem or any(wanted[:index])
             if not (below or wanted[index]):
                 return
-            rate = self._pull_block(
-                index, rate, states[index] if curved else None, slots, needs_input=below
-            )
+            rate = self._pull_block(index, rate, states[index], slots, needs_input=below)
         if reaches_stem:
-            self.stem.pull(rate, stem_state if curved else None, slots, space)  # type: ignore[arg-type]
+            self.stem.pull(rate, stem_state, slots, self.space)
 
     @contextlib.contextmanager
     def _with_tail(self) -> Iterator[Tail]:
@@ -876,7 +899,7 @@ class TangentLinearisation:
             isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
             for chain in self.chains
         )
-        self._space, self._results = space, Results()
+        self._space, self._results = space, ResultMemory()
         # A tape repeats calls on fixed memory: weights that come and go have none.
         record = by_hand and not recompute and problem.in_place
         self._tapes = Tapes(space, own=own, record=record)
@@ -897,52 +920,84 @@ class TangentLinearisation:
     def parts(
         self, columns: Columns, rows: Sequence[str]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """(H_o columns, H_f columns) restricted to ``rows``."""
-        return (
-            self.part_product(columns, rows, "outer"),
-            self.part_product(columns, rows, "functional"),
-        )
+        """(H_o columns, H_f columns) restricted to ``rows``, of one way forward."""
+        room = self._room(2, columns, rows)
+        self.write(room, columns, rows)
+        outer, functional = (self._rows(part, rows) for part in room)
+        return list(outer.values()), list(functional.values())
+
+    def write(self, out: Tensor, columns: Columns, rows: Sequence[str]) -> None:
+        """The product at ``rows`` to ``out`` (1, K, Σ sizes), H_o and H_f to (2, K, Σ sizes)."""
+        parts: tuple[Part, ...] = (self.part,) if len(out) == 1 else ("outer", "functional")
+        with self._calling():
+            if len(parts) == 1 and len(columns) == len(self._layout.names) == len(rows):
+                columns = self._flat_columns(columns)
+            rooms = {p: self._rows(room, rows) for p, room in zip(parts, out, strict=True)}
+            self._fill(columns, rooms)
 
     def part_product(
         self, columns: Columns, rows: Sequence[str], part: Part
     ) -> list[Tensor | None]:
         """H, H_o or H_f times columns (K, *shape), restricted to ``rows``."""
-        first, names = next(iter(columns.values())), self._layout.names
-        count = len(first)
-        # The model's operations are replaced by a mode that is asked before every call of torch:
-        # a quarter of the time of a view of a 100 k GPT, and nothing by hand calls the model.
-        with contextlib.nullcontext() if self.needs_scope else torch._C.DisableTorchFunction():
-            if len(columns) == len(names) == len(rows):
-                # As flat rows, so that the bits are those of ``flat_product``.
-                pieces = [columns[name].reshape(count, -1) for name in names]
-                flat = adjoining([piece[0] for piece in pieces], 0) if count == 1 else None
-                flat = torch.cat(pieces, 1) if flat is None else flat.unsqueeze(0)
-                into = self._views(torch.empty_like(flat))
-                self._fill(self._views(flat), into, part)
-            else:
-                into = {name: first.new_empty(count, *self._shapes[name]) for name in rows}
-                self._fill(columns, into, part)
-        return [into[name] for name in rows]
+        with self._calling():
+            if len(columns) == len(self._layout.names) == len(rows):
+                columns = self._flat_columns(columns)
+            into = self._rows(self._room(1, columns, rows)[0], rows)
+            self._fill(columns, {part: into})
+        return list(into.values())
 
-    def _fill(self, columns: Columns, into: Mapping[str, Tensor], part: Part) -> None:
-        slots = Slots(into)
+    def _flat_columns(self, columns: Columns) -> Columns:
+        """The same columns of all parameters as views of flat rows.
+
+        So that the bits are those of ``flat_product``: neighbours in memory are multiplied as one.
+        """
+        names = self._layout.names
+        count = len(columns[names[0]])
+        pieces = [columns[name].reshape(count, -1) for name in names]
+        flat = adjoining([piece[0] for piece in pieces], 0) if count == 1 else None
+        return self._views(torch.cat(pieces, 1) if flat is None else flat.unsqueeze(0))
+
+    def _calling(self) -> contextlib.AbstractContextManager[Any]:
+        """The scope of calls of torch by hand.
+
+        The model's operations are replaced by a mode that is asked before every call of torch: a
+        quarter of the time of a view of a 100 k GPT, and nothing by hand calls the model.
+        """
+        return contextlib.nullcontext() if self.needs_scope else torch._C.DisableTorchFunction()
+
+    def _room(self, parts: int, columns: Columns, rows: Sequence[str]) -> Tensor:
+        """Memory for products of several parts (parts, K, Σ sizes), side by side."""
+        first = next(iter(columns.values()))
+        return first.new_empty(parts, len(first), sum(math.prod(self._shapes[n]) for n in rows))
+
+    def _rows(self, room: Tensor, rows: Sequence[str]) -> dict[str, Tensor]:
+        """Memory (K, Σ sizes) as the rows' own (K, *shape)."""
+        sizes = [math.prod(self._shapes[name]) for name in rows]
+        pieces = zip(rows, torch.split(room, sizes, 1), strict=True)
+        return {name: piece.view(len(room), *self._shapes[name]) for name, piece in pieces}
+
+    def _fill(self, columns: Columns, into: Mapping[Part, Mapping[str, Tensor]]) -> None:
         for number, chain in enumerate(self.chains):
+            slots = {part: Slots(room) for part, room in into.items()}
             if number == 0 and chain.shared:
-                slots.finish()
-            slots = Slots(into, accumulate=number > 0 or chain.shared)
-            chain.product(columns, slots, part)
-            if not slots.accumulate:
-                slots.finish()
+                for own in slots.values():
+                    own.finish()
+            for own in slots.values():
+                own.accumulate = number > 0 or chain.shared
+            chain.products(columns, slots)
+            if number == 0 and not chain.shared:
+                for own in slots.values():
+                    own.finish()
 
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
         rows = as_rows(columns, self._space)
-        total = self._results.empty(rows)
+        total = self._results.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._tapes.run(self.part, self._fill_flat, rows, total)
         return total
 
     def _fill_flat(self, rows: Tensor, total: Tensor) -> None:
-        self._fill(self._views(rows), self._views(total), self.part)
+        self._fill(self._views(rows), {self.part: self._views(total)})
 
     def _views(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows (K, P) by parameter: views (K, *shape)."""

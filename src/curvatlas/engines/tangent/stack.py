@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvatlas.budget import ResultMemory
 from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check_spec
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
@@ -29,7 +30,6 @@ from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTa
 from curvatlas.engines.tangent.linear import (
     BackwardPass,
     Buffers,
-    Results,
     as_rows,
     restart_numbers,
 )
@@ -225,7 +225,7 @@ class LinearisedStack(DecomposedHessian):
         mask = mask.unsqueeze(0) if mask is not None and mask.ndim == 1 else mask
         targets = with_sample_axis(targets, stack.readout)
         self.include_input = include_input
-        self.space, self._results = Buffers(keep=True), Results()
+        self.space, self._results = Buffers(keep=True), ResultMemory()
         self._tapes = Tapes(self.space, own=[x, *stack.named_weights.values()])
         shapes = stack.named_weights if include_weights else {}
         self._shapes = {name: tuple(weight.shape) for name, weight in shapes.items()}
@@ -303,7 +303,7 @@ class LinearisedStack(DecomposedHessian):
 
     def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
         rows = as_rows(columns, self.space)
-        flat = self._results.empty(rows)
+        flat = self._results.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         self._tapes.run(part, partial(self._fill, part), rows, flat)
         return flat.T
 

@@ -4,13 +4,15 @@ Three forms of one thing. ``ReadoutTail``: final norm, pooling and linear head b
 the outputs. ``ChunkedTail``: the same with a vocabulary whose logits are never held whole.
 ``AutogradTail``: anything else (poolers, masked-language heads, a decoder).
 
-A product takes ż (K, N, d) and the parameters' tangents and gives Rδ_z of the total, outer or
-functional part; the parameters' rates go into slots.
+A product takes ż (K, N, d) and the parameters' tangents (``push``) and gives Rδ_z of the total,
+outer or functional part (``pull``); the parameters' rates go into slots. One push may be pulled as
+functional part first and as outer part after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +35,25 @@ from curvatlas.problem.losses import Loss
 _FUSED_CLASSES = 64  # fewer: the loss's own product is as fast
 
 
-class _Readout:
+class _TwoWays:
+    """A tail whose product goes forward and back at once."""
+
+    push: Callable[..., Any]
+    pull: Callable[..., Tensor | None]
+
+    def product(
+        self,
+        moved: Tensor | None,
+        dots: Mapping[str, Tensor],
+        part: Part,
+        slots: Slots,
+        space: Buffers,
+    ) -> Tensor | None:
+        """Rδ_z (K, N, d) of ż ``moved``."""
+        return self.pull(self.push(moved, dots, space), part, slots, space)
+
+
+class _Readout(_TwoWays):
     """Norm, pooling and linear head at the last block's tokens z (N, d), whatever loss follows.
 
     ``parameters``: names of ``Readout`` → names in the model.
@@ -110,16 +130,16 @@ class ReadoutTail(_Readout):
         slope = slopes[0].reshape(1, -1, outputs.shape[-1])
         self.delta = self._recorded(slope * share if share != 1 else slope)  # (1, N, d)
 
-    def product(
-        self,
-        moved: Tensor | None,
-        dots: Mapping[str, Tensor],
-        part: Part,
-        slots: Slots,
-        space: Buffers,
+    def push(
+        self, moved: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
+    ) -> ReadoutTangent:
+        """The tangents of ż ``moved`` up to the outputs."""
+        return self._push(moved, dots, space)
+
+    def pull(
+        self, state: ReadoutTangent, part: Part, slots: Slots, space: Buffers
     ) -> Tensor | None:
-        """Rδ_z (K, N, d) of ż ``moved``."""
-        state = self._push(moved, dots, space)
+        """Rδ_z (K, N, d); of the outer and total part over the outputs' tangent."""
         rate: Tensor | None = None
         if part != "functional" and state.output is not None:
             rate = self._outputs_rate(state.output)
@@ -142,6 +162,14 @@ def _curvature(loss: Loss, outputs: Tensor, targets: Any) -> Callable[[Tensor], 
             return lambda w: softmax_curvature(softmax[0], softmax[1], w)
     product = output_curvature(loss, [outputs], lambda z: z[0], targets)
     return lambda w: product([w])[0]
+
+
+@dataclass
+class ChunkedTangent:
+    """What the way back through a chunked head needs of the way forward."""
+
+    readout: ReadoutTangent
+    logits: tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden states, weight, bias
 
 
 class ChunkedTail(_Readout):
@@ -186,23 +214,23 @@ class ChunkedTail(_Readout):
     def names(self) -> frozenset[str]:
         return super().names.union(name for name in self._head if name is not None)
 
-    def product(
-        self,
-        moved: Tensor | None,
-        dots: Mapping[str, Tensor],
-        part: Part,
-        slots: Slots,
-        space: Buffers,
-    ) -> Tensor | None:
-        """Rδ_z (K, N, d) of ż ``moved``."""
+    def push(
+        self, moved: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
+    ) -> ChunkedTangent:
+        """The tangents of ż ``moved`` up to the hidden states, and those of the head."""
         state = self._push(moved, dots, space)
         weight_dot, bias_dot = (None if n is None else dots.get(n) for n in self._head)
-        tangents = (state.output, weight_dot, bias_dot)
-        moving = next((t for t in tangents if t is not None), None)
+        return ChunkedTangent(state, (state.output, weight_dot, bias_dot))
+
+    def pull(
+        self, state: ChunkedTangent, part: Part, slots: Slots, space: Buffers
+    ) -> Tensor | None:
+        """Rδ_z (K, N, d)."""
+        moving = next((t for t in state.logits if t is not None), None)
         rate: Tensor | None = None
         if moving is not None:
-            rate = self._logits_rate(tangents, len(moving), part, slots, space)
-        return self._pull(rate, None if part == "outer" else state, slots, space)
+            rate = self._logits_rate(state.logits, len(moving), part, slots, space)
+        return self._pull(rate, None if part == "outer" else state.readout, slots, space)
 
     def _logits_rate(
         self,
@@ -232,7 +260,7 @@ class ChunkedTail(_Readout):
         return rate
 
 
-class AutogradTail:
+class AutogradTail(_TwoWays):
     """Anything else between z and the loss: ``outputs`` in the graph of ``leaves`` and of z.
 
     ``z`` (a leaf) is the last block's output in the axes of the model; ``tokens`` and ``axes`` turn
@@ -266,18 +294,17 @@ class AutogradTail:
         """What holds the kept graph."""
         return self._remainder.roots()
 
-    def product(
-        self,
-        moved: Tensor | None,
-        dots: Mapping[str, Tensor],
-        part: Part,
-        slots: Slots,
-        space: Buffers,
-    ) -> Tensor | None:
-        """Rδ_z (K, N, d) of ż ``moved``."""
+    def push(
+        self, moved: Tensor | None, dots: Mapping[str, Tensor], space: Buffers
+    ) -> dict[str, Tensor]:
+        """The tangents that come in: autograd pushes and pulls in one pass."""
         own = {name: dot for name, dot in dots.items() if name in self.names}
-        if moved is not None:
-            own[_Z] = self._axes(moved)
+        return own if moved is None else {**own, _Z: self._axes(moved)}
+
+    def pull(
+        self, own: dict[str, Tensor], part: Part, slots: Slots, space: Buffers
+    ) -> Tensor | None:
+        """Rδ_z (K, N, d)."""
         rows = [_Z, *(name for name in self.names if name in slots.into)]
         outputs, rates = self._remainder.push(own, rows, bends=part != "outer")
         if part != "functional" and any(y is not None for y in outputs):
