@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
 
+import forked
 from distributed import disagreements
 from distributed.test_data_parallel import free_port
 
@@ -24,9 +24,7 @@ Told = dict[str, list[str]]  # case → what rank 0 and rank 1 were told, "" wit
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("told")
-    group = mp.spawn(
-        disagreements.every_case, args=(2, free_port(), str(folder)), nprocs=2, join=False
-    )
+    group = forked.ranks(disagreements.every_case, (2, free_port(), str(folder)), join=False)
     deadline = time.monotonic() + 300  # a rank that waits for the other one would never end
     try:
         while not group.join(timeout=5):

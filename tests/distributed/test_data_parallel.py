@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import curvatlas as ca
+import forked
 import oracles
 from distributed import workers
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def start(worker: Callable[..., Any], folder: Path, mode: str) -> None:
-    mp.spawn(worker, args=(2, free_port(), str(folder), mode), nprocs=2)
+    forked.ranks(worker, (2, free_port(), str(folder), mode))
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import curvatlas as ca
+import forked
 import oracles
 from distributed import workers
 from distributed.test_data_parallel import free_port, start
@@ -88,7 +88,7 @@ def test_sharded_lanczos_equals_one_process_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", [(1,), (0, 1)])
 def test_killed_processes_leave_what_was_computed(killed: tuple[int, ...], tmp_path: Path) -> None:
     arguments = (2, free_port(), str(tmp_path), "")
-    group = mp.spawn(workers.slow_eigenpairs, args=arguments, nprocs=2, join=False)
+    group = forked.ranks(workers.slow_eigenpairs, arguments, join=False)
     deadline = time.monotonic() + 120
     while not (tmp_path / "state").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 import curvatlas
+import forked
 from curvatlas import runs
 from curvatlas.results import same
 from run_samples import SampleEstimate, estimate, write_run
@@ -105,14 +104,12 @@ _KILLED = textwrap.dedent(
 
 
 def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
-    here = os.pathsep.join(
-        [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    environment = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    script = tmp_path / "script.py"
+    script.write_text(_KILLED)
 
     def start(mode: str) -> int:
-        command = [sys.executable, "-c", _KILLED, str(tmp_path / "run"), mode]
-        return subprocess.run(command, env=environment, check=False).returncode
+        process = forked.Forked(script, tmp_path / "run", mode, cwd=tmp_path)
+        return process.finished().returncode
 
     assert start("die") == -signal.SIGKILL
     assert runs.load(tmp_path / "run").status == "running"

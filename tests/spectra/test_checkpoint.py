@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import curvatlas as ca
+import forked
 from curvatlas.results import same
 from spectra.spectrum_operators import SpectrumOperator, spectra
 
@@ -76,19 +75,19 @@ def test_a_killed_process_leaves_a_checkpoint_that_resumes_exactly(tmp_path: Pat
         )
     )
 
-    def start(file: str, pause: float, out: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, str(script), file, str(pause), out], cwd=tmp_path)
+    def start(file: str, pause: float, out: str) -> forked.Forked:
+        return forked.Forked(script, file, pause, out, cwd=tmp_path)
 
-    assert start("whole", 0.0, "a.safetensors").wait() == 0
+    assert start("whole", 0.0, "a.safetensors").finished().returncode == 0
     victim = start("killed", 0.05, "b.safetensors")
     deadline = time.monotonic() + 60
     while not (tmp_path / "killed").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)
     os.kill(victim.pid, signal.SIGKILL)
-    victim.wait()
+    assert victim.finished().returncode == -signal.SIGKILL
     assert not (tmp_path / "b.safetensors").exists()
-    assert start("killed", 0.0, "b.safetensors").wait() == 0
+    assert start("killed", 0.0, "b.safetensors").finished().returncode == 0
     left, right = ca.load(tmp_path / "a.safetensors"), ca.load(tmp_path / "b.safetensors")
     assert same(left, right)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
+import forked
 from curvatlas.training import MlflowTracker, TensorBoardTracker, WandbTracker
 
 SMALL: dict[str, Any] = {
@@ -248,7 +249,7 @@ def test_ranks_of_a_data_parallel_run_measure_together(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_ranks, args=(2, port, str(tmp_path)), nprocs=2)
+    forked.ranks(_ranks, (2, port, str(tmp_path)))
     first, second = (json.loads((tmp_path / f"{k}.json").read_text()) for k in (0, 1))
     assert [step for step, _, _ in first] == [step for step, _, _ in second]
     for ours, theirs in zip(first, second, strict=True):
