@@ -29,13 +29,15 @@ _WIDTHS = ("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "n_i
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads")
 
 
-def model_of(kind: str, width: int = 8) -> nn.Module:
+def model_of(kind: str, width: int = 4) -> nn.Module:
     return tiny_model(
         kind.split()[0],
         head=_HEADS.get(kind),
         decoder_start_token_id=0,
         **dict.fromkeys(_WIDTHS, width),
         **dict.fromkeys(_HEAD_COUNTS, 2),
+        **dict.fromkeys(("head_dim", "d_kv"), width // 2),
+        **dict.fromkeys(("max_position_embeddings", "n_positions"), 8),
         **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), 1),
     )
 
@@ -86,6 +88,8 @@ class Case:
         self.batch = batch_of(self.kind, 4)
         self.many = batch_of(self.kind, 20)
         self.loader = DataLoader(Rows(self.batch), batch_size=2, collate_fn=collated)
+        generator = torch.Generator().manual_seed(0)
+        self.vector = torch.randn(self.problem.size, generator=generator)
 
     @property
     def problem(self) -> ca.Problem:
@@ -98,11 +102,6 @@ class Case:
     @property
     def copy(self) -> nn.Module:
         return copy.deepcopy(self.model)
-
-    @property
-    def vector(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(self.problem.size, generator=generator)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -281,8 +280,8 @@ DOORS: dict[str, Callable[[Case], float]] = {
     "analyze_scaling_with_size": lambda c: float(
         ca.ScalingLawAnalyzer(lambda width: model_of(c.kind, width))
         .analyze_scaling_with_size(
-            [4, 8], [8], data=Rows(c.many), steps=2, curvature_samples=8, products=6
-        )[1]
+            [4], [8], data=Rows(c.many), steps=1, curvature_samples=8, products=6
+        )[0]
         .validation_loss
     ),
     "growth": lambda c: float(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -23,11 +24,16 @@ from digit_problems import SAMPLES, vit_problem
 from huggingface_models import tiny_model
 
 
-def trained_vit(seed: int, count: int = 24, **options: object) -> Problem:
-    sizes = {"d_model": 6, "patch_size": 4, "d_ff": 8, **options}
-    model = zoo.reference_vit(seed=seed, **sizes)  # type: ignore[arg-type]
+@functools.cache
+def _trained(seed: int, **options: Any) -> nn.Module:
+    model = zoo.reference_vit(seed=seed, **{"d_model": 6, "patch_size": 4, "d_ff": 8, **options})
     zoo.train(model, zoo.digits(), steps=60, seed=seed)
-    return Problem(model.double().eval(), "cross_entropy", tuple(SAMPLES.take(count)))
+    return model.double().eval()
+
+
+def trained_vit(seed: int, count: int = 16, **options: Any) -> Problem:
+    model = copy.deepcopy(_trained(seed, **options))
+    return Problem(model, "cross_entropy", tuple(SAMPLES.take(count)))
 
 
 # --- SAM and ASAM ---------------------------------------------------------------------------------
@@ -305,7 +311,7 @@ def _two_layers() -> Problem:
 
 
 def _measured(problem: Problem) -> dict[str, float]:
-    ascent: Any = {"starts": 0, "steps": 40}
+    ascent: Any = {"starts": 0, "steps": 12}
     return {
         "loss": problem.value(),
         "fisher_rao": float(problem.parameters @ (ca.GaussNewton(problem) @ problem.parameters)),
