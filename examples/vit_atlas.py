@@ -32,8 +32,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("vit-atlas"))
     parser.add_argument("--full", action="store_true", help="width 16, 64 samples, five seeds")
     parser.add_argument("--claims", action="store_true", help="also the papers' claims (minutes)")
+    parser.add_argument("--quick", action="store_true", help="width 4, 4 samples, ten steps")
     options = parser.parse_args()
     width, samples, steps, seeds = (16, 64, 800, range(5)) if options.full else (8, 8, 100, (0, 1))
+    if options.quick:
+        width, samples, steps, seeds = 4, 4, 10, (0, 1)
     options.output.mkdir(parents=True, exist_ok=True)
 
     data = digits()

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import curvatlas
+import forked
 from cli_models import make_data, make_model
 from curvatlas import cli, runs
 from curvatlas.cli.inputs import find_model
@@ -297,17 +298,17 @@ _SLOW = ["analyze", "cli_models:make_slow_model", "cli_models:make_data", "--out
 
 def _interrupted(cwd: Path, number: signal.Signals) -> str:
     """Start, send the signal once something is stored, and return the last line on stderr."""
-    process = _start(*_SLOW, cwd=cwd)
+    process = forked.Forked("curvatlas.cli", *_SLOW, cwd=cwd)
     deadline = time.monotonic() + 120
     while not (cwd / "run/results/model.subject.json").exists():
         assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
+        assert process.running, process.finished()
         time.sleep(0.05)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    os.kill(process.pid, number)
+    ended = process.finished(timeout=60)
+    assert ended.returncode == 130, ended.stderr
     assert runs.load(cwd / "run").status == "interrupted"
-    return err.strip().splitlines()[-1]
+    return ended.stderr.strip().splitlines()[-1]
 
 
 def test_ctrl_c_leaves_a_run_that_the_told_command_resumes(
@@ -404,7 +405,9 @@ def test_doctor_finds_our_hessian_right_and_the_composed_one_wrong(
 
 @pytest.mark.slow
 def test_demo_makes_a_run_and_a_report(tmp_path: Path) -> None:
-    finished = _curvatlas("demo", "--steps", "20", "--samples", "4", "--json", cwd=tmp_path)
+    finished = forked.Forked(
+        "curvatlas.cli", "demo", "--steps", 20, "--samples", 4, "--json", cwd=tmp_path
+    ).finished()
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     names = set(answer["results"])

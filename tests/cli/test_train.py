@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +17,12 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
+import forked
 from curvatlas import cli, runs, zoo
 from curvatlas.cli.training_session import Session, TrainingCheckpoint, make_optimizer
 from curvatlas.files import previous
 
 _SMALL = ("--samples", "4", "--every", "15", "--batch-size", "8")
-
-
-def _start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "curvatlas.cli", *arguments], cwd=cwd, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=_hear_interrupts,
-    )  # fmt: skip
-
-
-def _hear_interrupts() -> None:
-    """A shell starts background jobs, and so their children, deaf to Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
@@ -72,23 +58,24 @@ def test_wrong_use_is_one_line_and_exit_code_2(
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     options = ("train", "vit", "--steps", "60", *_SMALL, "--json")
-    whole = _start(*options, "--output", "whole", cwd=tmp_path)
-    stopped = _start(*options, "--output", "stopped", cwd=tmp_path)
+    command = ("curvatlas.cli", *options, "--output")
+    whole = forked.Forked(*command, "whole", cwd=tmp_path)
+    stopped = forked.Forked(*command, "stopped", cwd=tmp_path)
     checkpoint = tmp_path / "stopped/checkpoints/training.safetensors"
     for _ in range(2400):
-        if checkpoint.exists() or stopped.poll() is not None:
+        if checkpoint.exists() or not stopped.running:
             break
         time.sleep(0.05)
-    stopped.send_signal(signal.SIGINT)
-    _, err = stopped.communicate(timeout=300)
-    assert stopped.returncode == 130, err
-    assert "Resume with: curvatlas train" in err
-    resumed = _start(*options, "--output", "stopped", cwd=tmp_path)
+    os.kill(stopped.pid, signal.SIGINT)
+    ended = stopped.finished()
+    assert ended.returncode == 130, ended.stderr
+    assert "Resume with: curvatlas train" in ended.stderr
+    resumed = forked.Forked(*command, "stopped", cwd=tmp_path)
     answers = []
     for process in (whole, resumed):
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        answers.append(json.loads(out))
+        ended = process.finished()
+        assert ended.returncode == 0, ended.stderr
+        answers.append(json.loads(ended.stdout))
     assert not checkpoint.exists()
     left, right = (runs.load(tmp_path / name).results for name in ("whole", "stopped"))
     for name, tensor in left["training"].tensors.items():
