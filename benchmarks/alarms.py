@@ -1,15 +1,21 @@
 """Alarms of the monitor: how many in healthy runs, and how long before a loss doubles.
 
-    python benchmarks/alarms.py [--quick] [--notes FILE]
+    python benchmarks/alarms.py [--quick] [--part 1/2] [--notes FILE]
 
 Healthy runs: a ViT on digits and a GPT on characters, SGD with momentum, AdamW and Muon (AdamW for
-what is no matrix), warm-up with a constant rate or cosine decay, two seeds, drawn batches.
+what is no matrix), drawn batches, five schedules: warm-up over 20 steps and a constant rate, cosine
+decay, warm-up over 80 steps, cosine with a restart, and a quarter of the rate that is doubled on
+the way, a rise that does no harm.
 Divergences, in full batches so that curvature and not the draw makes them: after 60 healthy steps,
-with the rate rising to 10 times over 100 steps, or with one batch of inputs ten times too large and
-wrong labels; and from the first step, at 10 times the rate, without normalisation (the rate rising
-over 100 steps) or without warm-up. A divergence is a loss on the monitor's samples (the median of
-five steps, which a single spike does not move) twice its lowest so far; a run whose loss never
-doubles is told and not counted. The monitor measures every five steps without a limit of time.
+with the rate rising to 3, 5 or 10 times over 100 steps, or with one batch of inputs ten times too
+large and wrong labels; and from the first step, at 10 times the rate, without normalisation (the
+rate rising over 100 steps) or without warm-up. A divergence is a loss on the monitor's samples (the
+median of five steps, which a single spike does not move) twice its lowest so far; a run whose loss
+never doubles is told and not counted. The monitor measures every five steps without a limit of time
+and is told the training loss.
+
+The rules of the alarms were set on seeds 0 to 11; the seeds here, from 100 on, and the list of
+faults were fixed before any of them was run.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +44,8 @@ from harness.results import keep, requirement
 
 MODELS, OPTIMIZERS = ("ViT", "GPT"), ("SGD", "AdamW", "Muon")
 RATES = {"SGD": 0.1, "AdamW": 8e-3, "Muon": 0.02}
-FACTOR = {"rate": 10.0, "no norm": 10.0, "no warm-up": 10.0, "batch": 10.0}
-WARM_UP, HEALTHY, STEPS, RAMP, EVERY = 20, 60, 180, 100, 5
+SCHEDULES = ("constant", "cosine", "long warm-up", "restart", "raised")
+WARM_UP, LONG, HEALTHY, STEPS, RAMP, EVERY = 20, 80, 60, 180, 100, 5
 LEAD = 10
 
 
@@ -61,17 +67,23 @@ class Case:
 
 
 def healthy() -> list[Case]:
-    kinds = itertools.product(MODELS, OPTIMIZERS, ("constant", "cosine"), (0, 1))
-    return [Case(m, o, seed, schedule) for m, o, schedule, seed in kinds]
+    kinds = itertools.product(MODELS, OPTIMIZERS, SCHEDULES)
+    return [Case(m, o, 100, schedule) for m, o, schedule in kinds]
 
 
 def divergent() -> list[Case]:
+    faults = [
+        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (101, 102)),
+        ("no norm", 10.0, 103),
+        ("no warm-up", 10.0, 104),
+        ("batch", 10.0, 105),
+    ]
     pairs = list(itertools.product(MODELS, OPTIMIZERS))
-    cases = [Case(m, o, seed, fault="rate") for seed in (2, 3) for m, o in pairs]
-    for fault in ("no norm", "no warm-up"):
-        cases += [Case(m, o, 6, fault=fault) for m in MODELS for o in ("SGD", "AdamW")]
-    cases += [Case(m, "SGD", 5, fault="batch") for m in MODELS]
-    return [replace(case, factor=FACTOR[case.fault]) for case in cases]
+    return [
+        Case(m, o, seed, fault=fault, factor=factor)
+        for fault, factor, seed in faults
+        for m, o in pairs
+    ]
 
 
 @dataclass(frozen=True)
@@ -129,9 +141,12 @@ def factor_at(case: Case, step: int, steps: int) -> float:
     """The rate's factor: warm-up, decay, and the fault."""
     if case.fault == "no warm-up":
         return case.factor
-    factor = min(1.0, (step + 1) / WARM_UP)
-    if case.schedule == "cosine":
-        factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
+    factor = min(1.0, (step + 1) / (LONG if case.schedule == "long warm-up" else WARM_UP))
+    if case.schedule in ("cosine", "restart"):
+        period = steps if case.schedule == "cosine" else steps / 2
+        factor *= 0.5 * (1 + math.cos(math.pi * (step % period) / period))
+    if case.schedule == "raised":
+        factor *= 0.25 * (1 + min(1.0, max(0.0, (step + 1 - HEALTHY) / RAMP)))
     if case.fault == "no norm":
         factor = case.factor * min(1.0, (step + 1) / (RAMP))
     if case.fault == "rate" and step >= HEALTHY:
@@ -177,7 +192,7 @@ def run(case: Case, *, steps: int) -> tuple[list[float], ca.Monitor]:
             loss = F.cross_entropy(model(watched[0]).flatten(0, -2), watched[1].flatten())
         losses.append(float(loss))
         if step >= since:
-            monitor.step(step=step)
+            monitor.step(step=step, loss=value)
         at = doubled(losses, case.begins) if case.fault != "none" else None
         if not math.isfinite(losses[-1]) or (at is not None and step >= at + 2 * EVERY):
             break
@@ -206,7 +221,7 @@ def row(
 ) -> dict[str, Any]:
     """One line of the tables."""
     alarms = [event for event in events if event.alarm]
-    at = doubled(losses, case.begins) if case.fault != "none" else None
+    at = doubled(losses, case.begins)
     first = next((e for e in alarms if e.step >= case.begins), None)
     ratios = [s.edge_ratio for s in snapshots if s.step >= 10 and s.edge_ratio is not None]
     return {
@@ -219,7 +234,7 @@ def row(
         "first_alarm": None if first is None else f"{first.step}: {first.name}",
         "lead": None if first is None or at is None else at - first.step,
         "early_alarms": sum(e.step < case.begins for e in alarms),
-        "alarms": ", ".join(f"{e.step}: {e.name}" for e in alarms[:6]),
+        "alarms": ", ".join(f"{e.step}: {e.name}" for e in alarms),
     }
 
 
@@ -248,32 +263,45 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
-    false = sum(bool(row["alarms"]) for row in calm) + sum(
-        row["early_alarms"] > 0 for row in faults
-    )
+    healthy_runs = [row for row in calm if row["doubled_at"] is None]
     counted = [row for row in faults if row["doubled_at"] is not None]
-    late = sum(row["lead"] is None or row["lead"] < LEAD for row in counted)
-    low, high = share_interval(sum(bool(row["alarms"]) for row in calm), len(calm))
+    false = sum(bool(row["alarms"]) for row in healthy_runs)
+    early = sum(row["early_alarms"] > 0 for row in faults)
+    warned = sum(row["lead"] is not None and row["lead"] >= LEAD for row in counted)
+    kinds = sorted({event.split(": ")[1] for row in healthy_runs for event in _listed(row)})
     requirements = [
-        requirement(
-            f"false alarms in {len(calm)} healthy runs and before {len(faults)} faults", false, 0
-        ),
+        requirement(f"false alarms in {len(healthy_runs)} healthy runs", false, 0),
+        requirement(f"alarms before the fault in {len(faults)} runs", early, 0),
         requirement(
             f"share of {len(counted)} divergences without an alarm {LEAD} steps ahead",
-            round(late / max(1, len(counted)), 3), 0.2,
+            round(1 - warned / max(1, len(counted)), 3), 0.2,
         ),
     ]  # fmt: skip
     summary = {
-        "healthy_runs": len(calm), "false_alarm_rate_interval": [round(low, 3), round(high, 3)],
-        "divergences": len(counted), "warned_in_time": len(counted) - late,
+        "healthy_runs": len(healthy_runs),
+        "false_alarms": {
+            kind: sum(any(kind in event for event in _listed(row)) for row in healthy_runs)
+            for kind in kinds
+        },
+        "false_alarm_rate_interval": _rounded(share_interval(false, len(healthy_runs))),
+        "divergences": len(counted),
+        "warned_in_time": warned,
+        "warned_in_time_interval": _rounded(share_interval(warned, len(counted))),
         "faults_that_did_not_double": len(faults) - len(counted),
-        "caution": "the rules of the alarms were set on these very runs, none was held out, and "
-        "the events were computed again from the recorded snapshots with the final rules",
-    }  # fmt: skip
+        "and_alarmed": sum(bool(row["alarms"]) for row in faults if row["doubled_at"] is None),
+    }
     keep(
         "alarms",
         {"requirements": requirements, "summary": summary, "healthy": calm, "faults": faults},
     )
+
+
+def _listed(row: dict[str, Any]) -> list[str]:
+    return [event for event in row["alarms"].split(", ") if event]
+
+
+def _rounded(interval: tuple[float, float]) -> list[float]:
+    return [round(end, 3) for end in interval]
 
 
 if __name__ == "__main__":

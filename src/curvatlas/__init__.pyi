@@ -248,6 +248,7 @@ from .surveying import (
     plan_survey as plan_survey,
     survey as survey,
 )
+from .training.alarms import Thresholds as Thresholds
 from .training.compression import (
     BitAllocation as BitAllocation,
     CostTable as CostTable,
@@ -276,7 +277,6 @@ from .training.snapshot import (
     CurvatureHistory as CurvatureHistory,
     EarlyBlocks as EarlyBlocks,
     Snapshot as Snapshot,
-    Thresholds as Thresholds,
 )
 
 __version__: str

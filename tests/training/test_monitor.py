@@ -20,11 +20,10 @@ from curvatlas.errors import NonFiniteError
 from curvatlas.training import (
     LinesTracker,
     TensorBoardTracker,
-    Thresholds,
     WandbTracker,
     monitor as monitor_module,
 )
-from curvatlas.training.snapshot import Snapshot, Tracker, events_of, loss_events, rate_alarm
+from curvatlas.training.snapshot import Snapshot, Tracker
 
 
 def network() -> nn.Sequential:
@@ -169,79 +168,6 @@ def test_measurements_that_fail_are_paid_for(monkeypatch: Any) -> None:
     assert monitor.overhead <= 0.1
 
 
-def snapshot_at(step: int, **changes: Any) -> Snapshot:
-    values: dict[str, Any] = {
-        "step": step, "loss": 1.0, "learning_rate": 0.1, "sharpness": 1.0,
-        "sharpness_interval": (1.0, 1.0), "most_negative": -0.1, "trace": 1.0,
-        "trace_interval": (1.0, 1.0), "negative_mass": 0.1, "negative_mass_interval": (0.0, 0.2),
-        "gradient_norm": 1.0, "gradient_alignment": 0.5, "drift": None, "role_sharpness": {},
-        "role_trace": {}, "role_gradient": {"query": 1.0, "value": 1.0}, "products": 1,
-        "seconds": 0.1, "edge": 1.0, "edge_threshold": 20.0,
-    }  # fmt: skip
-    return Snapshot(**{**values, **changes})
-
-
-def names(snapshot: Snapshot, earlier: list[Snapshot], **thresholds: float) -> list[str]:
-    return [event.name for event in events_of(snapshot, earlier, Thresholds(**thresholds))]
-
-
-def losses(*values: float, **thresholds: float) -> list[str]:
-    looks = list(enumerate(values))
-    return [event.name for event in loss_events(looks, Thresholds(**thresholds))]
-
-
-def test_the_edge_is_noted_once_and_an_alarm_needs_it_twice_far_beyond() -> None:
-    calm = [snapshot_at(20 + i) for i in range(3)]
-    assert names(snapshot_at(23), calm) == []
-    assert names(snapshot_at(23, edge=21.0), calm) == ["edge_of_stability"]
-    assert names(snapshot_at(23, edge=21.0), calm, edge=1.5) == []
-    beyond = snapshot_at(23, edge=80.0)
-    assert names(beyond, calm) == ["edge_of_stability"]
-    assert names(snapshot_at(24, edge=70.0), [*calm, beyond]) == ["spike_ahead"]
-    again = [*calm, beyond, snapshot_at(24, edge=70.0)]
-    assert names(snapshot_at(25, edge=70.0), again) == []
-    # Muon turns with the gradient: its edge is a guide
-    guide = [*calm, snapshot_at(23, edge=80.0, edge_is_law=False)]
-    assert names(snapshot_at(24, edge=70.0, edge_is_law=False), guide) == []
-    # the running means of the first steps are no metric yet
-    assert names(snapshot_at(1, edge=70.0), [snapshot_at(0, edge=70.0)]) == []
-
-
-def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
-    calm = [snapshot_at(20 + i) for i in range(3)]
-    earlier = [*calm, snapshot_at(23, edge=80.0)]
-    (event,) = events_of(snapshot_at(24, edge=70.0), earlier, Thresholds())
-    assert event.alarm
-    assert event.value == pytest.approx(3.5)
-    assert event.evidence["of the threshold before"] == pytest.approx(4.0)
-    assert event.false_alarm_rate is not None
-    assert event.false_alarm_rate[0] == 0.0
-    assert 0.05 < event.false_alarm_rate[1] < 0.2
-
-
-def test_a_rate_raised_between_two_measurements_is_an_alarm_at_once() -> None:
-    last = snapshot_at(20, edge=10.0, learning_rate=0.1)  # half of the threshold
-    assert rate_alarm([last], 21, 0.2, Thresholds()) is None
-    event = rate_alarm([last], 21, 0.8, Thresholds())
-    assert event is not None
-    assert event.name == "spike_ahead"
-    assert event.value == pytest.approx(4.0)
-
-
-def test_a_rate_that_goes_on_rising_at_the_edge_is_an_alarm_once() -> None:
-    there = snapshot_at(20, edge=19.0, learning_rate=0.1)
-    after = snapshot_at(25, edge=10.0, learning_rate=0.13)
-    assert rate_alarm([there, after], 26, 0.14, Thresholds()) is None
-    event = rate_alarm([there, after], 27, 0.16, Thresholds())
-    assert event is not None
-    assert event.evidence["limit"] == pytest.approx(0.15)
-    later = snapshot_at(30, edge=10.0, learning_rate=0.17)
-    assert rate_alarm([there, after, later], 31, 0.18, Thresholds()) is None
-    # a restart goes back to a rate that was used before the edge was reached
-    before = snapshot_at(15, edge=1.0, learning_rate=0.3)
-    assert rate_alarm([before, there, after], 27, 0.3, Thresholds()) is None
-
-
 def test_the_monitor_watches_the_rate_at_every_step() -> None:
     model = network().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -255,46 +181,15 @@ def test_the_monitor_watches_the_rate_at_every_step() -> None:
     assert [(e.step, e.name) for e in monitor.events] == [(101, "spike_ahead")]
 
 
-def test_losses_alarm_when_they_rise_beyond_their_usual_scatter() -> None:
-    falling = [2.4, 2.2, 2.0, 1.8, 1.62, 1.45, 1.31, 1.2]
-    assert losses(*falling) == []
-    assert losses(*falling, 1.7) == []  # once may be chance
-    assert losses(*falling, 1.7, 1.7) == ["loss_rising"]
-    assert losses(*falling, 1.7, 1.7, 1.7) == []  # said once
-    assert losses(*falling, 3.0) == ["loss_spike"]
-    assert losses(*falling, math.nan) == ["loss_spike"]
-    assert losses(*falling, 1.7, 1.7, loss_rising=2.0) == []
-    noisy = [2.0, 1.3, 2.1, 1.2, 1.9, 1.3, 2.0]
-    assert losses(*noisy, 1.8, 1.9) == []
-
-
-def with_roles(step: int, loss: float = 1.0, **norms: float) -> Snapshot:
-    total = math.sqrt(sum(norm**2 for norm in norms.values()))
-    return snapshot_at(step, loss=loss, role_gradient=norms, gradient_norm=total)
-
-
-def test_blocks_alarm_when_they_explode_and_lead_or_die_alone() -> None:
-    calm = [with_roles(i, query=1.0, value=1.0, key_bias=1e-8) for i in range(4)]
-    exploded = {"query": 50.0, "value": 1.0, "key_bias": 1e-8}
-    assert names(with_roles(4, loss=2.0, **exploded), calm) == ["exploding_block"]
-    assert names(with_roles(4, loss=0.9, **exploded), calm) == []  # it begins to learn
-    # a block that grows with all the others, or that stays small, does not explode
-    small = [with_roles(i, query=1e-3, value=1.0) for i in range(4)]
-    assert names(with_roles(4, query=0.05, value=1.0), small) == []
-    died = with_roles(4, query=1.0, value=1e-6, key_bias=1e-8)
-    assert names(died, calm) == []
-    again = with_roles(5, query=1.0, value=1e-6, key_bias=1e-8)
-    assert names(again, [*calm, died]) == ["dead_block"]
-    # training that converges takes every gradient with it
-    late = [with_roles(4 + i, query=1e-6, value=1e-6, key_bias=1e-14) for i in range(2)]
-    assert names(late[1], [*calm, late[0]]) == []
-
-
-def test_a_gradient_that_is_zero_by_theory_never_alarms() -> None:
-    calm = [with_roles(i, query=1.0, key_bias=1e-9) for i in range(4)]
-    for rounding in (1e-5, 0.0, 1e-30, 3e-7):
-        raised = [with_roles(4 + i, query=1.0, key_bias=rounding) for i in range(2)]
-        assert names(raised[1], [*calm, raised[0]]) == []
+def test_a_bad_batch_is_told_at_its_own_step() -> None:
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), every=1000, budget=1.0)
+    for step in range(40):
+        monitor.step(loss=torch.tensor(1.0 + 0.1 * (step % 3), requires_grad=True))
+    monitor.step(loss=5.0)
+    monitor.step(loss=float("nan"))
+    monitor.step()
+    assert [(e.step, e.name) for e in monitor.events] == [(40, "bad_batch")]
+    assert monitor.events[0].evidence["usual"] == pytest.approx(1.1)
 
 
 def test_a_key_bias_is_below_the_rounding_of_a_real_run() -> None:

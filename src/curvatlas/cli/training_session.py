@@ -22,9 +22,10 @@ from curvatlas.files import previous, write_keeping_previous
 from curvatlas.progress import bar
 from curvatlas.results import Result
 from curvatlas.runs.subject import of_data, of_model
+from curvatlas.training.alarms import Event
 from curvatlas.training.monitor import Monitor
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
-from curvatlas.training.snapshot import Event, Snapshot
+from curvatlas.training.snapshot import Snapshot
 from curvatlas.zoo.datasets import Dataset
 from curvatlas.zoo.training import TrainingHistory, evaluate, loss_of, set_rates
 
@@ -150,7 +151,7 @@ class Session:
         value.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.losses.append(loss)
-        self.monitor.step(step=self.step)
+        self.monitor.step(step=self.step, loss=loss)
         self.step += 1
         return loss
 

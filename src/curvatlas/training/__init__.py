@@ -1,16 +1,15 @@
 """Curvature while training: the monitor, its events, trackers and callbacks."""
 
+from curvatlas.training.alarms import Event, Thresholds
 from curvatlas.training.monitor import Monitor
 from curvatlas.training.snapshot import (
     CurvatureHistory,
     EarlyBlocks,
-    Event,
     LinesTracker,
     MlflowTracker,
     RankCorrelation,
     Snapshot,
     TensorBoardTracker,
-    Thresholds,
     Tracker,
     WandbTracker,
 )

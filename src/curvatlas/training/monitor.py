@@ -7,6 +7,7 @@ seeds the weights are the same bit for bit with and without it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections import defaultdict, deque
@@ -31,18 +32,23 @@ from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import Following, eigenpairs
+from curvatlas.training.alarms import (
+    TRAINING_LOOKS,
+    Event,
+    Look,
+    RateWatch,
+    Thresholds,
+    alarm,
+    batch_events,
+    events_of,
+    loss_events,
+)
 from curvatlas.training.metric import Metric, Preconditioned, metric_of, unwrapped
 from curvatlas.training.snapshot import (
     CurvatureHistory,
-    Event,
     Snapshot,
-    Thresholds,
     Tracker,
-    alarm,
-    events_of,
     lightning_callback,
-    loss_events,
-    rate_alarm,
     trainer_callback,
 )
 
@@ -384,9 +390,10 @@ class Monitor:
         )
         self.snapshots: list[Snapshot] = []
         self.events: list[Event] = []
-        self.looks: list[tuple[int, float]] = []  # step and loss, of snapshots and between them
+        self.looks: list[Look] = []  # loss on the monitor's data, of snapshots and between them
+        self._training: deque[Look] = deque(maxlen=TRAINING_LOOKS)  # of ``step(loss=...)``
         self._look_cost, self._look_spent = 0.0, 0.0
-        self._watched_rate = math.inf  # the highest since the last snapshot
+        self._rates = RateWatch(self.thresholds)
         self.steps = 0
         self.skipped = 0
         self._costs: deque[float] = deque(maxlen=3)  # seconds of the last measurements
@@ -395,12 +402,23 @@ class Monitor:
     # --- in a plain loop ------------------------------------------------------------------------
 
     def step(
-        self, *, step: int | None = None, learning_rate: float | None = None
+        self,
+        *,
+        step: int | None = None,
+        learning_rate: float | None = None,
+        loss: float | Tensor | None = None,
     ) -> Snapshot | None:
-        """Call once after each optimizer step; returns a snapshot when one was taken."""
+        """Call once after each optimizer step; returns a snapshot when one was taken.
+
+        loss: of the training batch, if the loop has it: a bad batch is then told at its own step.
+        """
         now = self.steps if step is None else step
         self.steps = now + 1
         self._watch_rate(now, learning_rate)
+        if loss is not None:
+            value = loss.item() if isinstance(loss, Tensor) else float(loss)
+            self._training.append((now, value))
+            self._report(list(batch_events(self._training, self.thresholds)), None)
         if now % self.every:
             return None
         try:
@@ -457,14 +475,13 @@ class Monitor:
         return self.budget * (time.perf_counter() - self._began)
 
     def _watch_rate(self, now: int, learning_rate: float | None) -> None:
-        """Every step, free: a rate raised beyond what the last measured curvature allows."""
+        """Every step, free: a rate raised beyond what the curvature measured so far allows."""
         rate = self._rate() if learning_rate is None else learning_rate
-        if not self.snapshots or rate is None or rate <= self._watched_rate:
+        if rate is None:
             return
-        self._watched_rate = rate
-        event = rate_alarm(self.snapshots, now, rate, self.thresholds)
+        self._rates.see(rate)
+        event = self._rates.alarm(now, rate, self.snapshots)
         if event is not None:
-            self._watched_rate = math.inf  # said once until the next snapshot
             self._report([event], None)
 
     def _look(self, now: int) -> None:
@@ -497,7 +514,6 @@ class Monitor:
                 *loss_events(self.looks, self.thresholds),
             ]
             self.snapshots.append(snapshot)
-            self._watched_rate = snapshot.learning_rate or 0.0
             self._report(events, snapshot)
         finally:  # a measurement that fails is paid for as well
             cost = time.perf_counter() - began
@@ -572,6 +588,8 @@ class Monitor:
         self._measuring.resume(warm, role_sharpness, turn)
         self.snapshots, self.events = list(snapshots), list(events)
         self.looks = [(snapshot.step, snapshot.loss) for snapshot in self.snapshots]
+        for snapshot, after in itertools.pairwise(self.snapshots):
+            self._rates.see(snapshot.learning_rate or 0.0, after.step - snapshot.step)
 
     # --- in other people's loops ----------------------------------------------------------------
 

@@ -1,22 +1,20 @@
-"""What the monitor writes down: snapshots, the events they raise, and where both go."""
+"""What the monitor writes down: snapshots, their history, and where both go with the events."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
-import math
 import os
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.figures.training import film_figure, history_figure
-from curvatlas.fits import rank_correlation, share_interval
+from curvatlas.fits import rank_correlation
 from curvatlas.results import Interval, Result
+from curvatlas.training.alarms import Event
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,53 +77,6 @@ class Snapshot(Result):
         if self.edge_ratio is not None:
             parts.append(f"λmax(P⁻¹H) {self.edge:.4g}, {self.edge_ratio:.2f} of the edge")
         return ", ".join(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event(Result):
-    """Something worth a look (a note), or reason to act (an alarm), with what speaks for it."""
-
-    step: int
-    name: str  # a key of ``FALSE_ALARMS``, or edge_of_stability, not_measured, tracker_failed
-    message: str
-    value: float
-    threshold: float
-    alarm: bool = False
-    evidence: dict[str, float] = field(default_factory=dict)  # the numbers behind it, by name
-    # share of healthy runs in which this alarm rose, 95 % interval of benchmarks/alarms.py
-    false_alarm_rate: Interval | None = None
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {'ALARM ' if self.alarm else ''}{self.name}: {self.message}"
-
-
-# Runs with a false alarm of healthy runs watched, by kind: benchmarks/results/alarms.json.
-# The rules were set on these runs, so that the true rates may be higher.
-HEALTHY_RUNS = 24
-FALSE_ALARMS = {
-    "spike_ahead": 0,
-    "loss_rising": 0,
-    "loss_spike": 0,
-    "exploding_block": 0,
-    "dead_block": 0,
-    "not_finite": 0,
-}
-
-
-def alarm(name: str, step: int, message: str, evidence: Mapping[str, float]) -> Event:
-    """An alarm with its rate of false ones; the first two numbers are its value and threshold."""
-    numbers = list(evidence.values())
-    false = share_interval(FALSE_ALARMS[name], HEALTHY_RUNS)
-    return Event(
-        step=step,
-        name=name,
-        message=message,
-        value=numbers[0],
-        threshold=numbers[1],
-        alarm=True,
-        evidence=dict(evidence),
-        false_alarm_rate=false,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,176 +215,6 @@ def early_blocks(history: CurvatureHistory, *, seed: int = 0) -> EarlyBlocks:
         size_alone=ranked(sizes, far),
         per_weight=ranked(traces, entry),
     )
-
-
-# --- events ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """Where the events start; a value of infinity (or 0 for dead blocks) switches one off."""
-
-    edge: float = 1.0  # λmax(P⁻¹H) over the optimizer's threshold
-    spike_ahead: float = 2.5  # times the edge, twice in a row
-    rising_rate: float = 1.5  # times the highest rate before the edge was reached
-    loss_rising: float = 1.25  # times the lowest loss so far, and beyond what it used to scatter
-    loss_spike: float = 1.5  # times the median of the last five losses, and beyond its scatter
-    exploding: float = 10.0  # times a role's median gradient norm so far
-    dead: float = 1e-4  # of a role's usual share of the gradient
-
-
-_SCATTER = 4.0  # standard deviations of earlier changes that a rise must exceed
-_LOOKS = 6  # losses from which their scatter is known
-_NEAR = 0.9  # of the threshold: at the edge
-_YOUNG = 10  # steps in which running means of gradients are too short to be a metric
-_LEADING = 0.3  # share of the gradient's norm that an exploding block has at least
-
-Look = tuple[int, float]  # step and loss on the monitor's data
-
-
-def events_of(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    """What is new in this snapshot compared with those before it."""
-    yield from _stability(snapshot, earlier, thresholds)
-    yield from _blocks(snapshot, earlier, thresholds)
-
-
-def _stability(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    now = snapshot.edge_ratio
-    if now is None or snapshot.edge_threshold is None or snapshot.step < _YOUNG:
-        return
-    before = [s.edge_ratio or 0.0 for s in earlier if s.step >= _YOUNG][-2:]
-    what = "λmax" if snapshot.metric.startswith("plain") else f"λmax(P⁻¹H) of {snapshot.metric}"
-    told = (
-        f"{what} = {snapshot.edge:.3g} is {now:.2f} of its threshold {snapshot.edge_threshold:.3g}"
-    )
-    if now >= thresholds.edge and not (before and before[-1] >= thresholds.edge):
-        yield Event(
-            step=snapshot.step,
-            name="edge_of_stability",
-            message=f"{told}: steps oscillate along the top eigenvector",
-            value=now,
-            threshold=thresholds.edge,
-        )
-    limit = thresholds.edge * thresholds.spike_ahead
-    if (
-        snapshot.edge_is_law
-        and before
-        and now >= limit
-        and before[-1] >= limit
-        and not (len(before) > 1 and before[0] >= limit)
-    ):
-        evidence = {
-            "of the threshold": now,
-            "limit": limit,
-            "of the threshold before": before[-1],
-            "share of the gradient in the top eigenspace": snapshot.gradient_alignment,
-        }
-        message = f"{told}, after {before[-1]:.2f}: expect a loss spike, or lower the rate"
-        yield alarm("spike_ahead", snapshot.step, message, evidence)
-
-
-def rate_alarm(
-    snapshots: Sequence[Snapshot], step: int, rate: float, thresholds: Thresholds
-) -> Event | None:
-    """A rate raised beyond what the curvature measured last allows, or raised on at the edge."""
-    last, limit = snapshots[-1], thresholds.edge * thresholds.spike_ahead
-    ratio = last.edge_ratio
-    young = last.step < _YOUNG or not last.edge_is_law
-    if ratio is None or not last.learning_rate or young:
-        return None
-    now = ratio * rate / last.learning_rate
-    if ratio < limit <= now:
-        message = (
-            f"the rate rose to {rate:.3g}: λmax(P⁻¹H) of step {last.step} is {now:.2f} of its "
-            "threshold at this rate; expect a loss spike, or lower the rate"
-        )
-        evidence = {"of the threshold": now, "limit": limit, "of the threshold before": ratio}
-        return alarm("spike_ahead", step, message, evidence)
-    rates: list[float] = []
-    for snapshot in snapshots:
-        rates.append(snapshot.learning_rate or 0.0)
-        there = (snapshot.edge_ratio or 0.0) >= _NEAR * thresholds.edge
-        if there and snapshot.step >= _YOUNG:
-            most = thresholds.rising_rate * max(rates)  # a restart goes back, not beyond
-            if not last.learning_rate < most <= rate:
-                return None
-            message = (
-                f"the rate rose to {rate:.3g}, {thresholds.rising_rate:g} times what it was when "
-                f"the edge of stability was reached at step {snapshot.step}: only falling "
-                "curvature keeps the loss down; expect a spike, or hold the rate"
-            )
-            evidence = {"rate": rate, "limit": most, "of the threshold": ratio}
-            return alarm("spike_ahead", step, message, evidence)
-    return None
-
-
-def loss_events(looks: Sequence[Look], thresholds: Thresholds) -> Iterator[Event]:
-    """Rising or jumping losses, measured against how much the losses changed before."""
-    step, loss = looks[-1]
-    earlier = [value for _, value in looks[:-1]]
-    if len(earlier) < _LOOKS:
-        return
-    noise = _scatter(earlier)
-    scatter = min(_SCATTER * noise, 50.0)
-    lowest, usual = min(earlier), statistics.median(earlier[-5:])
-    rise = lowest * max(thresholds.loss_rising, math.exp(scatter))
-    told = f"the loss is {loss:.4g}, {{}} {{:.4g}}; it used to scatter by {noise:.1%}"
-    if loss > rise and earlier[-1] > rise and not earlier[-2] > rise:
-        message = told.format("twice above its lowest", lowest)
-        evidence = {"loss": loss, "limit": rise, "before": earlier[-1], "lowest": lowest}
-        yield alarm("loss_rising", step, message, evidence)
-    jump = usual * max(thresholds.loss_spike, math.exp(scatter))
-    if not loss <= jump and not earlier[-1] > jump:
-        message = told.format("usually", usual)
-        yield alarm("loss_spike", step, message, {"loss": loss, "limit": jump, "usual": usual})
-
-
-def _scatter(losses: Sequence[float]) -> float:
-    """Robust standard deviation of the logarithm's changes around their trend."""
-    if min(losses) <= 0:
-        return math.inf
-    logs = [math.log(value) for value in losses]
-    changes = [b - a for a, b in itertools.pairwise(logs)]
-    middle = statistics.median(changes)
-    return 1.4826 * statistics.median(abs(change - middle) for change in changes)
-
-
-def _blocks(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
-) -> Iterator[Event]:
-    """Roles whose gradient explodes and leads the others, or dies while the others live.
-
-    A gradient that is zero by theory (a key's bias under softmax) is rounding in every snapshot:
-    a role counts only where its usual share is above ``snapshot.rounding``. Gradients also grow
-    tenfold when training begins to learn: they explode only where the loss rises with them.
-    """
-    if len(earlier) < 3:
-        return
-    rising = not snapshot.loss <= thresholds.loss_rising * min(s.loss for s in earlier)
-    past = [*earlier, snapshot]
-    for role, norm in snapshot.role_gradient.items():
-        norms = [s.role_gradient.get(role, math.nan) for s in past]
-        shares = [
-            n / s.gradient_norm if s.gradient_norm > 0 else 0.0
-            for n, s in zip(norms, past, strict=True)
-        ]
-        usual, usual_share = statistics.median(norms[:-1]), statistics.median(shares[:-1])
-        if not usual_share > snapshot.rounding:
-            continue
-        most, least = thresholds.exploding * usual, thresholds.dead * usual_share
-        if rising and norm > most and shares[-1] > _LEADING and norm > 3 * max(norms[:-1]):
-            message = f"the gradient of {role} is {norm:.3g}, usually {usual:.3g}"
-            evidence = {"gradient": norm, "limit": most, "usual": usual, "share": shares[-1]}
-            yield alarm("exploding_block", snapshot.step, message, evidence)
-        if shares[-1] < least and shares[-2] < least and not shares[-3] < least:
-            part = f"{shares[-1]:.2g} of the whole, usually {usual_share:.2g}"
-            message = f"the gradient of {role} is {part}"
-            evidence = {"share": shares[-1], "limit": least, "usual": usual_share}
-            yield alarm("dead_block", snapshot.step, message, evidence)
 
 
 # --- where snapshots go: each library is imported on use ------------------------------------------
