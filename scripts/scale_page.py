@@ -5,18 +5,13 @@ python scripts/scale_page.py
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from page_table import table
+import page_table
+from page_table import Result, Tables, table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "scale.md"
-
-Result = dict[str, Any]
 
 
 def parallel(result: Result) -> list[str]:
@@ -130,8 +125,7 @@ def compiled(result: Result) -> list[str]:
     return table(head, rows)
 
 
-# mark on the page → (kept result, its table)
-TABLES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
+TABLES: Tables = {
     "parallel": ("parallel", parallel),
     "growth": ("growth", growth),
     "rates": ("cost_model", rates),
@@ -143,23 +137,11 @@ TABLES: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
 
 def filled(text: str, results: dict[str, Result]) -> str:
     """The page with every table between its marks."""
-    for mark, (name, make) in TABLES.items():
-        start, end = f"<!-- {mark}: scripts/scale_page.py -->", f"<!-- /{mark} -->"
-        before, rest = text.split(start)
-        found = [f"Not measured yet: `python benchmarks/{name}.py`."]
-        if name in results:
-            found = make(results[name])
-        text = "\n".join([before + start, "", *found, "", end + rest.split(end)[1]])
-    return text
+    return page_table.filled(text, TABLES, results, "scale_page.py")
 
 
 def kept() -> dict[str, Result]:
-    files = {name: RESULTS / f"{name}.json" for name, _ in TABLES.values()}
-    return {
-        name: json.loads(path.read_text(encoding="utf-8"))
-        for name, path in files.items()
-        if path.exists()
-    }
+    return page_table.kept(TABLES)
 
 
 if __name__ == "__main__":

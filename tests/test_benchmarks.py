@@ -35,6 +35,12 @@ def test_the_tables_of_the_scale_page_show_the_kept_results() -> None:
     assert page.filled(text, page.kept()) == text, "run: python scripts/scale_page.py"
 
 
+def test_the_page_about_training_shows_the_kept_results() -> None:
+    page = load(ROOT / "scripts" / "training_page.py")
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.filled(text) == text, "run: python scripts/training_page.py"
+
+
 def test_every_kept_result_belongs_to_a_benchmark_and_names_no_machine() -> None:
     runner = load(BENCHMARKS / "run.py")
     known = runner.benchmarks()
