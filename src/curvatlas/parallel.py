@@ -457,9 +457,34 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # --- collectives that run while the processes compute ---------------------------------------------
 
 
+def exchanges(group: Any) -> bool:
+    """Whether two processes of the group send straight from and into memory of ours.
+
+    gloo's own gathering fills memory of its own and copies, its sums go through every process; it
+    sends from one process to another without either.
+    """
+    return dist.get_backend(group) == "gloo"
+
+
 def begin_all_gather(received: Tensor, sent: Tensor, group: Any) -> Any:
     """Begin to bring every process's ``sent`` to ``received`` (processes, …); wait for it."""
     return _all_gather(received.view(-1), sent.view(-1), group=group, async_op=True)
+
+
+def begin_exchange(
+    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Any
+) -> list[Any]:
+    """Begin to send tensors to processes of a group, and to receive some; wait for all of it.
+
+    (process's number in the group, tensor), contiguous. Two processes name what goes from one to
+    the other in the same order.
+    """
+    works = []
+    for begin, messages in ((dist.irecv, received), (dist.isend, sent)):
+        for index, tensor in messages:
+            if tensor.numel():
+                works.append(begin(tensor, dist.get_global_rank(group, index), group=group))
+    return works
 
 
 def begin_reduce_scatter(sent: Tensor, group: Any) -> tuple[Tensor, Any]:

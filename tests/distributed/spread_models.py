@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import curvatlas as ca
+from curvatlas.engines.tangent.sharded import _PLANNED, Mode, ShardedLinearisation
 from curvatlas.operators.curvature import CurvatureParts
+from curvatlas.problem import sharding
 from distributed.workers import join_group, model_and_data
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
@@ -92,6 +95,40 @@ def products(problem: ca.Problem) -> dict[str, Tensor]:
     return results
 
 
+@contextlib.contextmanager
+def straight_messages() -> Iterator[None]:
+    """Inside, a model's parameters go straight to their places, however small they are."""
+    large, sharding._LARGE_MESSAGE = sharding._LARGE_MESSAGE, 0
+    try:
+        yield
+    finally:
+        sharding._LARGE_MESSAGE = large
+
+
+def linearised(operator: ca.Hessian) -> ShardedLinearisation:
+    assert operator._spread is not None
+    assert operator._spread._linear is not None
+    return operator._spread._linear
+
+
+def by_budget(problem: ca.Problem, first: ca.Hessian) -> dict[str, Tensor]:
+    """Products where a sample at a time fits, and where none does."""
+    linear, results = linearised(first), {}
+    with problem.joined(), problem.evaluating():
+        units, tangents, inputs = linear._unit_bytes(next(problem.batches()))
+    taken = _PLANNED * first.budget - linear._room
+    one = (linear._held_ratio + 2) * tangents
+    modes: dict[Mode, float] = {"passing": units * inputs + one, "recomputed": 0.0}
+    for mode, room in modes.items():
+        operator = ca.Hessian(problem, budget=int((taken + room) / _PLANNED))
+        results[mode] = operator @ columns(problem.size)
+        assert linearised(operator)._mode == mode
+        results[f"{mode} again"] = operator @ columns(problem.size)
+        if mode == "passing":
+            assert len(linearised(operator)._kept) > 1
+    return results
+
+
 def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> None:
     """The products of one family, by whole vectors, by local ones and by DTensors."""
     join_group(rank, world, port)
@@ -104,6 +141,10 @@ def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> Non
     local = operator.sharded_columns(shards.take(columns(problem.size)).contiguous())
     results["local"] = torch.stack([shards.gathered(c) for c in local.T.contiguous()], 1)
     results["length"] = torch.tensor(local.shape[0])
+    results |= by_budget(problem, operator)
+    with straight_messages():
+        again = ca.Problem(model, loss, data, shard=True)
+        results["straight"] = ca.Hessian(again) @ columns(problem.size)
     inputs = data if isinstance(data, dict) else {"": data[0]}
     outputs = model(**inputs) if isinstance(data, dict) else model(inputs[""])
     (outputs.loss if isinstance(data, dict) else outputs.square().mean()).backward()
@@ -133,6 +174,8 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
         "frobenius": torch.tensor(ca.frobenius_norm(h, max_products=8, data_error=False).value),
         "spectral": torch.tensor(ca.spectral_norm(h, max_products=30).value),
         "diagonal": ca.diagonal(h, max_products=6).value,
+        "trace of H_o": torch.tensor(ca.trace(h_o, data_error=False).value),
+        "diagonal of H_o": ca.diagonal(h_o).value,
         "solve": ca.solve(h_o, right, damping=0.5, rtol=1e-8).value,
     }
 
@@ -203,9 +246,7 @@ def no_memory(rank: int) -> None:
     right = columns(problem.size)[:, 0]
     operator @ right
     if rank == 1:
-        assert operator._spread is not None
-        assert operator._spread._linear is not None
-        chain = operator._spread._linear._kept[0]
+        chain = linearised(operator)._kept[0]
 
         def full(*args: Any, **options: Any) -> Any:
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate")

@@ -16,6 +16,9 @@ from distributed.test_data_parallel import start
 pytestmark = pytest.mark.slow
 
 
+MODES = ("passing", "recomputed")  # beside that in which all samples stay linearised
+
+
 def load(folder: Path, name: str) -> list[dict[str, Tensor]]:
     return [torch.load(folder / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1)]
 
@@ -27,7 +30,8 @@ def test_products_of_a_spread_model_are_those_of_one_process(name: str, tmp_path
     model, _, loss, data = spread_models.case(name.split()[0])
     problem = ca.Problem(model, loss, data)
     want = spread_models.products(problem)
-    want["local"] = want["H"]
+    for way in ("local", "straight", *(f"{m}{s}" for m in MODES for s in ("", " again"))):
+        want[way] = want["H"]
     for quantity, value in want.items():
         assert torch.equal(first[quantity], second[quantity]), quantity
         assert oracles.relative_error(first[quantity], value) < 1e-12, quantity

@@ -9,18 +9,20 @@ A ``Station`` is a group of parameters that is needed whole at one place: a bloc
 the head. Its weights and its piece of the vectors are gathered together just before and freed
 after; its piece of the product is reduce-scattered.
 
-Processes with other data take other ways through the model. They meet before every collective and
-say what they need next (``Session``): all of them join in what any of them needs, those that are
-through wait for the others, and where one fails all stop with its message.
+Processes with other data take other ways through the model. They meet and say what they need next
+(``Session``): one station, or a ``Walk`` along many of them, which needs no further meeting. All of
+them join in what any of them needs, those that are through wait for the others, and where one fails
+it goes on to the end of the walk with zeros; then all stop with its message.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,12 @@ from curvatlas.problem.parameters import Layout
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 manages the module, told by name: importing FSDP takes seconds."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a model's class, that which it had before ``fully_shard`` made one."""
+    kind = type(model)
+    return (kind.__bases__[-1] if is_fully_sharded(model) else kind).__name__
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ class Piece:
     @property
     def length(self) -> int:
         return self.stop - self.start
+
+    def of(self, index: int) -> slice:
+        """The entries of process ``index``."""
+        return slice(min(index * self.chunk, self.size), min((index + 1) * self.chunk, self.size))
 
 
 class ShardedWeights:
@@ -68,6 +80,7 @@ class ShardedWeights:
         self._numbers = {name: number for number, name in enumerate(self.parameters)}
         self._managed = [module for module in model.modules() if is_fully_sharded(module)]
         self._stations: dict[int, Station] = {}
+        self.routes: list[Route] = []  # the same in every process
         self.digests: dict[str, int] = {}
         self.squares: dict[str, float] = {}
         self.session: Session | None = None
@@ -316,6 +329,16 @@ class Station:
         *places, self.width = accumulate((piece.chunk for piece in pieces), initial=0)
         self._placed = list(zip(pieces, starts, places, strict=True))
         self.tangents = torch.empty(0, dtype=weights.dtype, device=weights.device)  # (K, size)
+        self._others = [index for index in range(weights.count) if index != weights.index]
+        # Every parameter by a message of its own, from and into the places where it stays: a copy
+        # and three buffers less than one message of all, which is faster where they are small.
+        message = self.width * self.tangents.element_size() / max(len(pieces), 1)
+        self.straight = (
+            weights.count > 1
+            and message > _LARGE_MESSAGE
+            and parallel.exchanges(weights.group)
+            and parallel.carrier(weights.device) == weights.device
+        )
 
     def by_name(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows (K, size) by parameter: views (K, *shape)."""
@@ -356,6 +379,56 @@ class Station:
         """Empty the memory of the tangents."""
         self.tangents.untyped_storage().resize_(0)
 
+    def begin_straight(
+        self, columns: Tensor | None, local: Mapping[str, tuple[int, int]]
+    ) -> Ticket:
+        """Begin to gather weights and columns, each parameter straight into its place."""
+        weights = self._weights
+        whole = self.tangents.new_empty(1, self.size)
+        if columns is not None:
+            self._allocate(len(columns))
+        sent, received = [], []
+        for piece, start, _ in self._placed:
+            rows = [(whole[0], weights.local(piece.name).to(weights.dtype))]
+            if columns is not None and piece.name in local:
+                first, length = local[piece.name]
+                rows += zip(self.tangents, columns[:, first : first + length], strict=True)
+            for row, own in rows:
+                places = row[start : start + piece.size]
+                places[piece.of(weights.index)] = own
+                sent += [(other, own) for other in self._others]
+                received += [(other, places[piece.of(other)]) for other in self._others]
+        works = parallel.begin_exchange(sent, received, weights.group)
+        return Ticket(self, whole, works, sent)
+
+    def begin_straight_sum(self, rows: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin to send rows (K, size) to where they are kept: (others, K, own entries) arrive."""
+        lengths = [piece.length for piece in self.pieces]
+        terms = rows.new_empty(len(self._others), sum(lengths), len(rows))
+        sent, received, at = [], [], 0
+        for piece, start, _ in self._placed:
+            for other, into in zip(self._others, terms, strict=True):
+                arriving = into[at : at + piece.length].view(len(rows), piece.length)
+                for row, term in zip(rows, arriving, strict=True):
+                    sent.append((other, row[start : start + piece.size][piece.of(other)]))
+                    received.append((other, term))
+            at += piece.length
+        return terms, parallel.begin_exchange(sent, received, self._weights.group)
+
+    def add_straight(
+        self, rows: Tensor, terms: Tensor, product: Tensor, local: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Add this process's entries of rows (K, size) and what has come from others."""
+        at = 0
+        for piece, start, _ in self._placed:
+            if piece.name in local:
+                first, length = local[piece.name]
+                total = product[:, first : first + length]
+                total += rows[:, start + piece.start : start + piece.stop]
+                for into in terms:
+                    total += into[at : at + length].view(len(rows), length)
+            at += piece.length
+
     def spread(self, rows: Tensor) -> Tensor:
         """(processes, K, width) of rows (K, size), to be summed and scattered."""
         sent = rows.new_zeros(self._weights.count, len(rows), self.width)
@@ -388,8 +461,13 @@ class Station:
 
 # --- meeting before every collective --------------------------------------------------------------
 
-_THROUGH, _FAILED, _GATHER, _REDUCE = range(4)
+# What is needed first comes first: who is still reading the model is waited for with a walk.
+_THROUGH, _FAILED, _TEACH, _GATHER, _WALK = range(5)
 _BITS = 60  # of a station's key in one number
+_LARGE_MESSAGE = 2**15  # bytes of a parameter that are sent by themselves
+
+Route = tuple[tuple[int, bool], ...]  # (key of a station or 0, whether rows are summed there)
+T = TypeVar("T")
 
 
 @dataclass
@@ -398,13 +476,16 @@ class Ticket:
 
     station: Station
     received: Tensor
-    work: Any
-    sent: Tensor  # alive until it has gone
+    works: list[Any]
+    sent: Any  # alive until it has gone
 
     def wait(self) -> dict[str, Tensor]:
         """The weights, whole; the tangents are in the station's memory."""
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
+        self.sent = None
+        if self.station.straight:
+            return {name: value[0] for name, value in self.station.by_name(self.received).items()}
         return self.station.unpack(self.received.to(self.station.tangents.device))
 
 
@@ -417,6 +498,68 @@ class Vectors:
     local: Mapping[str, tuple[int, int]]  # parameter → (start, length)
 
 
+class Walk:
+    """Stations in a row with all processes; the next one is on its way while one computes.
+
+    Every process makes the same calls in the same order, those that have nothing to compute with
+    ``to_the_end``, which is also the way out of a walk that has failed here.
+    """
+
+    def __init__(self, session: Session, route: Route, count: int) -> None:
+        self._session, self._route, self.count = session, route, count
+        self._at, self._due = -1, False
+        self._coming: Ticket | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._begin(0)
+
+    def _key(self, place: int) -> int:
+        return self._route[place][0] if 0 <= place < len(self._route) else 0
+
+    def _begin(self, place: int) -> None:
+        """Begin to gather a station, unless its neighbour is the same one."""
+        key = self._key(place)
+        if key and key != self._key(place - 1):
+            self._coming = self._session.begin(key, self.count)
+
+    def arrive(self) -> tuple[Station | None, dict[str, Tensor]]:
+        """The next station and its weights; its tangents are in its memory."""
+        self._at += 1
+        key, ticket, self._coming = self._key(self._at), self._coming, None
+        self._due = self._route[self._at][1] and bool(key)
+        if ticket is None and key and not self._weights:  # it could not be begun before
+            self._begin(self._at)
+            ticket, self._coming = self._coming, None
+        try:
+            self._begin(self._at + 1)
+        finally:
+            if ticket is not None:
+                self._weights = ticket.wait()
+        return (self._session.weights.station(key) if key else None), self._weights
+
+    def add(self, rows: Tensor | None) -> None:
+        """Begin to add rows (K, size) of all processes; None: zeros."""
+        if self._due:
+            self._due = False
+            self._session.begin_sum(self._key(self._at), self.count, rows)
+
+    def leave(self) -> None:
+        """Free the station."""
+        key = self._key(self._at)
+        if key and key != self._key(self._at + 1):
+            self._weights = {}
+            self._session.weights.station(key).free()
+
+    def to_the_end(self) -> None:
+        """Take the rest of the way without computing."""
+        while True:
+            if self._at >= 0:
+                self.add(None)
+                self.leave()
+            if self._at + 1 == len(self._route):
+                return
+            self.arrive()
+
+
 @dataclass
 class Session:
     """One stretch of work that all processes enter and leave together."""
@@ -425,31 +568,32 @@ class Session:
     vectors: Vectors | None = None
     ahead: dict[int, Ticket] = field(default_factory=dict)  # gathered before they are asked for
     _over: bool = False
-    _sums: list[tuple[Station, Tensor, Any, Tensor]] = field(default_factory=list)
+    _sums: list[tuple[Station, Tensor, list[Any], Tensor]] = field(default_factory=list)
 
-    def gather(self, key: int, rows: int = 0) -> Ticket:
-        """Begin to gather a station, with ``rows`` columns of the vectors."""
-        own = (_GATHER, rows, key)
-        tickets = {request: self._join(request, None) for request in self._meet(*own)}
-        ticket = tickets[own]
-        assert ticket is not None
-        return ticket
+    def gather(self, key: int) -> Ticket:
+        """Begin to gather the weights of a station."""
+        return self._served((_GATHER, 0, key), lambda: self.begin(key, 0))
 
-    def reduce(self, key: int, rows: Tensor) -> None:
-        """Begin to add rows (K, size) of all processes, each to its own entries of the product."""
-        own = (_REDUCE, len(rows), key)
-        for request in self._meet(*own):
-            self._join(request, rows if request == own else None)
+    @contextlib.contextmanager
+    def walk(self, route: Route, count: int) -> Iterator[Walk]:
+        """A walk with ``count`` columns; where it fails here, its end is reached with zeros."""
+        if route not in self.weights.routes:
+            self._served((_TEACH, 0, 0), lambda: self._learn(route))
+        number = self.weights.routes.index(route)
+        here = self._served((_WALK, count, number), lambda: Walk(self, route, count))
+        try:
+            yield here
+        except Exception:
+            here.to_the_end()
+            raise
 
     def drain(self) -> None:
         """Join in what others still need; then the sums are complete."""
-        while requests := self._meet(_THROUGH, 0, 0):
-            for request in requests:
-                self._join(request, None)
+        while (request := self._meet(_THROUGH, 0, 0)) is not None:
+            self._join(request)
         self._over = True
         for ticket in self.ahead.values():
-            if ticket.work is not None:
-                ticket.work.wait()
+            ticket.wait()
         self._finish_sums()
         if self.vectors is not None and self.weights.replicas is not None:
             parallel.add_over_processes(self.vectors.product, self.weights.replicas)
@@ -459,12 +603,19 @@ class Session:
         if not self._over:
             self._meet(_FAILED, int(is_wrong_input(error)), 0, str(error))
 
+    def _served(self, own: tuple[int, int, int], serve: Callable[[], T]) -> T:
+        """Join in what others need before this, then begin it."""
+        while (request := self._meet(*own)) != own:
+            assert request is not None
+            self._join(request)
+        return serve()
+
     def _meet(
         self, code: int, rows: int, key: int, message: str = ""
-    ) -> list[tuple[int, int, int]]:
-        """What the processes need next, each thing once and in the same order everywhere."""
+    ) -> tuple[int, int, int] | None:
+        """What comes next, the same in every process; None: all are through."""
         if parallel.world_size() == 1:
-            return [] if code < _GATHER else [(code, rows, key)]
+            return None if code < _TEACH else (code, rows, key)
         words = -(-len(self.weights.pieces) // _BITS)
         table = torch.zeros(parallel.world_size(), 2 + words, dtype=torch.int64)
         mask = (1 << _BITS) - 1
@@ -479,53 +630,75 @@ class Session:
             self._over = True
             messages = parallel.texts(message)
             if code == _FAILED:
-                return []
+                return None
             raise PeerError(
                 f"rank {failed[0]} failed, and rank {parallel.rank()} stops with it: "
                 f"{messages[failed[0]]}",
                 wrong_input=any(said[r][1] for r in failed),
             )
-        return sorted({request for request in said if request[0] != _THROUGH})
+        return min((request for request in said if request[0] != _THROUGH), default=None)
 
-    def _join(self, request: tuple[int, int, int], rows: Tensor | None) -> Ticket | None:
+    def _join(self, request: tuple[int, int, int]) -> None:
+        """Take part in what others need."""
         code, count, key = request
-        station = self.weights.station(key)
-        if code == _GATHER:
-            return self._gather(station, count)
-        self._finish_sums()
-        self._reduce(station, count, rows)
-        return None
+        if code == _TEACH:
+            self._learn(None)
+        elif code == _GATHER:
+            self.begin(key, count).wait()
+        else:
+            Walk(self, self.weights.routes[key], count).to_the_end()
 
-    def _gather(self, station: Station, count: int) -> Ticket:
-        vectors = self.vectors
+    def _learn(self, route: Route | None) -> None:
+        """Let every process know the way that some of them want to go."""
+        for text in parallel.texts(json.dumps(route)):
+            told = json.loads(text)
+            if told is not None:
+                way = tuple((int(key), bool(sums)) for key, sums in told)
+                if way not in self.weights.routes:
+                    self.weights.routes.append(way)
+
+    def begin(self, key: int, count: int) -> Ticket:
+        """Begin to gather a station, with ``count`` columns; all processes do."""
+        vectors, station = self.vectors, self.weights.station(key)
         columns = None if not count or vectors is None else vectors.columns
-        sent = station.pack(columns, {} if vectors is None else vectors.local)
+        local = {} if vectors is None else vectors.local
+        if station.straight:
+            return station.begin_straight(columns, local)
+        sent = station.pack(columns, local)
         if self.weights.count == 1:
-            return Ticket(station, sent.unsqueeze(0), None, sent)
+            return Ticket(station, sent.unsqueeze(0), [], sent)
         sent = sent.to(parallel.carrier(sent.device))
         received = sent.new_empty(self.weights.count, *sent.shape)
         work = parallel.begin_all_gather(received, sent, self.weights.group)
-        return Ticket(station, received, work, sent)
+        return Ticket(station, received, [work], sent)
 
-    def _reduce(self, station: Station, count: int, rows: Tensor | None) -> None:
+    def begin_sum(self, key: int, count: int, rows: Tensor | None) -> None:
+        """Begin to add rows (K, size) of all processes, each to its own entries of the product."""
+        self._finish_sums()
+        station, weights = self.weights.station(key), self.weights
         if rows is None:
-            shape = (self.weights.count, count, station.width)
-            sent = torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device)
-        else:
-            sent = station.spread(rows)
-        if self.weights.count == 1:
-            self._sums.append((station, sent, None, sent))
+            rows = torch.zeros(count, station.size, dtype=weights.dtype, device=weights.device)
+        if station.straight:
+            self._sums.append((station, *station.begin_straight_sum(rows), rows))
+            return
+        sent = station.spread(rows)
+        if weights.count == 1:
+            self._sums.append((station, sent, [], sent))
             return
         sent = sent.to(parallel.carrier(sent.device))
-        terms, work = parallel.begin_reduce_scatter(sent, self.weights.group)
-        self._sums.append((station, terms, work, sent))
+        terms, work = parallel.begin_reduce_scatter(sent, weights.group)
+        self._sums.append((station, terms, [work], sent))
 
     def _finish_sums(self) -> None:
         """Wait for the sums under way and keep this process's part of them."""
-        for station, terms, work, _ in self._sums:
-            if work is not None:
+        for station, terms, works, sent in self._sums:
+            for work in works:
                 work.wait()
-            if self.vectors is not None:
-                total = terms.sum(0).to(self.weights.device)
-                station.add_scattered(total, self.vectors.product, self.vectors.local)
+            if self.vectors is None:
+                continue
+            product, local = self.vectors.product, self.vectors.local
+            if station.straight:
+                station.add_straight(sent, terms, product, local)
+            else:
+                station.add_scattered(terms.sum(0).to(self.weights.device), product, local)
         self._sums.clear()

@@ -46,7 +46,7 @@ from curvatlas.engines.tangent.reading import (
     read_call,
     read_module,
 )
-from curvatlas.engines.tangent.recomputed import RecomputedBlock
+from curvatlas.engines.tangent.recomputed import PassingBlock, RecomputedBlock
 from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
 from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
@@ -370,14 +370,15 @@ class Chain:
         share: float,
         space: Buffers,
         logit_room: int | None,
-        recompute: bool,
+        inner: Buffers | None,
         blocked: bool,
         bends: bool,
         held: dict[str, Weights],
+        passing: bool = False,
     ) -> None:
         self.blocked = blocked
         self._problem, self._reading, self._batch = problem, reading, batch
-        self._inner = Buffers(keep=True) if recompute else None  # of blocks that are made anew
+        self._inner, self._passing = inner, passing  # workspace of blocks that are made anew
         self._names = tuple(name for name in names if name not in reading.block_parameters)
         self._logit_room, self.space, self.share = logit_room, space, share
         restart_numbers()  # chains that share a workspace share their stages' buffers in it
@@ -525,7 +526,8 @@ class Chain:
             )
 
         if self._inner is not None:
-            held = RecomputedBlock(functools.partial(make, space=self._inner), z)
+            kind = PassingBlock if self._passing else RecomputedBlock
+            held = kind(functools.partial(make, space=self._inner), z)
             held.attach(weights)
             self.blocks.append(held)
             return held.linearised().give_output(), None
@@ -862,6 +864,7 @@ class TangentLinearisation:
         self._layout = problem.layout
         self._shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
         self.chains: list[Chain] = []
+        inner = Buffers(keep=True) if recompute else None
         held: dict[str, Weights] = {}
         shape = token_shape(problem, reading, batch)
         if pair_room is not None:
@@ -876,7 +879,7 @@ class TangentLinearisation:
                 share=share,
                 space=space,
                 logit_room=logit_room,
-                recompute=recompute,
+                inner=inner,
                 blocked=blocked,
                 bends=part != "outer",
                 held=held,
@@ -1077,9 +1080,9 @@ def runs_of(
         batch.part(start, min(start + step, samples), problem.loss.count)
         for start in range(0, samples, step)
     ]
-    if any(piece.count <= 0 for piece in pieces):
-        return [(batch, 1.0)]
-    return [(piece, piece.count / batch.count) for piece in pieces]
+    # What has no valid target has no share either.
+    valid = [(piece, piece.count / batch.count) for piece in pieces if piece.count > 0]
+    return valid or [(batch, 1.0)]
 
 
 _NOT_HELD = (

@@ -2,7 +2,8 @@
 
 For models whose activations do not fit: a product then needs the memory of one block, its vectors
 and a tangent between any two blocks. It costs two more forward passes, one backward pass and one
-more push of the tangents: about twice the time.
+more push of the tangents: about twice the time. ``PassingBlock`` needs the memory of all blocks for
+the samples of one product, and costs one forward and one backward pass: a third more time.
 """
 
 from __future__ import annotations
@@ -95,3 +96,54 @@ class RecomputedBlock:
             rate, state, wanted=wanted, needs_input=needs_input, into=into, accumulate=accumulate
         )
         return rates, None if back is None else back.clone()
+
+
+class PassingBlock(RecomputedBlock):
+    """Linearised on the way up of a product, and let go of on the way down.
+
+    The blocks of a chain are pushed in order behind one ``restart_numbers``.
+    """
+
+    _here: LinearisedBlock | None = None
+
+    def attach(self, weights: Weights) -> None:
+        super().attach(weights)
+        if self._here is not None:
+            self._here.attach(weights)
+
+    def detach(self) -> None:
+        super().detach()
+        if self._here is not None:
+            self._here.detach()
+
+    def push_checked(  # type: ignore[override]
+        self,
+        tangents: Weights,
+        x_dot: Tensor | None,
+        directions: int,
+        x_dot_again: FormedTangent | None,
+    ) -> BlockTangent:
+        """As ``LinearisedBlock.push_checked``."""
+        self._here = self._make(self._x, self._weights)
+        self._here.give_output()  # the next block has its own
+        return self._here.push_checked(tangents, x_dot, directions, x_dot_again)
+
+    def pull(  # type: ignore[override]
+        self,
+        rate: Tensor | None,
+        tangent: BlockTangent | None = None,
+        *,
+        wanted: Collection[str] | None = None,
+        needs_input: bool = True,
+        into: Mapping[str, Tensor] | None = None,
+        accumulate: bool = False,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """As ``LinearisedBlock.pull``."""
+        block = self._make(self._x, self._weights) if self._here is None else self._here
+        self._here = None
+        if tangent is not None:
+            assert self._delta is not None
+            block.gradient(self._delta, wanted=())
+        return block.pull(
+            rate, tangent, wanted=wanted, needs_input=needs_input, into=into, accumulate=accumulate
+        )

@@ -18,18 +18,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from curvatlas import parallel
+from curvatlas.budget import give_back
 from curvatlas.engines.graphs import graph_size
-from curvatlas.engines.kept import PLANNED
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
-from curvatlas.engines.tangent.linear import Buffers, squared_distance
+from curvatlas.engines.tangent.linear import Buffers, restart_numbers, squared_distance
 from curvatlas.engines.tangent.model import (
     Chain,
     LayerCall,
@@ -38,6 +38,7 @@ from curvatlas.engines.tangent.model import (
     layer_weights,
     pair_numbers,
     runs_of,
+    tangent_numbers,
     tensors_in,
     token_shape,
 )
@@ -50,71 +51,50 @@ from curvatlas.engines.tangent.tail import AutogradTail
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import called_with
-from curvatlas.problem.sharding import Session, ShardedWeights, Ticket, Vectors
+from curvatlas.problem.sharding import Route, Session, ShardedWeights, Station, Vectors, Walk
 
-_BESIDE = 0.5  # tangents of a product, in sizes of what a run keeps: measured 0.4
+_PLANNED = 0.85  # of the budget; the rest is what the allocator cannot reuse
+_TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents: measured 1.1
+# What is there of the largest station: weights and tangents of it and of the next one, its rows,
+# those that are being summed, and what comes of them.
+_STATIONS = 6.5
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """A station on the way, by its key; 0: nothing has to be gathered."""
-
-    key: int
-    label: str
+# What is there of the samples between two products: all of them linearised, or the inputs of their
+# blocks, which are linearised again by a product: a run of samples at a time, or one block.
+Mode = Literal["kept", "passing", "recomputed"]
 
 
 class _Line:
-    """Stops in a row; the next one is gathered while the present one is computed."""
+    """A walk by the names of parameters."""
 
-    def __init__(
-        self,
-        session: Session,
-        stops: Sequence[_Stop],
-        room_for: Callable[[str], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        assert session.vectors is not None
-        self._session, self._stops, self._room_for = session, stops, room_for
-        self._vectors, self._at = session.vectors, 0
-        self.count = len(session.vectors.columns)
-        self._coming = self._begin(0)
-
-    def _begin(self, place: int) -> Ticket | None:
-        if place >= len(self._stops) or not self._stops[place].key:
-            return None
-        return self._session.gather(self._stops[place].key, self.count)
+    def __init__(self, walk: Walk, vectors: Vectors) -> None:
+        self._walk, self._vectors, self.count = walk, vectors, walk.count
+        self._station: Station | None = None
 
     @contextlib.contextmanager
     def stop(self) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """The next stop: its weights, and its columns (K, *shape) of the parameters that vary."""
-        here, ticket = self._stops[self._at], self._coming
-        with self._room_for(here.label):
-            self._at += 1
-            self._coming = self._begin(self._at)
-            if ticket is None:
-                yield {}, {}
-                return
-            weights, station = ticket.wait(), ticket.station
-            del ticket
-            columns = station.by_name(station.tangents)
-            yield weights, {n: c for n, c in columns.items() if n in self._vectors.local}
-            station.free()
+        self._station, weights = self._walk.arrive()
+        columns: dict[str, Tensor] = {}
+        if self._station is not None:
+            columns = self._station.by_name(self._station.tangents)
+        yield weights, {n: c for n, c in columns.items() if n in self._vectors.local}
+        self._walk.leave()
 
     @contextlib.contextmanager
     def slots(self) -> Iterator[Slots]:
         """Where the rates of the present stop's parameters go; they are summed on the way out."""
-        key = self._stops[self._at - 1].key
-        if not key:
+        if self._station is None:
             yield Slots({})
             return
-        station = self._session.weights.station(key)
-        columns = self._vectors.columns
-        rows = columns.new_empty(self.count, station.size)
-        into = station.by_name(rows)
+        rows = self._vectors.columns.new_empty(self.count, self._station.size)
+        into = self._station.by_name(rows)
         slots = Slots({name: slot for name, slot in into.items() if name in self._vectors.local})
         yield slots
         slots.finish()
-        self._session.reduce(key, rows)
+        self._walk.add(rows)
 
 
 class ShardedChain(Chain):
@@ -144,29 +124,34 @@ class ShardedChain(Chain):
         finally:
             block.detach()
 
-    def _stops(self, local: Mapping[str, Any]) -> list[_Stop]:
-        """Stem, blocks and tail, and back."""
-        stem = _Stop(self._sharded.key(n for n in self.stem.names if n in local), "the stem")
-        blocks = [_Stop(self._sharded.key(s.parameters), s.path) for s in self.layers]
+    def _route(self, local: Mapping[str, Any]) -> Route:
+        """Stem and blocks, and from the tail back, where rows are summed."""
+        stem = self._sharded.key(n for n in self.stem.names if n in local)
+        blocks = [self._sharded.key(layer.parameters) for layer in self.layers]
         by_graph = isinstance(self.tail, AutogradTail)  # which holds its own weights
-        names = [n for n in self.tail.names if n in local or not by_graph]
-        tail = _Stop(self._sharded.key(names), "the head")
-        return [stem, *blocks, tail, *reversed(blocks), stem]
+        tail = self._sharded.key(n for n in self.tail.names if n in local or not by_graph)
+        up = [(key, False) for key in (stem, *blocks)]
+        return (*up, *((key, True) for key in (tail, *reversed(blocks), stem)))
 
     def walk(self, session: Session, part: Part) -> None:
         """Add H, H_o or H_f times the session's columns to its product."""
-        assert session.vectors is not None
-        line = _Line(session, self._stops(session.vectors.local), self._room_for)
+        vectors = session.vectors
+        assert vectors is not None
+        with session.walk(self._route(vectors.local), len(vectors.columns)) as walk:
+            self._go(_Line(walk, vectors), part)
+
+    def _go(self, line: _Line, part: Part) -> None:
         space, curved = self.space, part != "outer"
         moved: Tensor | None = None
         stem_state: Any = None
-        with line.stop() as (_, columns):
+        with self._room_for("the stem"), line.stop() as (_, columns):
             if columns:
                 moved, stem_state = self.stem.push(columns, space)
         again: Any = None
         states: list[Any] = []
+        restart_numbers()  # of blocks that are made anew
         for index, layer in enumerate(self.layers):
-            with line.stop() as (weights, columns):
+            with self._room_for(layer.path), line.stop() as (weights, columns):
                 # Matrices come again on the way down. A gain's tangent is asked for before that:
                 # the block after a post-norm forms its input's tangent from it once more.
                 dots = {
@@ -180,7 +165,11 @@ class ShardedChain(Chain):
                     moved, again = state.output, state.output_again
                 states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)
-        with line.stop() as (weights, columns), line.slots() as slots:
+        with (
+            self._room_for("the head"),
+            line.stop() as (weights, columns),
+            line.slots() as slots,
+        ):
             if isinstance(self.tail, AutogradTail):
                 rate = self.tail.product(flat, columns, part, slots, space)
             else:
@@ -190,12 +179,13 @@ class ShardedChain(Chain):
         for index in reversed(range(len(self.blocks))):
             state = states.pop() if curved else None
             with (
+                self._room_for(self.layers[index].path),
                 line.stop() as (weights, _),
                 line.slots() as slots,
                 self._with(layer_weights(self.layers[index], weights)),
             ):
                 rate = self._pull_block(index, rate, state, slots, needs_input=True)
-        with line.stop(), line.slots() as slots:
+        with self._room_for("the stem"), line.stop(), line.slots() as slots:
             if slots.into:
                 self.stem.pull(rate, stem_state if curved else None, slots, space)
 
@@ -215,6 +205,7 @@ class ShardedChain(Chain):
     ) -> tuple[Tensor, Formed | None]:
         if self._verify:
             self.difference = max(self.difference, self._off(call, weights, z))
+            give_back()
         return super()._add_block(call, weights, z, again, turn=turn)
 
     def _off(self, call: LayerCall, weights: Weights, z: Tensor) -> float:
@@ -237,12 +228,11 @@ class ShardedChain(Chain):
             graph = Remainder([self._by_module(call, leaves)], leaves, [delta])
             outputs, bent = graph.push(dots, list(leaves), bends=True)
             pulled = graph.pull([rate], list(leaves))
-        pushed = outputs[0]
-        theirs = {name: torch.zeros_like(dot) for name, dot in dots.items()}
-        for some in (bent, pulled):
-            for name, value in some.items():
-                theirs[name] += value
-        del graph, outputs, bent, pulled, leaves
+        pushed, theirs = outputs[0], dict(pulled)
+        del graph, outputs, pulled, leaves
+        for name, value in bent.items():
+            theirs[name] = theirs[name] + value if name in theirs else value
+        del bent
         block = replace(call.call, x=z).linearise(layer.spec, weights)
         block.gradient(delta, wanted=())
         state = block.push_checked(layer_views(layer, dots), dots[_X], 1, None)
@@ -252,7 +242,7 @@ class ShardedChain(Chain):
             layer.places[name].add_to(ours[layer.places[name].parameter], value)
         if back is not None:
             ours[_X] += back.view(ours[_X].shape)
-        pairs = [(state.output, pushed), *((ours[name], theirs[name]) for name in theirs)]
+        pairs = [(state.output, pushed), *((ours[name], theirs.get(name)) for name in ours)]
         off = sum(squared_distance(a, b) for a, b in pairs)
         scale = sum(squared_distance(None, b) for _, b in pairs)
         return math.sqrt(off / scale) if scale else math.sqrt(off)
@@ -279,8 +269,9 @@ class ShardedLinearisation:
     """The batches of a process, linearised where weights are spread; all processes make one.
 
     pair_room: bytes for what attention keeps of one sample; beyond, it goes by blocks of queries.
-    budget: bytes for what is kept; runs of samples that do not fit are linearised anew in every
-    product, and block by block where one run alone does not fit.
+    budget: bytes for what is kept, the vectors of a product and what is gathered. All samples stay
+    linearised; or some at a time on their way through a product, with the inputs of blocks kept; or
+    block by block where one sample alone does not fit.
     """
 
     def __init__(
@@ -296,25 +287,78 @@ class ShardedLinearisation:
     ) -> None:
         assert problem.sharded is not None
         assert problem.shards is not None
+        self._sharded = problem.sharded
         self._problem, self._names, self._reading = problem, tuple(names), reading
         self._bends, self._logit_room = bends, logit_room
         self._places = problem.sharded.places(problem.layout)
-        local = problem.shards.length * problem.dtype.itemsize
+        itemsize = problem.dtype.itemsize
+        local = problem.shards.length * itemsize
         # Gathering costs as much for few samples as for many, and their tangents take memory: up
         # to what a vector and a product take here together, a run is not cut.
         self._at_once = max(2**26, 2 * local)
-        self._room = PLANNED * budget - 4 * local
-        self._space = Buffers(keep=True)
+        largest = max(self._station_sizes()) * itemsize
+        self._room = _PLANNED * budget - 2 * local - _STATIONS * largest
+        self._space, self._inner = Buffers(keep=True), Buffers(keep=True)
         self._kept: list[ShardedChain] = []
         self._complete = False  # whether all runs are kept
         self._widest = 0  # bytes of tangents that a column takes
-        self._recompute, self._blocked = problem.checkpoint_activations, False
+        self._mode: Mode | None = "recomputed" if problem.checkpoint_activations else None
+        self._run_units = 1  # samples that go through together, where not all are kept
+        self._keeps_chains, self._blocked = True, False
         self._pair_room = pair_room
+        self._held_ratio = 1.0  # what a sample keeps, in sizes of its tangents
         self.unused: frozenset[str] = frozenset(names)
+
+    def _station_sizes(self) -> list[int]:
+        """Numbers of a block's weights, and of the ends'."""
+        sizes = {piece.name: piece.size for piece in self._sharded.pieces}
+        blocks = [layer.parameters for layer in self._reading.layers]
+        return [sum(sizes[n] for n in names) for names in (*blocks, self._reading.end_parameters)]
 
     def verified(self, sample: Batch) -> float:
         """The largest difference of a block by hand from double backward, on one sample."""
-        return self._chain(sample, 1.0, verify=True).difference
+        units, tangents, _ = self._unit_bytes(sample)
+        chain = self._chain(sample, 1.0, verify=True)
+        self._held_ratio = _held_bytes(chain, self._problem) / (units * tangents)
+        difference = chain.difference
+        del chain
+        give_back()
+        return difference
+
+    def _unit_bytes(self, batch: Batch) -> tuple[int, float, float]:
+        """(samples that a batch can be cut into, bytes of a column's tangents in one of them, and
+        of the inputs of its blocks with their adjoints)."""
+        problem, layers = self._problem, self._reading.layers
+        samples, length, d = token_shape(problem, self._reading, batch)
+        itemsize = problem.dtype.itemsize
+        pairs = 2 * pair_numbers(layers, length) * itemsize
+        self._blocked = self._blocked or pairs > self._pair_room
+        numbers = tangent_numbers(layers, samples, length, d, blocked=self._blocked)
+        units = samples if problem.separable else 1
+        inputs = 2 * len(layers) * samples * length * d
+        return units, numbers * itemsize / units, inputs * itemsize / units
+
+    def _decide(self) -> None:
+        """How much of the samples is kept, from what the probe has kept."""
+        problem = self._problem
+        batches = list(problem.batches()) if problem.held else [next(problem.batches())]
+        sizes = [self._unit_bytes(batch) for batch in batches]
+        everything = sum(units * tangents for units, tangents, _ in sizes)
+        inputs = sum(units * kept for units, _, kept in sizes)
+        largest = max(tangents for _, tangents, _ in sizes)
+        held, room = self._held_ratio, self._room
+        together = min(self._at_once, everything)
+        if self._mode is None:
+            self._mode = "kept"
+            if not problem.held or held * everything + _TRANSIENT * together > room:
+                self._mode = "passing"
+                per_sample = (held + _TRANSIENT) * largest
+                self._run_units = int((room - inputs) // per_sample)
+                if self._run_units < 1:
+                    self._mode, self._run_units = "recomputed", 1
+        self._keeps_chains = problem.held and (self._mode == "kept" or inputs <= room)
+        if self._mode == "passing":
+            self._at_once = int(self._run_units * largest)
 
     def _chain(self, batch: Batch, share: float, *, verify: bool = False) -> ShardedChain:
         problem = self._problem
@@ -329,7 +373,8 @@ class ShardedLinearisation:
             share=share,
             space=self._space,
             logit_room=self._logit_room,
-            recompute=self._recompute,
+            inner=self._inner if self._mode in ("passing", "recomputed") else None,
+            passing=self._mode == "passing",
             blocked=self._blocked,
             held={},
             bends=self._bends,
@@ -338,52 +383,37 @@ class ShardedLinearisation:
 
     def _runs(self) -> Iterator[tuple[Batch, float]]:
         """Runs of samples, each with its share of the whole loss."""
-        problem, room = self._problem, self._at_once
+        problem = self._problem
         for batch in problem.batches():
-            shape = token_shape(problem, self._reading, batch)
-            pairs = 2 * pair_numbers(self._reading.layers, shape[1]) * problem.dtype.itemsize
-            self._blocked = self._blocked or pairs > self._pair_room
             for run, share in runs_of(
                 problem,
                 self._reading,
                 batch,
-                shape,
+                token_shape(problem, self._reading, batch),
                 blocked=self._blocked,
-                alone=room,
-                at_once=room,
+                alone=self._at_once + 1,
+                at_once=self._at_once,
             ):
                 yield run, share * batch.count / problem.normaliser
 
     def _chains(self) -> Iterator[ShardedChain]:
-        """Every run, linearised; all of them are kept, or none where they do not fit together."""
+        """Every run; all of them are kept, or none where they do not fit together."""
         if self._complete:
             yield from self._kept
             return
         self._kept.clear()
-        runs: Iterable[tuple[Batch, float]] = self._runs()
-        count: float = math.inf
-        if self._problem.held:
-            runs = list(runs)
-            count = len(runs)
-        keep = True
-        for run, share in runs:
+        if next(self._problem.batches(), None) is not None:
+            self._decide()
+        for run, share in self._runs():
             chain = self._chain(run, share)
-            held = _held_bytes(chain, self._problem)
-            if (1 + _BESIDE) * held > self._room and not self._recompute:
-                self._recompute = True
-                del chain
-                chain = self._chain(run, share)
-                held = _held_bytes(chain, self._problem)
+            give_back()
             self.unused -= chain.names()
             self._widest = max(self._widest, chain.tangent_bytes)
-            keep = keep and (count + _BESIDE) * held <= self._room
-            if keep:
+            if self._keeps_chains:
                 self._kept.append(chain)
-            else:
-                self._kept.clear()
             yield chain
             del chain  # before the next one is linearised
-        self._complete = keep
+        self._complete = self._keeps_chains
 
     def columns_at_once(self) -> int:
         """How many columns go through together, the same in every process."""
