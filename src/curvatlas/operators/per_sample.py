@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from curvatlas import parallel
 from curvatlas.budget import default_budget
 from curvatlas.engines.graphs import pull
-from curvatlas.errors import DifferentiationError, NonFiniteError, ProblemError
+from curvatlas.errors import DifferentiationError, NonFiniteError, PeerError, ProblemError
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, CrossEntropy, Loss, MeanSquaredError, Problem
@@ -45,6 +46,11 @@ _OUTER_UNITS, _TOTAL_UNITS = 4, 6  # of a product with H_o and with H; a forward
 def pieces(problem: Problem, size: int) -> Iterator[Batch]:
     """The data in batches of at most ``size`` samples; whole batches where they cannot be cut."""
     problem.require_one_process("a quantity by sample")
+    return own_pieces(problem, size)
+
+
+def own_pieces(problem: Problem, size: int) -> Iterator[Batch]:
+    """``pieces`` of this process's share of the data."""
     for batch in problem.batches():
         for start in range(0, batch.samples, size):
             piece = batch.part(start, min(start + size, batch.samples), problem.loss.count)
@@ -462,19 +468,35 @@ class SampleFactors:
         self._at_once = max(1, int(at_once))  # gradients of single samples
 
     def columns(self) -> int | None:
-        """How many backward passes the diagonal takes; None where it is not to be had so."""
+        """How many backward passes the diagonal takes; None where it is not to be had so.
+
+        Of several processes the most that one of them takes, and None where one has no answer.
+        """
+        own = self._own_columns()
+        if not self.problem.distributed:
+            return own or None
+        told = parallel.from_every_process(-1 if own is None else own)
+        return None if min(told) < 0 else max(told) or None
+
+    def _own_columns(self) -> int | None:
+        """``columns`` of this process's data; 0: it has none."""
         problem = self.problem
         supported = problem.loss.additive and problem.loss.convex and self._fits
-        if not supported or problem.distributed or problem.checkpoint_activations:
+        if not supported or problem.checkpoint_activations:
             return None
-        first = next(problem.batches(), None) if problem.separable else None
-        if first is None:
-            return None
-        try:
-            with problem.evaluating(), torch.no_grad():
-                outputs = problem.outputs(first.part(0, 1, problem.loss.count), {})
-        except (RuntimeError, ProblemError):
-            return None
+        with problem.joined():
+            first = next(problem.batches(), None)
+            if first is None:
+                return 0 if problem.distributed else None
+            if not problem.separable:
+                return None
+            try:
+                with problem.evaluating(), torch.no_grad():
+                    outputs = problem.outputs(first.part(0, 1, problem.loss.count), {})
+            except PeerError:
+                raise
+            except (RuntimeError, ProblemError):
+                return None
         if not isinstance(outputs, Tensor) or outputs.numel() > _MAX_OUTPUTS:
             return None
         rank = outputs.numel()
@@ -496,28 +518,42 @@ class SampleFactors:
 
         None when the samples cannot be told apart in this model.
         """
-        problem, columns = self.problem, self.columns()
+        columns = self.columns()
         if columns is None:
             return None
-        if self._checks:
-            problem.check()
+        if not self.problem.distributed:
+            return self._own_diagonal(columns)
+        total = parallel.together(lambda: self._own_diagonal(columns))
+        if not parallel.everywhere(total is not None):
+            return None
+        assert total is not None
+        return parallel.add_over_processes(total)
+
+    def _own_diagonal(self, columns: int) -> Tensor | None:
+        """The terms of this process's samples."""
+        problem = self.problem
         total = torch.zeros(self.size, dtype=torch.float64, device=float64_device(problem.device))
         mapping_checked = False
-        try:
-            with problem.evaluating():
-                for part in pieces(problem, max(1, self._at_once // max(columns, 1))):
-                    with torch.no_grad():
-                        factors = _factors(problem, part, problem.outputs(part, {}))
-                    if factors is None:
-                        return None
-                    if not len(factors.places):
-                        continue  # saturated: Λ is zero
-                    if not mapping_checked and not self._mapping_agrees(part, factors):
-                        return None
-                    mapping_checked = True
-                    total += part.count / problem.normaliser * self._squares(part, factors)
-        except (RuntimeError, ProblemError):
-            return None  # an operation without a rule for vmap, or with a look at its values
+        with problem.joined():
+            try:
+                with problem.evaluating():
+                    if self._checks:
+                        problem.check()
+                    for part in own_pieces(problem, max(1, self._at_once // max(columns, 1))):
+                        with torch.no_grad():
+                            factors = _factors(problem, part, problem.outputs(part, {}))
+                        if factors is None:
+                            return None
+                        if not len(factors.places):
+                            continue  # saturated: Λ is zero
+                        if not mapping_checked and not self._mapping_agrees(part, factors):
+                            return None
+                        mapping_checked = True
+                        total += part.count / problem.normaliser * self._squares(part, factors)
+            except PeerError:
+                raise
+            except (RuntimeError, ProblemError):
+                return None  # an operation without a rule for vmap, or with a look at its values
         return total if bool(torch.isfinite(total).all()) else None
 
     def _squares(self, batch: Batch, factors: TargetFactors) -> Tensor:
