@@ -30,6 +30,7 @@ from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes,
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
 from curvatlas.problem import Batch, Problem
+from curvatlas.problem.sharding import class_name
 from curvatlas.progress import track, within_step
 from curvatlas.report.html import write_report
 from curvatlas.results import Result, pack, unpack
@@ -373,7 +374,7 @@ class _Survey:
                 "subject",
                 lambda: subject_of(
                     self.problem,
-                    name=name or type(self.problem.model).__name__,
+                    name=name or class_name(self.problem.model),
                     data=data or f"{self.problem.total_count:g} targets",
                     state="" if self.stage == "model" else self.stage,
                 ),
@@ -773,7 +774,7 @@ def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Su
         sizes[key] = sizes.get(key, 0) + piece.size
     return Subject(
         name=name,
-        model=type(problem.model).__name__,
+        model=class_name(problem.model),
         state=state,
         parameters=problem.size,
         dtype=str(problem.dtype).removeprefix("torch."),
