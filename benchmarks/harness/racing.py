@@ -140,6 +140,7 @@ def racers() -> list[Racer]:
             OURS,
             lambda m, lr, b: ca.CurvatureAwareOptimizer(m, lr, momentum=b),
             3.2e-2,
+            0.95,
         ),
     ]
     if hasattr(torch.optim, "Muon"):
@@ -298,15 +299,19 @@ def tune(racer: Racer, loss: Callable[[float, float], float], *, most: int = 16)
     """Rate and 1 − momentum by factors of two, until both neighbours of the best are worse.
 
     The rate first, then the momentum, then again what the other's change may have moved; ``most``
-    pairs at the most.
+    pairs at the most. The last momentum is none at all, and needs no neighbour beyond.
     """
     tried: dict[tuple[int, int], float] = {}
 
     def pair(place: tuple[int, int]) -> tuple[float, float]:
-        return racer.rate * 2.0 ** place[0], round(1 - (1 - racer.momentum) * 2.0 ** place[1], 6)
+        momentum = max(0.0, 1 - (1 - racer.momentum) * 2.0 ** place[1])
+        return racer.rate * 2.0 ** place[0], round(momentum, 6)
+
+    def possible(place: tuple[int, int]) -> bool:
+        return place[1] <= 0 or pair((place[0], place[1] - 1))[1] > 0
 
     def look(place: tuple[int, int]) -> None:
-        if place not in tried and len(tried) < most and pair(place)[1] >= 0:
+        if place not in tried and len(tried) < most and possible(place):
             tried[place] = loss(*pair(place))
 
     look((0, 0))
@@ -321,7 +326,7 @@ def tune(racer: Racer, loss: Callable[[float, float], float], *, most: int = 16)
             best, settled = lowest, 0
     around = [(best[0] + i, best[1] + j) for i, j in ((-1, 0), (1, 0), (0, -1), (0, 1))]
     rate, momentum = pair(best)
-    inside = all(place in tried for place in around)
+    inside = all(place in tried or not possible(place) for place in around)
     return Tuned(rate, momentum, inside, {pair(place): x for place, x in tried.items()})
 
 

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas import zoo
-from curvatlas.training.directions import diagonal_size, orthogonalised, spectral_size
+from curvatlas.training.directions import (
+    diagonal_size,
+    kept_share,
+    newton_schulz_gain,
+    orthogonalised,
+    spectral_size,
+)
 from curvatlas.training.optimizer import MAX_RATE, Control
 
 
@@ -59,6 +65,37 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
     assert (rotated - torch.diag_embed(values)).abs().max() < 1e-8
     assert values.min() > 0.3
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 8), (2, 8, 24), (2, 9, 7)])
+def test_the_iterations_are_the_polynomial_of_the_singular_values(shape: tuple[int, ...]) -> None:
+    """Also for tall and wide matrices, which are iterated by their Gram matrices alone."""
+    generator = torch.Generator().manual_seed(2)
+    u, _, vt = torch.linalg.svd(
+        torch.randn(shape, dtype=torch.float64, generator=generator), full_matrices=False
+    )
+    values = torch.logspace(0, -6, u.shape[-1], dtype=torch.float64)
+    relative = values / values.norm()
+    wanted = u @ torch.diag(relative * newton_schulz_gain(relative)) @ vt
+    matrices = u @ torch.diag(values) @ vt
+    assert (orthogonalised(matrices) - wanted).abs().max() < 1e-8
+    # Rounding of the Gram matrix: its small eigenvalues are then wrong, and q(G) = a all the same.
+    assert (orthogonalised(matrices.float()) - wanted).abs().max() < 1e-3
+
+
+def test_momentum_remembers_a_share_of_the_run_up_to_its_limit() -> None:
+    assert [kept_share(0.95, t) for t in (25, 225, 10_000)] == pytest.approx([0.5, 0.9, 0.95])
+    weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    optimizer = ca.CurvatureAwareOptimizer([weight], momentum=0.05)
+    gradients = torch.randn(3, 4, 3, dtype=torch.float64)
+    for gradient in gradients:
+        weight.grad = gradient
+        optimizer.step()
+    first, second, third = 1 - 1 / 1.04, 0.05, 0.05
+    mean = (1 - first) * gradients[0]
+    for keep, gradient in ((second, gradients[1]), (third, gradients[2])):
+        mean = keep * mean + (1 - keep) * gradient
+    assert torch.allclose(optimizer.state[weight]["momentum"], mean, rtol=1e-12)
 
 
 def test_matrices_move_along_the_orthogonal_factor_and_vectors_along_the_sign() -> None:
@@ -113,6 +150,19 @@ def test_a_resumed_checkpoint_continues_bit_for_bit() -> None:
     resumed.load_state_dict(kept["optimizer"])
     take_steps(second, resumed, range(17, 30))
     assert torch.equal(weights(second), weights(straight))
+
+
+def test_a_state_of_another_version_is_refused_in_one_line() -> None:
+    model = network()
+    optimizer = ca.CurvatureAwareOptimizer(model)
+    take_steps(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:  # as curvatlas 0.2 kept it
+        del group["base_lr"], group["control"]["last_factor"]
+    with pytest.raises(ValueError, match=r"^the state has no base_lr, last_factor: [^\n]+$"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
 
 
 def test_a_copy_of_the_optimizer_goes_its_own_way() -> None:

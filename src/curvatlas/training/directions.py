@@ -24,6 +24,8 @@ State = dict[str, Tensor]
 # coefficients are those published with Muon.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+# Entries that are iterated on together on a processor, for its cache: 1.15 times as fast as all.
+_CACHED = 2**18
 # Singular values of a square matrix' direction. With them the best rate of matrices and of the rest
 # is one and the same on two ViTs and a GPT of the zoo, of widths 16 and 32; 1.7 was a little worse.
 _SPECTRAL = 2.2
@@ -41,16 +43,43 @@ def spectral_size(rows: int, columns: int) -> float:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """U Vᵀ of each matrix (k, m, n), to about 30 % in each singular value."""
-    a, b, c = QUINTIC
-    tall = matrices.shape[1] > matrices.shape[2]
+    r"""U Vᵀ of each matrix (k, m, n), to about 30 % in each singular value.
+
+    x ← x q(xᵀx), q(G) = a + b G + c G², from x = M/‖M‖. Every q is a polynomial of the first Gram
+    matrix and commutes with the others, so that an m × n matrix with m ≥ 2n is met only twice:
+
+    G₀ = x₀ᵀx₀,   G_{k+1} = q(G_k) G_k q(G_k),   U Vᵀ ≈ x₀ q(G₀) q(G₁) …
+    """
+    if matrices.shape[1] < matrices.shape[2]:
+        return orthogonalised(matrices.mT).mT
     size = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
-    x: Tensor = matrices / size.clamp_min(torch.finfo(matrices.dtype).tiny)
-    x = x.mT if tall else x  # the short side in front: the smaller Gram matrix
+    x = matrices / size.clamp_min(torch.finfo(matrices.dtype).tiny)
+    iterate = _by_gram_matrices if x.shape[1] >= 2 * x.shape[2] else _by_matrices
+    if x.device.type != "cpu":
+        return iterate(x)
+    return torch.cat([iterate(part) for part in x.split(max(1, _CACHED // x[0].numel()))])
+
+
+def _by_matrices(x: Tensor) -> Tensor:
+    """3 products an iteration, two of them with x."""
+    a, b, c = QUINTIC
     for _ in range(ITERATIONS):
-        gram = x @ x.mT  # (k, n, n)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        gram = x.mT @ x  # (k, n, n)
+        x = torch.baddbmm(x, x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), beta=a)
+    return x
+
+
+def _by_gram_matrices(x: Tensor) -> Tensor:
+    """4 products of Gram matrices an iteration; errors of G ≈ 0 stay small, where q(G) = a."""
+    a, b, c = QUINTIC
+    gram, factor = x.mT @ x, None
+    for k in range(ITERATIONS):
+        q = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        q.diagonal(dim1=1, dim2=2).add_(a)
+        factor = q if factor is None else factor @ q
+        if k < ITERATIONS - 1:
+            gram = q @ gram @ q
+    return x if factor is None else x @ factor
 
 
 def newton_schulz_gain(
@@ -66,6 +95,19 @@ def newton_schulz_gain(
         square = (relative * gain) ** 2
         gain = gain * (a + b * square + c * square**2)
     return gain
+
+
+_SHARE = 25  # steps so far for each step that momentum remembers more
+
+
+def kept_share(momentum: float, steps: int) -> float:
+    r"""What momentum keeps of itself at a step: min(momentum, 1 − 1/(1 + t/25)).
+
+    It averages over 1 + t/25 steps, a fixed share of the run so far, until it averages over
+    1/(1 − momentum). Early gradients are soon out of date and late ones are noisy: 0.9 from the
+    start on ended 1 to 12 % higher on two ViTs and two GPTs, with none of the race's seeds.
+    """
+    return min(momentum, 1.0 - 1.0 / (1.0 + steps / _SHARE))
 
 
 class Stack:
@@ -91,6 +133,7 @@ class Stack:
             state["step"] = self._counter
         for name in self.names:
             setattr(self, name, self._gathered(name, states))
+        self._moves = [state["direction"] for state in states]
 
     def _gathered(self, name: str, states: Sequence[State]) -> Tensor:
         """One tensor with every parameter's ``name``, and views of it put back into the states."""
@@ -119,26 +162,24 @@ class Stack:
             raise ValueError("sparse gradients are not supported: use Embedding(sparse=False).")
         return self.join(gradients)
 
-    def advance(self, gradient: Tensor) -> Tensor:
-        """Take the gradient into the momentum and return the new direction."""
+    def advance(self, gradient: Tensor) -> None:
+        """Take the gradient into the momentum, and from it the new direction."""
         self.steps += 1
         self._counter.fill_(self.steps)
-        return self._direction(gradient)
+        self.direction.copy_(self._direction(gradient))
 
     def _direction(self, gradient: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no direction.")
 
-    def move(self, direction: Tensor, *, rate: float, decay: float) -> None:
+    def move(self, *, rate: float, decay: float) -> None:
         """w ← (1 − rate·decay) w − rate·direction; decay only where a parameter is a matrix."""
-        pieces = self.split(direction)
-        weights = [p.detach() for p in self.parameters]
-        if decay:
-            matrices = [w for w in weights if w.ndim > 1]
-            if matrices:
-                torch._foreach_mul_(matrices, 1.0 - rate * decay)
-        if weights[0].dtype != direction.dtype:
-            pieces = [p.to(w.dtype) for p, w in zip(pieces, weights, strict=True)]
-        torch._foreach_add_(weights, pieces, alpha=-rate)
+        matrices = [p for p in self.parameters if p.ndim > 1]
+        if decay and matrices:
+            torch._foreach_mul_(matrices, 1.0 - rate * decay)
+        moves = self._moves
+        if self.parameters[0].dtype != self.dtype:
+            moves = [move.to(self.parameters[0].dtype) for move in moves]
+        torch._foreach_add_(self.parameters, moves, alpha=-rate)
 
 
 class SpectralStack(Stack):
@@ -150,7 +191,7 @@ class SpectralStack(Stack):
     def __init__(
         self, parameters: Sequence[nn.Parameter], states: Sequence[State], *, momentum: float
     ) -> None:
-        self._keep = momentum
+        self._momentum = momentum
         super().__init__(parameters, states)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -161,8 +202,9 @@ class SpectralStack(Stack):
         return [x.mT if lies(p) else x.view(p.shape) for p, x in pieces]
 
     def _direction(self, gradient: Tensor) -> Tensor:
-        self.momentum.lerp_(gradient, 1.0 - self._keep)
-        ahead = torch.lerp(self.momentum, gradient, 1.0 - self._keep)  # Nesterov's look ahead
+        fresh = 1.0 - kept_share(self._momentum, self.steps)
+        self.momentum.lerp_(gradient, fresh)
+        ahead = torch.lerp(self.momentum, gradient, fresh)  # Nesterov's look ahead
         return orthogonalised(ahead).mul_(spectral_size(*ahead.shape[1:]))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from curvatlas.training.directions import (
     SpectralStack,
     Stack,
     diagonal_size,
+    kept_share,
     lies,
     spectral_size,
 )
@@ -146,7 +147,7 @@ _BACKWARDS = -0.35
 # of a short run hardly depends on the model: at 0.03 two ViTs and a GPT, of widths 16 and 32, ended
 # within 2 % of the best rate's loss, with none of the race's seeds. Beyond it nothing is gained
 # and no measurement stops a wrong rate: behind a normalisation curvature falls as weights grow.
-MAX_RATE = 0.03
+MAX_RATE = 0.045
 _MAX_FRACTION = 1.0  # κ that a measured product allows: the bottom of the parabola
 
 
@@ -342,7 +343,8 @@ class CurvatureAwareOptimizer(Optimizer):
         schedule's factor lr / base_lr: every base_lr from 0.03 on gives the same run.
     loss: as in ``Problem``: of ``estimate_local_curvature``, ``step_with_curvature_adaptation``.
     curvature_adaptation: False takes the learning rate as it is and measures nothing.
-    momentum: of the matrices;  betas, eps: of Adam;  weight_decay: decoupled, matrices only.
+    momentum: of the matrices, the most that is kept of it: it grows with the steps made, see
+        ``kept_share``;  betas, eps: of Adam;  weight_decay: decoupled, matrices only.
     step_sizes: "whole" (one limit of the rate for the model), "role" or "block" (one for each role
         or each sublayer of each layer, from the curvature that role or block meets along the
         step). Only where a model is given; parameter groups have a limit each anyway.
@@ -373,7 +375,7 @@ class CurvatureAwareOptimizer(Optimizer):
         curvature_adaptation: bool = True,
         *,
         loss: LossLike = "cross_entropy",
-        momentum: float = 0.9,
+        momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -423,6 +425,16 @@ class CurvatureAwareOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from ``state_dict()``, also from one saved with ``torch.save``."""
+        wanted = {field.name for field in fields(Control)}
+        for group in state_dict["param_groups"]:
+            control = group.get("control", {})
+            missing = sorted(({"base_lr"} - group.keys()) | (wanted - control.keys()))
+            if missing:
+                raise ValueError(
+                    f"the state has no {', '.join(missing)}: it is of another optimizer, or of "
+                    "this one up to curvatlas 0.2, whose steps had other sizes. Load the model's "
+                    "weights alone and go on with a new optimizer."
+                )
         super().load_state_dict(state_dict)
         self._stacks = None
 
@@ -474,9 +486,8 @@ class CurvatureAwareOptimizer(Optimizer):
                 rate = control.rate(base)
             factor = float(group["lr"]) / base if base > 0 else 1.0
             for stack, gradient in zip(row, row_gradients, strict=True):
-                direction = stack.advance(gradient)
-                stack.move(direction, rate=factor * rate, decay=group["weight_decay"])
-                stack.direction.copy_(direction)
+                stack.advance(gradient)
+                stack.move(rate=factor * rate, decay=group["weight_decay"])
             control.stepped(rate, _slope(row, row_gradients), factor)
             control.keep(group)
             group["steps"] += 1
@@ -539,7 +550,7 @@ class CurvatureAwareOptimizer(Optimizer):
         return muon_piece(
             state["momentum"],
             rate * size,
-            group["momentum"],
+            kept_share(group["momentum"], int(state["step"])),
             nesterov=True,
             iterations=ITERATIONS,
             coefficients=QUINTIC,
