@@ -139,7 +139,7 @@ def racers() -> list[Racer]:
         Racer(
             OURS,
             lambda m, lr, b: ca.CurvatureAwareOptimizer(m, lr, momentum=b),
-            3.2e-2,
+            6.4e-2,
             0.95,
         ),
     ]

@@ -474,7 +474,7 @@ def test_a_run_without_a_rate_is_as_good_as_a_tuned_one() -> None:
             scheduler.step()
         return zoo.evaluate(model, data.validation)[0]
 
-    tried = {rate: train(rate) for rate in (0.0075, 0.03, 0.1, 1.0)}
+    tried = {rate: train(rate) for rate in (0.0075, MAX_RATE, 0.1, 1.0)}
     best = min(tried.values())
     assert train(None) <= 1.03 * best
     assert all(loss <= 1.03 * best for rate, loss in tried.items() if rate >= MAX_RATE)
