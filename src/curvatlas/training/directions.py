@@ -173,13 +173,14 @@ class Stack:
 
     def move(self, *, rate: float, decay: float) -> None:
         """w ← (1 − rate·decay) w − rate·direction; decay only where a parameter is a matrix."""
-        matrices = [p for p in self.parameters if p.ndim > 1]
+        parameters: list[Tensor] = list(self.parameters)
+        matrices = [p for p in parameters if p.ndim > 1]
         if decay and matrices:
             torch._foreach_mul_(matrices, 1.0 - rate * decay)
         moves = self._moves
-        if self.parameters[0].dtype != self.dtype:
-            moves = [move.to(self.parameters[0].dtype) for move in moves]
-        torch._foreach_add_(self.parameters, moves, alpha=-rate)
+        if parameters[0].dtype != self.dtype:
+            moves = [move.to(parameters[0].dtype) for move in moves]
+        torch._foreach_add_(parameters, moves, alpha=-rate)
 
 
 class SpectralStack(Stack):

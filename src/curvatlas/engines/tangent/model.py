@@ -378,7 +378,7 @@ class Chain:
     ) -> None:
         self.blocked = blocked
         self._problem, self._reading, self._batch = problem, reading, batch
-        self._inner, self._passing = inner, passing  # workspace of blocks that are made anew
+        self._inner, self._kept_once = inner, passing  # workspace of blocks that are made anew
         self._names = tuple(name for name in names if name not in reading.block_parameters)
         self._logit_room, self.space, self.share = logit_room, space, share
         restart_numbers()  # chains that share a workspace share their stages' buffers in it
@@ -526,7 +526,7 @@ class Chain:
             )
 
         if self._inner is not None:
-            kind = PassingBlock if self._passing else RecomputedBlock
+            kind = PassingBlock if self._kept_once else RecomputedBlock
             held = kind(functools.partial(make, space=self._inner), z)
             held.attach(weights)
             self.blocks.append(held)
