@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # One BLAS thread per test worker: with more, two workers on two cores fight each other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test check format docs notebooks wheel bench drill sweep fixtures clean
+.PHONY: demo test gpu-test check format docs notebooks wheel bench drill sweep fixtures clean
 
 # Only what the demo needs: torch, the package and matplotlib.
 demo: $(VENV)/.demo-ready
@@ -13,6 +13,10 @@ demo: $(VENV)/.demo-ready
 
 test: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# On a machine with CUDA: the GPU's numbers against the CPU's, and a table to paste.
+gpu-test: $(VENV)/.ready
+	$(BIN)/python -m pytest -m gpu -q -s tests/test_gpu.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -15,8 +14,7 @@ from torch import Tensor
 
 import curvatlas as ca
 from curvatlas import budget, parallel, precision
-from curvatlas.problem import problem
-from mps_emulation import MPS, emulated_mps
+from stand_in_device import DEVICE, stand_in_device
 
 
 def test_the_budget_on_cuda_is_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +32,8 @@ def test_the_budget_on_cuda_is_the_devices_memory(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def without_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(precision, "WITHOUT_FLOAT64", frozenset({"mps", MPS.type}))
-    with emulated_mps():
+    monkeypatch.setattr(precision, "WITHOUT_FLOAT64", frozenset({"mps", DEVICE.type}))
+    with stand_in_device(float64=False):
         yield
 
 
@@ -49,11 +47,11 @@ def test_float64_is_looked_for_where_a_device_has_it() -> None:
 
 def test_the_emulated_device_refuses_float64(without_float64: None) -> None:
     """What the tests below rest on."""
-    there = torch.ones(2, device=MPS)
+    there = torch.ones(2, device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         there.double()
     with pytest.raises(TypeError, match="float64"):
-        torch.zeros(2, dtype=torch.float64, device=MPS)
+        torch.zeros(2, dtype=torch.float64, device=DEVICE)
     with pytest.raises(RuntimeError, match="cpu"):
         there + torch.ones(2)
     in_main_memory = precision.in_float64(there)
@@ -115,7 +113,7 @@ def test_an_estimate_needs_no_float64_of_the_device(
     estimate = ESTIMATORS[name]
     matrix, vector = matrix_of(size), torch.ones(size)
     here = torch.as_tensor(estimate(Known(matrix), vector))
-    there = torch.as_tensor(estimate(Known(matrix.to(MPS)), vector.to(MPS))).cpu()
+    there = torch.as_tensor(estimate(Known(matrix.to(DEVICE)), vector.to(DEVICE))).cpu()
     error = float((here - there).norm())
     assert error <= 1e-3 * float(here.norm()) + 1e-6
 
@@ -125,7 +123,7 @@ def test_a_matrix_at_hand_needs_no_float64_of_the_device(name: str, without_floa
     matrix = matrix_of(50)
     tags = ca.Tags(symmetric=True)
     here = ESTIMATORS[name](ca.MatrixOperator(matrix, tags=tags), torch.ones(50))
-    there = ESTIMATORS[name](ca.MatrixOperator(matrix.to(MPS), tags=tags), torch.ones(50))
+    there = ESTIMATORS[name](ca.MatrixOperator(matrix.to(DEVICE), tags=tags), torch.ones(50))
     here, there = torch.as_tensor(here), torch.as_tensor(there).cpu()
     assert float((here - there).norm()) <= 1e-5 * float(here.norm()) + 1e-9
 
@@ -138,24 +136,11 @@ def test_numbers_that_are_none_are_noticed_off_the_cpu(
     matrix = matrix_of(600).clone()
     matrix[3, 5] = matrix[5, 3] = bad
     with pytest.raises((FloatingPointError, ValueError), match=r"NaN or infinity|not finite"):
-        ESTIMATORS[name](Known(matrix.to(MPS)), torch.ones(600))
+        ESTIMATORS[name](Known(matrix.to(DEVICE)), torch.ones(600))
 
 
-def test_a_problem_needs_no_float64_of_the_device(
-    without_float64: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_problem_needs_no_float64_of_the_device(without_float64: None) -> None:
     """Value, products, exact diagonal, KFAC and atlas as on the CPU."""
-    # The real device has autocast, and its tensors have values: "meta" has neither.
-    plain = torch.autocast
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
-    monkeypatch.setattr(
-        torch,
-        "autocast",
-        lambda device_type, **options: (
-            contextlib.nullcontext() if device_type == MPS.type else plain(device_type, **options)
-        ),
-    )
-    monkeypatch.setattr(problem, "refuse_sharded", lambda parameters: None)
     torch.manual_seed(0)
     layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
     model = torch.nn.Sequential(*layers)
@@ -174,7 +159,7 @@ def test_a_problem_needs_no_float64_of_the_device(
             ca.atlas(problem).frobenius["total"].values,
         ]
 
-    for here, there in zip(numbers(torch.device("cpu")), numbers(MPS), strict=True):
+    for here, there in zip(numbers(torch.device("cpu")), numbers(DEVICE), strict=True):
         assert float((here - there.cpu()).norm()) <= 1e-5 * float(here.norm())
 
 

@@ -76,6 +76,19 @@ class LinearOperator:
         """
         return None
 
+    def confirm(self) -> None:
+        """Wait for the device and raise what checks of earlier products have found there.
+
+        In main memory every product is checked before it is returned, and this does nothing. On a
+        device the host does not wait: a product that must not be used is NaN.
+        """
+        for op in self._beneath():
+            op.confirm()
+
+    def _beneath(self) -> Sequence[LinearOperator]:
+        """The operators whose products this one's are made of."""
+        return ()
+
     def _columns(self, columns: Tensor) -> Tensor:
         """(n, K) → (m, K)."""
         raise TypeError(f"{type(self).__name__} defines no product.")
@@ -317,6 +330,9 @@ class Transpose(LinearOperator):
     def content(self) -> Any:
         return ["transpose", self.original.content()]
 
+    def _beneath(self) -> Sequence[LinearOperator]:
+        return (self.original,)
+
     def _columns(self, columns: Tensor) -> Tensor:
         self.original.products += columns.shape[1]
         return self.original._adjoint_columns(columns)
@@ -441,6 +457,9 @@ class _Combination(LinearOperator):
 
     def content(self) -> Any:
         return [type(self).__name__, *(member.content() for member in self.members)]
+
+    def _beneath(self) -> Sequence[LinearOperator]:
+        return self.members
 
     def _combine(self, members: Sequence[LinearOperator], columns: Tensor) -> Tensor:
         raise NotImplementedError
@@ -577,6 +596,9 @@ class Submatrix(LinearOperator):
 
     def content(self) -> Any:
         return ["rows, columns", self._row_places, self._column_places, self.original.content()]
+
+    def _beneath(self) -> Sequence[LinearOperator]:
+        return (self.original,)
 
     def _columns(self, columns: Tensor) -> Tensor:
         return self._chosen(self.original, self._column_places, columns)[self._row_places]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.budget import give_back, readable
+from curvatlas.engines.late_checks import Answer
 from curvatlas.problem import Batch, Problem
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
@@ -84,6 +85,7 @@ class KeptLinearisations:
         self._device_type = problem.device.type
         self.names = tuple(names)
         self._kept: dict[int, Linearised] = {}
+        self.doubt: Answer | None
         self._note_weights()
         bytes_of = problem.dtype.itemsize
         size = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
@@ -226,6 +228,7 @@ class KeptLinearisations:
         return self._problem.held and needed <= self._room
 
     def _note_weights(self) -> None:
+        self.doubt = None
         self.version = self._problem.weights_version()
         tensors = [t for t in self._problem.own_tensors() if not t.is_inference()]
         self._writes = [(tensor, tensor._version) for tensor in tensors]
@@ -236,9 +239,18 @@ class KeptLinearisations:
 
         Or was written to and has its old values again: autograd refuses such a graph.
         """
-        if self._problem.weights_version() != self.version:
+        if any(tensor._version != count for tensor, count in self._writes):
             return True
-        return any(tensor._version != count for tensor, count in self._writes)
+        return self._changed()
+
+    def _changed(self) -> bool:
+        """Whether values are others, as far as the host can tell without waiting for a device.
+
+        ``doubt``: what only the device can tell.
+        """
+        changed = self._problem.weights_changed(self.version)
+        self.doubt = Answer(changed.reshape(1)) if isinstance(changed, Tensor) else None
+        return changed is True
 
     def ready(self, columns: int) -> list[tuple[float, Linearised]]:
         """(share of the loss, graph) of every batch where products need nothing else; else none.
@@ -256,7 +268,7 @@ class KeptLinearisations:
             return []
         if any(tensor._version != count for tensor, count in self._writes):
             return []
-        return self._graphs if self._problem.weights_version() == self.version else []
+        return [] if self._changed() else self._graphs
 
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""

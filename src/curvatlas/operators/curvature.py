@@ -28,6 +28,7 @@ from curvatlas.engines.kept import (
     KeptLinearisations,
     Linearise,
 )
+from curvatlas.engines.late_checks import LateChecks
 from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NonFiniteError
@@ -108,6 +109,7 @@ class CurvatureOperator(LinearOperator):
         self._partial: KeptLinearisations | None = None
         self._spread: SpreadProducts | None = None
         self._results = ResultMemory()
+        self._late = LateChecks() if problem.deferring else None
 
     def content(self) -> Any:
         return [type(self).__name__, self.problem.content()]
@@ -129,8 +131,10 @@ class CurvatureOperator(LinearOperator):
     # --- products -------------------------------------------------------------------------------
 
     def _columns(self, columns: Tensor) -> Tensor:
+        if self._late is not None:
+            self._refuse(self._late.heard())
         graphs = [] if self._full is None else self._full.ready(columns.shape[1])
-        if not graphs:
+        if self._full is None or not graphs:
             return self.restricted(self._pieces(columns), self.problem.layout.names).T
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         for place, (share, graph) in enumerate(graphs):
@@ -139,9 +143,33 @@ class CurvatureOperator(LinearOperator):
                 total.add_(product, alpha=share)
             else:
                 total = product.mul_(share) if share != 1 else product
+        if self._late is not None:
+            if self._redo(self._full, total, [columns]):
+                return self._columns(columns)
+            return total.T
         if not torch.isfinite(total.sum()) and not _all_finite(total):
             raise self._not_finite(self._pieces(columns))
         return total.T
+
+    def _redo(self, kept: KeptLinearisations, total: Tensor, columns: Sequence[Tensor]) -> bool:
+        """Check a product on a device without waiting for it; True: it has to be computed anew."""
+        assert self._late is not None
+        doubt = kept.doubt
+        if doubt is not None and doubt.known_true:
+            self.release()
+            return True
+        self._late.guard(total, columns, doubt)
+        return False
+
+    def confirm(self) -> None:
+        if self._late is not None:
+            self._refuse(self._late.confirm())
+
+    def _refuse(self, reason: str | None) -> None:
+        """Raise what the checks of an earlier product have told."""
+        if reason is not None:
+            self.release()
+            raise NonFiniteError(f"{self!r}: {reason}")
 
     def _pieces(self, columns: Tensor) -> dict[str, Tensor]:
         layout = self.problem.layout
@@ -167,6 +195,8 @@ class CurvatureOperator(LinearOperator):
     ) -> Tensor:
         """Σ_b c_b product(b, columns) / Σ_b c_b: (1, K, rows), or of H_o and H_f (2, K, rows)."""
         problem, parts = self.problem, 2 if both else 1
+        if self._late is not None:
+            self._refuse(self._late.heard())
         if self._by_stations():
             return self._whole_rows(columns, rows, parts)
         size_of = dict(zip(problem.layout.names, problem.layout.sizes, strict=True))
@@ -194,7 +224,10 @@ class CurvatureOperator(LinearOperator):
                 kept = self._kept_for({*columns, *rows})
                 kept.plan_for(count * parts)
                 add_up(total, kept)
-            if not _all_finite(total):
+            if self._late is not None:
+                if self._redo(kept, total, list(columns.values())):
+                    return fill_here(total)
+            elif not _all_finite(total):
                 raise self._not_finite(columns)
             return self._marked(columns, kept.version)
 

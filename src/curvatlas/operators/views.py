@@ -96,6 +96,9 @@ class BlockView(LinearOperator):
         places = [piece.indices for piece in (*self.row_slices, *self.column_slices)]
         return ["view", len(self.row_slices), places, self.parent.content()]
 
+    def _beneath(self) -> Sequence[LinearOperator]:
+        return (self.parent,)
+
     def _columns(self, columns: Tensor) -> Tensor:
         return self._product(self._rows, self._cols, columns)
 

@@ -147,7 +147,7 @@ def refuse_sharded(named: Mapping[str, Tensor]) -> None:
                 "derivatives (21 % off, without an error). Pass the model before "
                 "parallelize_module; fully_shard and DDP models are accepted."
             )
-        if parameter.device.type == "meta":
+        if parameter.is_meta:
             raise ProblemError(f"parameter {name!r} is on the meta device: load its values first.")
 
 

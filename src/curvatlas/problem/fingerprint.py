@@ -12,6 +12,9 @@ in rows, and two numbers are kept of each:
 D is exact: an odd w_j has an inverse, so that a change of any one word changes D, however small it
 is, and swapped words change it too. Of the highest bits of a word, signs and exponents, D sees
 little more than their sum; M sees these. What it costs: benchmarks/guards.py.
+
+On a device, reading these numbers makes the host wait for it. There they are compared where they
+are (``changed``), and what the host needs to know is one truth value, which it can ask for later.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from curvatlas import parallel
 from curvatlas.errors import ProblemError
@@ -40,6 +44,19 @@ if TYPE_CHECKING:
 _ROW_BYTES = 2**12
 _LARGE = 2**17  # bytes: below, the calls of a reduction take longer than reading byte by byte
 _ROWS = 128  # of a group: half a megabyte, which stays in the cache between the passes
+_DEVICE_ROWS = 2**14  # of a group elsewhere: 64 MB, so that few calls are made
+
+_steps = [0]  # of any optimizer of torch: fused ones write to weights without a version moving
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Have the steps of optimizers counted from now on."""
+
+    def count(*_: Any) -> None:
+        _steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class LiveTensors:
@@ -57,6 +74,10 @@ class LiveTensors:
         # Attributes that forward passes rewrite, by holder and name.
         self._rewritten: set[tuple[int, str]] = set()
         self._tensors: list[Tensor] = []
+        # Of the last look, where a device has a part in it.
+        self._here = b""
+        self._there: list[Tensor] = []
+        self._signs: list[int] = []
         self._look_through()
 
     def fingerprint(self) -> bytes:
@@ -67,16 +88,57 @@ class LiveTensors:
             self.follow()
         if [t.data_ptr() for t in self._tensors] != self._addresses:
             self._arrange()  # ``p.data = other``: the same object with other memory
+        digest = self._digest_here()
+        if self._devices:
+            self._here = digest.digest()
+            self._signs = self._host_signs()
+            self._there = [self._marks_on(device) for device in self._devices]
+            for marks in self._there:
+                digest.update(marks.cpu().numpy())
+        self._last = digest.digest()
+        return self._last
+
+    def changed(self, fingerprint: bytes) -> bool | Tensor:
+        """Whether ``fingerprint()`` would give another one now.
+
+        A truth value on the device where the host would have to wait for the answer. What moves on
+        the host as well is looked at there: replaced objects, other memory, versions, steps of
+        optimizers.
+        """
+        if not self._watched or not self._devices:
+            return self.fingerprint() != fingerprint
+        if self._last != fingerprint or len(self._devices) > 1 or self._identities() != self._seen:
+            return self.fingerprint() != fingerprint
+        if self._host_signs() != self._signs or self._digest_here().digest() != self._here:
+            return self.fingerprint() != fingerprint
+        return (self._marks_on(self._devices[0]) != self._there[0]).any()
+
+    def _digest_here(self) -> Any:
+        """Of what lies in main memory."""
         checksum = 0
         for memory in self._small:
             checksum = zlib.crc32(memory, checksum)
         digest = hashlib.blake2b(self._shapes, digest_size=16)
         digest.update(checksum.to_bytes(4, "little"))
         for group in self._groups:
-            group.update(digest)
+            for marks in group.marks():
+                digest.update(marks.numpy())
         for tensor in self._irregular:
             digest.update(_irregular_value(tensor))
-        return digest.digest()
+        return digest
+
+    def _marks_on(self, device: torch.device) -> Tensor:
+        """D and M of all rows on a device, as 64-bit words of one vector."""
+        groups = list(self._device_groups[device])
+        for tensor in self._gaps:
+            if tensor.device == device:
+                groups += _groups([tensor.detach().contiguous().view(-1)], look=False)
+        return torch.cat([marks for group in groups for marks in group.marks()])
+
+    def _host_signs(self) -> list[int]:
+        """What moves on the host with most changes on a device."""
+        versions = [t._version for t in self._tensors if not t.is_inference()]
+        return [_steps[0], *(t.data_ptr() for t in self._tensors), *versions]
 
     def follow(self) -> None:
         """Look through the root again if an object in it was replaced."""
@@ -191,18 +253,32 @@ class LiveTensors:
         """Sort the tensors by how they are read."""
         self._addresses = [t.data_ptr() for t in self._tensors]
         self._irregular: list[Tensor] = []
+        self._gaps: list[Tensor] = []  # on a device, entries not side by side
+        self._last = b""  # what was kept of the last look was in another order
         self._small: list[memoryview] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
             flat = _flat(tensor)
             if flat is None:
-                self._irregular.append(tensor)
+                there = tensor.device.type != "cpu" and tensor.layout == torch.strided
+                (self._gaps if there else self._irregular).append(tensor)
             elif flat.device.type == "cpu" and flat.numel() * flat.element_size() < _LARGE:
                 if flat.numel():
                     self._small.append(flat.view(torch.uint8).numpy().data)
             elif flat.numel():
                 kinds.setdefault((flat.dtype, flat.device), []).append(flat)
-        self._groups = [group for flats in kinds.values() for group in _groups(flats)]
+        self._groups: list[_Group] = []
+        self._device_groups: dict[torch.device, list[_Group]] = {}
+        for (_, device), flats in kinds.items():
+            if device.type == "cpu":
+                self._groups += _groups(flats)
+            else:
+                self._device_groups.setdefault(device, []).extend(_groups(flats))
+        for tensor in self._gaps:
+            self._device_groups.setdefault(tensor.device, [])
+        self._devices = list(self._device_groups)
+        if self._devices:
+            _count_steps()
         self._shapes = "; ".join(f"{tuple(t.shape)} {t.dtype}" for t in self._tensors).encode()
 
 
@@ -232,7 +308,8 @@ def _irregular_value(tensor: Tensor) -> bytes:
     try:
         digest = hashlib.blake2b(digest_size=16)
         for group in _groups([tensor.detach().contiguous().view(-1)]):
-            group.update(digest)
+            for marks in group.marks():
+                digest.update(marks.cpu().numpy())
         return digest.digest()
     except (RuntimeError, NotImplementedError):
         return f"{id(tensor)} {tensor._version}".encode()
@@ -249,30 +326,33 @@ class _Group:
     numbers: Tensor | None  # (rows, numbers), None for integers
     finite: bool
 
-    def update(self, digest: Any) -> None:
-        """Add D and M of every row to the digest."""
+    def marks(self) -> list[Tensor]:
+        """D and M of every row: (rows,) each, on a device as 64-bit words."""
         with torch.no_grad():
             if self.place is not None:
                 torch.cat(self.vectors, out=self.place)
             if self.rest is not None:
                 self.rest.zero_()
-            digest.update(_times(self.words))
             if self.numbers is None:
-                return
+                return [_times(self.words)]
+            exact = _times(self.words)  # before another group takes the buffer
             numbers = self.numbers
             if numbers.dtype not in (torch.float32, torch.float64):
                 numbers = numbers.float()
             if not self.finite:
                 numbers = numbers.nan_to_num()  # an infinity would hide all others of its row
-            digest.update(_times(numbers))
+            return [exact, _times(numbers)]
 
 
-def _times(rows: Tensor) -> Any:
-    """rows @ weights, as an array."""
+def _times(rows: Tensor) -> Tensor:
+    """rows @ weights."""
     weights = _weights(rows.shape[1], rows.dtype, rows.device)
     if rows.device.type == "cpu":
-        return torch.mv(rows, weights).numpy()
-    return (rows * weights).sum(1).cpu().numpy()  # other devices multiply no integer matrices
+        return torch.mv(rows, weights)
+    sums = (rows * weights).sum(1)  # other devices multiply no integer matrices
+    if sums.dtype == torch.float32:
+        return sums.view(torch.int32).to(torch.int64)
+    return sums.view(torch.int64)
 
 
 @functools.lru_cache(maxsize=16)
@@ -289,9 +369,13 @@ def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return drawn.to(dtype=dtype, device=device)
 
 
-def _groups(vectors: Sequence[Tensor]) -> list[_Group]:
-    """Groups of vectors of one dtype and device: large ones in place, small ones in a buffer."""
+def _groups(vectors: Sequence[Tensor], *, look: bool = True) -> list[_Group]:
+    """Groups of vectors of one dtype and device: large ones in place, small ones in a buffer.
+
+    look: whether all numbers are finite, which saves a pass; the host waits for the answer.
+    """
     in_row = _ROW_BYTES // vectors[0].element_size()
+    most = _ROWS if vectors[0].device.type == "cpu" else _DEVICE_ROWS
     groups: list[_Group] = []
     packed: list[list[Tensor]] = []
     room = 0
@@ -301,28 +385,28 @@ def _groups(vectors: Sequence[Tensor]) -> list[_Group]:
             rows * in_row if rows * _ROW_BYTES >= _LARGE // 2 and vector.data_ptr() % 8 == 0 else 0
         )
         if in_place and vector.storage_offset() * vector.element_size() % 8 == 0:
-            pieces = torch.split(vector[:in_place], _ROWS * in_row)
-            groups += [_group([], len(piece), piece, in_row) for piece in pieces]
+            pieces = torch.split(vector[:in_place], most * in_row)
+            groups += [_group([], len(piece), piece, in_row, look=look) for piece in pieces]
             vector = vector[in_place:]
-        for piece in torch.split(vector, _ROWS * in_row):
+        for piece in torch.split(vector, most * in_row):
             if not piece.numel():
                 continue
             if piece.numel() > room:
                 packed.append([])
-                room = _ROWS * in_row
+                room = most * in_row
             packed[-1].append(piece)
             room -= piece.numel()
     lengths = [sum(piece.numel() for piece in pieces) for pieces in packed]
     with torch.inference_mode(False):
         buffer = vectors[0].new_zeros(-(-max(lengths, default=0) // in_row) * in_row)
     groups += [
-        _group(pieces, length, buffer, in_row)
+        _group(pieces, length, buffer, in_row, look=look)
         for pieces, length in zip(packed, lengths, strict=True)
     ]
     return groups
 
 
-def _group(pieces: list[Tensor], length: int, memory: Tensor, in_row: int) -> _Group:
+def _group(pieces: list[Tensor], length: int, memory: Tensor, in_row: int, *, look: bool) -> _Group:
     """The group of what is copied to ``memory`` (pieces) or lies there."""
     rows = -(-length // in_row)
     used = memory[: rows * in_row]
@@ -333,7 +417,8 @@ def _group(pieces: list[Tensor], length: int, memory: Tensor, in_row: int) -> _G
         rest=used[length:] if length < len(used) else None,
         words=used.view(torch.int64).view(rows, -1),
         numbers=used.view(rows, in_row) if floating else None,
-        finite=not floating or all(bool(torch.isfinite(t).all()) for t in pieces or [memory]),
+        finite=not floating
+        or (look and all(bool(torch.isfinite(t).all()) for t in pieces or [memory])),
     )
 
 

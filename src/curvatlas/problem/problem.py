@@ -427,6 +427,31 @@ class Problem:
             )
         return weights, self._loss_tensors.fingerprint()
 
+    def weights_changed(self, version: tuple[bytes, bytes]) -> bool | Tensor:
+        """Whether ``weights_version`` would give another version than this one.
+
+        A truth value on the device where the host would have to wait for the answer.
+        """
+        if not self.deferring or self._gathered is not None:
+            return self.weights_version() != version
+        with as_it_was(self.model) if open_scopes else contextlib.nullcontext():
+            weights = self._model_tensors.changed(version[0])
+        loss = self._loss_tensors.changed(version[1])
+        if weights is True or loss is True:
+            return True
+        flags = [flag for flag in (weights, loss) if isinstance(flag, Tensor)]
+        if len(flags) == 2 and flags[0].device != flags[1].device:
+            return self.weights_version() != version
+        return functools.reduce(torch.logical_or, flags) if flags else False
+
+    @property
+    def deferring(self) -> bool:
+        """Whether the host does not wait for the device in a product: it hears of errors later.
+
+        Not among several processes, which have to stop together.
+        """
+        return self.device.type != "cpu" and not self.distributed and self.sharded is None
+
     @property
     def all_parameters(self) -> Mapping[str, Tensor]:
         """The model's parameters by name, those held fixed too, gathered where they are sharded."""

@@ -26,7 +26,7 @@ from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint, generator
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.exact import DENSE_UP_TO, MOST_PRODUCTS, symmetric_matrix
-from curvatlas.spectra.krylov import Array, KrylovBasis
+from curvatlas.spectra.krylov import Array, KrylovBasis, stride
 from curvatlas.spectra.quadrature import DROP, FEWEST_STEPS, invariant_after, recurrences
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -184,7 +184,7 @@ class DeflatedDensity(Resumable):
             if basis.count == 0:
                 basis.add_random(self.random)
             if basis.pending:
-                basis.expand()
+                basis.advance(min(basis.stride, self.deflate - basis.products))
                 self._stop_at_invariance()
                 return
             # Few distinct eigenvalues: what deflation does not need goes to further probes.
@@ -282,6 +282,8 @@ class LeanDensity(Resumable):
         self.alphas, self.betas = [], []
 
     def step(self) -> None:
+        if self.op.device.type != "cpu":
+            return self._steps_on_device()
         image: Tensor = self.op @ self.here
         alpha = float(torch.dot(self.here, image))
         if len(self.alphas) == 1:
@@ -295,6 +297,39 @@ class LeanDensity(Resumable):
         self.alphas.append(alpha)
         self.betas.append(beta)
         self.before, self.here = self.here, image.div_(max(beta, 1e-300))
+        self._finish_probe(beta)
+
+    def _steps_on_device(self) -> None:
+        """Several steps, whose α and β the host reads together."""
+        first, backs, measured = len(self.alphas), [], []
+        last = self.betas[-1] if first else 0.0
+        beta = torch.full((), last, dtype=self.op.dtype, device=self.op.device)
+        for step in range(first, min(first + stride(self.op.device), self.steps)):
+            image: Tensor = self.op @ self.here
+            alpha = torch.dot(self.here, image)
+            if step == 1:
+                backs.append(torch.dot(self.before, image))
+            image = image - alpha * self.here
+            if step:
+                image = image - beta * self.before
+            beta = torch.linalg.vector_norm(image)
+            measured += [alpha, beta]
+            ended = torch.where(beta > 0, beta, 1.0)
+            self.before, self.here = self.here, image / ended
+        numbers: list[float] = torch.stack([*measured, *backs]).tolist()
+        back = numbers.pop() if backs else 0.0
+        if not np.isfinite(numbers).all():
+            raise not_finite(image, op=self.op)
+        for alpha_, beta_ in zip(numbers[::2], numbers[1::2], strict=True):
+            self.alphas.append(alpha_)
+            self.betas.append(beta_)
+            if beta_ == 0.0:
+                break  # what came after was zero
+        if backs and len(self.alphas) > 1:
+            self._refuse_asymmetric(back, self.betas[0])
+        self._finish_probe(self.betas[-1])
+
+    def _finish_probe(self, beta: float) -> None:
         if len(self.alphas) == self.steps or beta == 0.0:
             missing = self.steps - len(self.alphas)
             self.finished.append([self.alphas + [0.0] * missing, self.betas + [0.0] * missing])

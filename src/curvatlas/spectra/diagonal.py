@@ -182,7 +182,7 @@ class DiagonalSampler(Resumable):
         if basis.pending == 0:
             self.steps = basis.products
             return False
-        basis.expand()
+        basis.advance(self.steps - basis.products)
         return True
 
     def _probe(self, count: int) -> None:

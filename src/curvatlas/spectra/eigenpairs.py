@@ -433,7 +433,8 @@ class LanczosRun(Resumable):
             basis.expand_together(min(self.together, basis.pending, *left))
             self.together = 1
         else:
-            basis.expand()
+            until = min(self.next_look, self.budget) - basis.products
+            basis.advance(min(until, basis.capacity - 1 - basis.count))
         if basis.products >= self.next_look or basis.products == self.budget:
             return self._look()
         if basis.count >= basis.capacity - 1:
@@ -444,7 +445,7 @@ class LanczosRun(Resumable):
         basis = self.basis
         ritz = basis.ritz()
         self._refuse_asymmetric()
-        self.next_look = basis.products + 1
+        self.next_look = basis.products + basis.stride
         if basis.multiplied < self.wanted:
             return False
         chosen = select(ritz.values, self.k, self.which)
@@ -459,7 +460,7 @@ class LanczosRun(Resumable):
         self.search.searched = 0
         far = ritz.residuals[chosen].max() / accepted
         steps = basis.multiplied // 10 if far > 100 else basis.multiplied // 30 if far > 5 else 0
-        self.next_look = min(basis.products + 1 + steps, self.budget)
+        self.next_look = min(basis.products + max(1 + steps, basis.stride), self.budget)
         if basis.pending > 1:
             open_ = chosen[ritz.residuals[chosen] > accepted]
             carried = basis.turn_pending(ritz.pending[:, open_])

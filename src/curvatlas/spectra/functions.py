@@ -201,12 +201,11 @@ def quadratic_form(
     value = low = high = middle = steep = rounding = 0.0
     done, products, exact = True, 0, False
     previous = np.inf
-    betas: list[float] = []
     for basis, beta in krylov_steps(op, b, max_products, "quadratic form"):
-        betas.append(beta)
         products, exact = basis.products, beta == 0.0
-        alphas = np.diag(basis.coefficients)[: basis.multiplied] + damping
-        nodes, weights = rule(alphas, np.array(betas), basis.scale, basis.eps, n)
+        alphas, betas = basis.recurrence()
+        alphas = alphas + damping
+        nodes, weights = rule(alphas, betas, basis.scale, basis.eps, n)
         parts = _applied(f, nodes)
         value = low = high = middle = square * float(weights @ parts)
         norm = square * float(weights @ np.abs(parts))
@@ -215,7 +214,7 @@ def quadratic_form(
             moved = np.asarray(f(nodes + 16 * basis.eps * basis.scale))
         steep = square * float(weights @ np.abs(moved - parts))
         if beta > 0 and certain:
-            at, outer = radau(alphas, np.array(betas), damping)
+            at, outer = radau(alphas, betas, damping)
             high = square * float(outer @ f(at))
             middle = (low + high) / 2
         elif beta > 0:
@@ -257,8 +256,8 @@ class Outliers:
         self.kept = self.op is not op
         self.basis = KrylovBasis(self.op, min(60, budget // 3, n // 2) + 2)
         self.basis.add_random(self.random)
-        while self.basis.products < self.basis.capacity - 2 and self.basis.pending:
-            self.basis.expand()
+        while (left := self.basis.capacity - 2 - self.basis.products) > 0 and self.basis.pending:
+            self.basis.advance(left)
         refuse_asymmetric(self.basis, "a function of a matrix")
         self.vectors = torch.empty(0, n, dtype=op.dtype, device=op.device)  # (k, n) rows
         self.values: Array = np.zeros(0)  # (k,)

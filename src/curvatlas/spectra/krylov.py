@@ -8,7 +8,8 @@ holds to rounding, because every coefficient that orthogonalisation removes is k
 the two of the Lanczos recurrence. So the residual of a Ritz pair is known without another product,
 whatever the rounding did to the recurrence, and C's asymmetry shows an operator that is not
 symmetric. One row pending (R = M + 1) is Lanczos; several are band Lanczos; keeping Ritz vectors is
-the thick restart.
+the thick restart. On a device the host would have to wait for C after every product: there
+``advance`` takes several, and C is read once for all of them.
 
 Lanczos 1950; Daniel, Gragg, Kaufman and Stewart 1976 (when to orthogonalise twice); Ruhe 1979
 (band); Wu and Simon 2000 (thick restart).
@@ -34,6 +35,12 @@ Array = NDArray[np.float64]
 
 _BAND = 2**24  # entries of the rows that are converted together
 _DRAWN = 2**16  # entries of a random vector that share a stream
+_STRIDE = 8  # products on a device between two looks of the host
+
+
+def stride(device: torch.device) -> int:
+    """After how many products an iteration looks at its numbers: in main memory after each."""
+    return 1 if device.type == "cpu" else _STRIDE
 
 
 class Rows:
@@ -64,12 +71,10 @@ class Rows:
         """Row i in ``dtype``; a view where it is stored so."""
         return self.tensor[i].to(self.dtype)
 
-    def put(self, i: int, row: Tensor) -> float:
-        """Store a row; returns the norm of what its rounding took away."""
+    def put(self, i: int, row: Tensor) -> Tensor | None:
+        """Store a row; returns the norm of what its rounding took away, None: nothing."""
         self.tensor[i] = row
-        if not self.packed:
-            return 0.0
-        return float(self.norm(row - self.row(i)))
+        return self.norm(row - self.row(i)) if self.packed else None
 
     def take(self, vector: Tensor) -> Tensor:
         """This process's part of a full vector (n,), a copy here and in ``dtype``."""
@@ -298,6 +303,84 @@ class KrylovBasis:
         for image in self.store.images(self.op, slice(self.multiplied, self.multiplied + count)):
             self._absorb(image)
 
+    @property
+    def stride(self) -> int:
+        """How many products ``advance`` should be asked for at least."""
+        return 1 if self.store.shards is not None else stride(self.rows.device)
+
+    def advance(self, steps: int) -> float:
+        """Up to ``steps`` products of plain Lanczos; returns the norm of what the last one added.
+
+        In main memory, and where several rows are pending, it is one product (``expand``). On a
+        device all numbers of C stay there until the last product is made. A space that turns out
+        to be invariant goes on with rows of zeros, which are dropped when C is read: at most
+        ``steps`` − 1 products too many.
+        """
+        if self.stride == 1 or self.pending != 1:
+            return self.expand()
+        start = self.count
+        steps = max(1, min(steps, self.capacity - start, self.size - self.multiplied))
+        scale = torch.full((), self.scale, dtype=self.op.dtype, device=self.rows.device)
+        unread: list[Tensor] = []
+        try:
+            for _ in range(steps):
+                image = self.store.image(self.op, self.multiplied + len(unread))
+                scale = torch.maximum(scale, self.store.norm(image))
+                unread.append(self._absorb_unread(image, start + len(unread), scale))
+        finally:
+            added = self._read(unread)
+        return added
+
+    def _absorb_unread(self, image: Tensor, count: int, scale: Tensor) -> Tensor:
+        """The image's coefficients (count,), what is new as row ``count``, and what it lost.
+
+        Without C at hand the image is orthogonalised twice, in full. Returns the coefficients, the
+        norm of what is new, what its rounding took away, and the largest norm so far.
+        """
+        inner = self.store.project_out(image, count)
+        inner = inner + self.store.project_out(image, count)
+        after = self.store.norm(image)
+        lasting = after > 16 * self.eps * scale
+        lost = None
+        if count < min(self.size, self.capacity):
+            row = torch.where(lasting, image / torch.where(lasting, after, 1.0), 0.0)
+            lost = self.store.put(count, row)
+        missing = torch.zeros_like(after) if lost is None else lost
+        return torch.cat([inner, torch.stack([after, missing, scale])])
+
+    def _read(self, unread: list[Tensor]) -> float:
+        """Take in the steps that the host has not seen, up to the first that added nothing."""
+        if not unread:
+            return 0.0
+        numbers: list[float] = torch.cat(unread).tolist()  # the one synchronisation of all steps
+        at, after = 0, 0.0
+        for step in unread:
+            j, count = self.multiplied, self.count
+            inner = numbers[at : at + len(step) - 3]
+            after, lost, scale = numbers[at + len(step) - 3 : at + len(step)]
+            at += len(step)
+            self.products += 1
+            if not np.isfinite(after):
+                self.op.confirm()
+                raise FloatingPointError(
+                    f"product {self.products} with the operator holds NaN or infinity, or its norm "
+                    f"overflows {self.op.dtype}: check the loss and the parameters for NaN, or "
+                    "compute in float64."
+                )
+            if after == 0.0 and not self.pending:
+                continue  # of a row of zeros
+            self._make_room(count + 2)
+            self.coefficients[: len(inner), j] += inner
+            self.scale = max(self.scale, scale)
+            self.multiplied += 1
+            if after <= 16 * self.eps * self.scale or count >= self.size:
+                after = 0.0
+                continue
+            self.drift[j] += after * lost
+            self.coefficients[count, j] = after
+            self.count += 1
+        return after
+
     def _absorb(self, image: Tensor) -> float:
         """Take in A b_j of the first pending row: its column of C, and what is new as a row."""
         j = self.multiplied
@@ -322,7 +405,7 @@ class KrylovBasis:
         numbers: list[float] = measured.tolist()  # the one synchronisation of a step
         removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
         if not np.isfinite(after_):
-            raise not_finite(image, f"product {self.products} with the operator")
+            raise not_finite(image, f"product {self.products} with the operator", op=self.op)
         column = self.coefficients[:, j]
         column[: self.count] += removed
         column[earlier] += by_symmetry
@@ -337,7 +420,7 @@ class KrylovBasis:
             return 0.0
         self._make_room(self.count + 2)
         lost = self.store.put(self.count, image / after_)
-        self.drift[j] += after_ * lost
+        self.drift[j] += after_ * (0.0 if lost is None else float(lost))
         self.coefficients[self.count, j] = after_
         self.count += 1
         return after_
@@ -478,12 +561,14 @@ def krylov_steps(
 ) -> Iterator[tuple[KrylovBasis, float]]:
     """The growing basis of span{b, A b, A² b, …} and the norm of what each product added to it.
 
+    On a device it grows by several products at a time (``stride``), and the last one's is given.
     Nothing where b is zero; ends with the budget or an invariant space.
     """
     basis = KrylovBasis(op, min(budget, op.shape[1]) + 2)
     basis.add(start)
     with bar(title, total=budget) as progress:
         while basis.products < budget and basis.pending:
-            added = basis.expand()
-            progress.update()
+            before = basis.products
+            added = basis.advance(min(basis.stride, budget - before))
+            progress.update(basis.products - before)
             yield basis, added

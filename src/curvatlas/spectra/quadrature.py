@@ -16,7 +16,7 @@ from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator
-from curvatlas.spectra.krylov import Array
+from curvatlas.spectra.krylov import Array, stride
 from curvatlas.spectra.requirements import not_finite, refuse_asymmetric_images
 
 ROUNDING = 16  # times eps·scale: the norm of what rounding leaves of an invariant space
@@ -139,7 +139,8 @@ def recurrences(
 
     Each run is orthogonalised against its own vectors, as one batched GEMM for all of them. A run
     whose space is invariant ends there, with zeros behind; when all have, no more products are
-    made. Returned last: the products that were. scale: of A, where more is known than P A P shows.
+    made (on a device the host looks every few steps, ``krylov.stride``). Returned last: the
+    products that were. scale: of A, where more is known than P A P shows.
     """
     n, count = starts.shape
     kept = torch.zeros(count, steps + 1, n, dtype=op.dtype, device=op.device)
@@ -147,8 +148,8 @@ def recurrences(
     kept[:, 0] = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     alphas = torch.zeros(steps, count, dtype=op.dtype, device=op.device)
     betas = torch.zeros_like(alphas)
-    largest = torch.tensor(scale, dtype=op.dtype, device=op.device)
-    products = 0
+    largest = torch.full((), scale, dtype=op.dtype, device=op.device)
+    products, looks = 0, stride(op.device)
     for step in range(steps):
         here = kept[:, step]  # (K, n)
         image = (op @ here.T.contiguous()).T
@@ -165,15 +166,17 @@ def recurrences(
         earlier = kept[:, : step + 1]  # (K, step + 1, n)
         image = _off_own(image, earlier)
         beta = torch.linalg.vector_norm(image, dim=1)
-        if not bool(torch.isfinite(beta).all()):
-            raise not_finite(image)
+        looking = (step + 1) % looks == 0 or step == steps - 1
+        if looking and not bool(torch.isfinite(beta).all()):
+            raise not_finite(image, op=op)
         # Little is left of the image: rounding has a part in it that is not orthogonal.
-        if bool((beta < 0.1 * before).any()):
+        if looks > 1 or bool((beta < 0.1 * before).any()):
             image = _off_own(_off(image, outside), earlier)
             beta = torch.linalg.vector_norm(image, dim=1)
-        beta = torch.where(beta > ROUNDING * torch.finfo(op.dtype).eps * largest, beta, 0.0)
+        rounding = beta <= ROUNDING * torch.finfo(op.dtype).eps * largest
+        beta = torch.where(rounding, 0.0, beta)  # NaN stays until the next look
         betas[step] = beta
-        if not bool(beta.any()):
+        if looking and not bool(beta.any()):
             break
         norm = beta[:, None]
         kept[:, step + 1] = torch.where(norm > 0, image / torch.where(norm > 0, norm, 1.0), 0.0)

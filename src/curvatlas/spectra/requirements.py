@@ -135,8 +135,15 @@ def require_finite(image: Tensor, what: str = "a product with the operator") -> 
         raise not_finite(image, what)
 
 
-def not_finite(image: Tensor, what: str = "a product with the operator") -> FloatingPointError:
-    """What to raise of an image that is not finite, or whose norm is not."""
+def not_finite(
+    image: Tensor, what: str = "a product with the operator", *, op: LinearOperator | None = None
+) -> FloatingPointError:
+    """What to raise of an image that is not finite, or whose norm is not.
+
+    op: raises itself where its own checks know why (``LinearOperator.confirm``).
+    """
+    if op is not None:
+        op.confirm()
     bad = int((~torch.isfinite(image)).sum())
     if not bad:
         return FloatingPointError(

@@ -29,6 +29,7 @@ from curvatlas.results import Result
 from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, rademacher
 from curvatlas.spectra.exact import reads_at_once, symmetric_matrix
 from curvatlas.spectra.functions import Outliers
+from curvatlas.spectra.krylov import stride
 from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_preconditioner
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
@@ -307,18 +308,24 @@ def _conjugate_gradients(
     direction = z.clone()
     size = _dots(residual, z)  # ‖residual‖² in the norm of the preconditioner
     active = _dots(b, b) > goal
+    # Why to stop, and whether to: x stays as it was when the first reason came up, however late
+    # the host looks (``krylov.stride``).
+    indefinite = bent = broken = torch.zeros((), dtype=torch.bool, device=b.device)
+    looks = stride(op.device)
     with bar("conjugate gradients", total=iterations) as progress:
         for step in range(iterations):
-            if not bool(active.any()):
-                return x, step, _REACHED
-            if bool((active & ~(size > 0)).any()):
-                return x, step, "the preconditioner is not positive definite"
+            indefinite = indefinite | (active & ~(size > 0)).any()
+            if step % looks == 0:
+                going, *reasons = torch.stack([active.any(), indefinite, bent, broken]).tolist()
+                if any(reasons) or not going:
+                    return x, step, _ended(op, direction, *reasons) or _REACHED
             image = op @ direction + damping * direction
             curvature = _dots(direction, image)
-            if bool((active & (curvature <= 0)).any()):
-                return x, step + 1, "negative curvature met: use method='minres' or more damping"
-            if not bool(torch.isfinite(curvature).all()):
-                raise not_finite(image)
+            bent = bent | (active & (curvature <= 0)).any()
+            broken = broken | ~torch.isfinite(curvature).all()
+            if looks == 1 and bool(bent | broken):
+                return x, step + 1, _ended(op, image, False, bool(bent), True)
+            active = active & ~(indefinite | bent | broken)
             length = torch.where(active, size / curvature.clamp_min(1e-300), 0.0).to(x.dtype)
             x += length * direction
             residual -= length * image
@@ -328,7 +335,20 @@ def _conjugate_gradients(
             size = torch.where(active, new, size)
             active = active & (_dots(residual, residual) > goal)
             progress.update()
-    return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
+    going, *reasons = torch.stack([active.any(), indefinite, bent, broken]).tolist()
+    last = _EXHAUSTED if going else _REACHED
+    return x, iterations, _ended(op, direction, *reasons) or last
+
+
+def _ended(op: LinearOperator, image: Tensor, indefinite: bool, bent: bool, broken: bool) -> str:
+    """Why conjugate gradients cannot go on, empty: they can; raises on NaN and infinity."""
+    if indefinite:
+        return "the preconditioner is not positive definite"
+    if bent:
+        return "negative curvature met: use method='minres' or more damping"
+    if broken:
+        raise not_finite(image, op=op)
+    return ""
 
 
 def _minres(
@@ -346,15 +366,18 @@ def _minres(
     left = norm.clone()  # what remains of ‖b‖ e_1 under the rotations: the residual's norm
     scale = torch.zeros_like(norm)
     active = norm > 0
+    looks = stride(op.device)
     with bar("MINRES", total=iterations) as progress:
         for step in range(iterations):
-            if not bool(active.any()):
+            if step % looks == 0 and not bool(active.any()):
                 return x, step, _REACHED
             image = op @ v + damping * v - beta * before
             alpha = _dots(v, image)
             after = torch.linalg.vector_norm(image - alpha * v, dim=0)
-            if not bool(torch.isfinite(after).all()):
-                raise not_finite(image)
+            # NaN stays in the recurrence until the host looks.
+            looking = (step + 1) % looks == 0 or step == iterations - 1
+            if looking and not bool(torch.isfinite(after).all()):
+                raise not_finite(image, op=op)
             image = image - alpha * v
             scale = torch.maximum(scale, alpha.abs() + after + beta)
             third = s_before * beta
@@ -398,15 +421,19 @@ def _lsmr(
     tau = theta_tilde = zeta = lost = zero
     norm_b, square_norm = beta, alpha**2
     active = zeta_bar > 0
+    looks = stride(op.device)
+    broken = torch.zeros((), dtype=torch.bool, device=b.device)
     with bar("LSMR", total=iterations) as progress:
         for step in range(iterations):
-            if not bool(active.any()):
+            if step % looks == 0 and not bool(active.any()):
                 return x, step, _REACHED
             u, beta = _normalised(op @ v - alpha * u)
             square_norm = square_norm + beta**2
             v, alpha = _normalised(op.T @ u - beta * v)
-            if not bool(torch.isfinite(alpha + beta).all()):
-                raise not_finite(torch.cat([u, v]))
+            broken = broken | ~torch.isfinite(alpha + beta).all()
+            looking = (step + 1) % looks == 0 or step == iterations - 1
+            if looking and bool(broken):
+                raise not_finite(torch.cat([u, v]), op=op)
             # rotation of the damping into the diagonal
             alpha_hat = torch.sqrt(alpha_bar**2 + damp**2).clamp_min(tiny)
             c_hat, s_hat = alpha_bar / alpha_hat, damp / alpha_hat

@@ -299,7 +299,9 @@ class TraceSampler(DeflatedSampler):
         if self.basis.count == 0:
             self.basis.add_random(self.random)
         if self.basis.pending:
-            self.basis.expand()
+            used = self.basis.count + 2 * self.held + AT_WORK
+            room = min(self.room - used, self.basis.capacity - 1 - self.basis.count)
+            self.basis.advance(min(self.goal - self.grown, room, self.budget - self.products))
         else:
             self.exhausted = True
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from curvatlas.fits import Array
 from curvatlas.operators.curvature import Hessian
-from curvatlas.progress import track
+from curvatlas.progress import bar
 from curvatlas.spectra.krylov import KrylovBasis
 
 
@@ -54,9 +54,10 @@ class QuadraticDescent:
         self.values, self.slopes = np.zeros(1), np.zeros(1)
         self._turn: Array | None = None  # (m, m): Ritz vectors in the basis; None for g = 0
         if self._basis.add(gradient):
-            for _ in track(range(size), "Lanczos from the gradient", total=size):
-                if self._basis.expand() == 0.0:
-                    break
+            with bar("Lanczos from the gradient", total=size) as progress:
+                while (before := self._basis.products) < size and self._basis.pending:
+                    self._basis.advance(size - before)
+                    progress.update(self._basis.products - before)
             ritz = self._basis.ritz()
             self._turn, self.values = ritz.coordinates, ritz.values
             self.slopes = float(torch.linalg.vector_norm(gradient)) * ritz.coordinates[0]
