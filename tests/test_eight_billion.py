@@ -12,7 +12,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
@@ -49,12 +51,43 @@ class _NothingIsWrong(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Indexing(TorchFunctionMode):
+    """Indexing by operations: below ``[...]`` PyTorch without CUDA looks for the device itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            return _indexed(*args)
+        if func is Tensor.__setitem__:
+            return _indexed(*args[:2]).copy_(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _indexed(tensor: Tensor, key: Any) -> Tensor:
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if Ellipsis in keys:
+        place = keys.index(Ellipsis)
+        missing = tensor.ndim - sum(k is not None and k is not Ellipsis for k in keys)
+        keys[place : place + 1] = [slice(None)] * missing
+    axis = 0
+    for k in keys:
+        if isinstance(k, int):
+            tensor = tensor.select(axis, k)
+            continue
+        if k is None:
+            tensor = tensor.unsqueeze(axis)
+        else:
+            step = 1 if k.step is None else k.step
+            tensor = torch.ops.aten.slice.Tensor(tensor, axis, k.start, k.stop, step)
+        axis += 1
+    return tensor
+
+
 def test_a_product_goes_through_the_blocks_of_llama_3_8b_on_cuda() -> None:
     every = weight_shapes(LLAMA_3_8B)
     shapes = {f"{name}_weight": every[f"{name}_weight"] for name in _WEIGHTS.split()}
     # With the embedding and the head, 128,256 × 4,096 each, and the last norm: 8.03 B.
     assert LAYERS * sum(map(math.prod, shapes.values())) == 6_979_584_000
-    with FakeTensorMode(), _NothingIsWrong() as guards:
+    with FakeTensorMode(), _NothingIsWrong() as guards, _Indexing():
         device = torch.device("cuda", 0)
         x = torch.empty(1, TOKENS, LLAMA_3_8B.d_model, device=device)
         x_dot, space = torch.empty(1, *x.shape, device=device), Buffers(keep=True)

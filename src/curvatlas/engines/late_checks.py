@@ -28,13 +28,13 @@ class Answer:
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(values.device))
 
     @property
     def arrived(self) -> bool:
         """Whether ``read`` returns without waiting; no, where nothing tells."""
-        return self._event is not None and bool(self._event.query())
+        return self._event is not None and bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[bool]:
         """The values; the host waits for them."""

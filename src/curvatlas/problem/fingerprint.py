@@ -75,7 +75,8 @@ class LiveTensors:
         self._rewritten: set[tuple[int, str]] = set()
         self._tensors: list[Tensor] = []
         # Of the last look, where a device has a part in it.
-        self._here = b""
+        self._last, self._here = b"", b""
+        self._devices: list[torch.device] = []
         self._there: list[Tensor] = []
         self._signs: list[int] = []
         self._look_through()
@@ -95,7 +96,7 @@ class LiveTensors:
             self._there = [self._marks_on(device) for device in self._devices]
             for marks in self._there:
                 digest.update(marks.cpu().numpy())
-        self._last = digest.digest()
+        self._last = bytes(digest.digest())
         return self._last
 
     def changed(self, fingerprint: bytes) -> bool | Tensor:
@@ -122,7 +123,7 @@ class LiveTensors:
         digest.update(checksum.to_bytes(4, "little"))
         for group in self._groups:
             for marks in group.marks():
-                digest.update(marks.numpy())
+                digest.update(marks.numpy().data)
         for tensor in self._irregular:
             digest.update(_irregular_value(tensor))
         return digest
@@ -309,7 +310,7 @@ def _irregular_value(tensor: Tensor) -> bytes:
         digest = hashlib.blake2b(digest_size=16)
         for group in _groups([tensor.detach().contiguous().view(-1)]):
             for marks in group.marks():
-                digest.update(marks.cpu().numpy())
+                digest.update(marks.cpu().numpy().data)
         return digest.digest()
     except (RuntimeError, NotImplementedError):
         return f"{id(tensor)} {tensor._version}".encode()

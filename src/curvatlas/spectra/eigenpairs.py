@@ -56,6 +56,7 @@ from curvatlas.spectra.requirements import (
 # Times the tolerance: further off, unwanted neighbours carry more of the residual than the vector
 # itself, and an eigenvalue may still be emerging among them.
 REFINED_WITHIN = 1.5
+_SEARCH_STEPS = 2  # with a random direction on a device, before they are looked at
 _ASYMMETRY_OF_FEW_BITS = 0.05  # of a basis stored in bfloat16
 
 
@@ -216,6 +217,9 @@ class Following:
     def measure(self, op: LinearOperator, position: Tensor | None = None) -> Eigenpairs:
         """At the present weights ``position``; without them V is taken as it is."""
         checking = self.count % CHECKED_EVERY == 0
+        self.vectors = [vectors.to(op.device) for vectors in self.vectors]  # stored elsewhere
+        if position is not None:
+            self.positions = [earlier.to(position.device) for earlier in self.positions]
         start = self._predicted(position)
         wanted = 2 * self.k if self.which == "both" else self.k
         if start is not None and not checking:
@@ -427,7 +431,9 @@ class LanczosRun(Resumable):
             if not basis.add_random(self.random):
                 return True  # the basis is the whole space
         if self.search.going_on:
-            self.search.expand()
+            left = self.budget - basis.products, basis.capacity - 1 - basis.count
+            self.search.expand(min(_SEARCH_STEPS, *left))
+            self.next_look = basis.products
         elif self.together > 1:
             left = self.budget - basis.products, basis.capacity - basis.count
             basis.expand_together(min(self.together, basis.pending, *left))

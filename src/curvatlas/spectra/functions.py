@@ -227,7 +227,7 @@ def quadratic_form(
         done = exact or (len(betas) > 2 and near)
         if done:
             break
-    if betas:
+    if products:
         refuse_asymmetric(basis, "quadratic_form")
     rounding += steep if np.isfinite(steep) else np.inf
     return Estimate(

@@ -171,7 +171,8 @@ class Rows:
         count = weights.shape[0]
         if not self.packed:
             return self.tensor[:count].T @ weights
-        result = torch.empty(self.length, weights.shape[1], dtype=self.dtype, device="cpu")
+        shape = self.length, weights.shape[1]
+        result = torch.empty(shape, dtype=self.dtype, device=self.tensor.device)
         for band in self._bands(count):
             result[band] = self.tensor[:count, band].to(self.dtype).T @ weights
         return result
@@ -308,25 +309,27 @@ class KrylovBasis:
         """How many products ``advance`` should be asked for at least."""
         return 1 if self.store.shards is not None else stride(self.rows.device)
 
-    def advance(self, steps: int) -> float:
-        """Up to ``steps`` products of plain Lanczos; returns the norm of what the last one added.
+    def advance(self, steps: int, *, newest: bool = False) -> list[float]:
+        """Up to ``steps`` products of plain Lanczos; returns the norm of what each of them added.
 
         In main memory, and where several rows are pending, it is one product (``expand``). On a
         device all numbers of C stay there until the last product is made. A space that turns out
         to be invariant goes on with rows of zeros, which are dropped when C is read: at most
-        ``steps`` − 1 products too many.
+        ``steps`` − 1 products too many. newest: follow the last of several pending rows.
         """
-        if self.stride == 1 or self.pending != 1:
-            return self.expand()
+        if self.stride == 1 or not (newest or self.pending == 1):
+            return [self.expand(self.count - 1 if newest else None)]
         start = self.count
         steps = max(1, min(steps, self.capacity - start, self.size - self.multiplied))
         scale = torch.full((), self.scale, dtype=self.op.dtype, device=self.rows.device)
         unread: list[Tensor] = []
         try:
-            for _ in range(steps):
-                image = self.store.image(self.op, self.multiplied + len(unread))
+            for step in range(steps):
+                j, last = self.multiplied + step, start + step - 1
+                image = self.store.image(self.op, last)
+                self._swap_rows(j, last)  # the same row where it is the only one pending
                 scale = torch.maximum(scale, self.store.norm(image))
-                unread.append(self._absorb_unread(image, start + len(unread), scale))
+                unread.append(self._absorb_unread(image, last + 1, scale))
         finally:
             added = self._read(unread)
         return added
@@ -348,12 +351,13 @@ class KrylovBasis:
         missing = torch.zeros_like(after) if lost is None else lost
         return torch.cat([inner, torch.stack([after, missing, scale])])
 
-    def _read(self, unread: list[Tensor]) -> float:
+    def _read(self, unread: list[Tensor]) -> list[float]:
         """Take in the steps that the host has not seen, up to the first that added nothing."""
         if not unread:
-            return 0.0
+            return []
         numbers: list[float] = torch.cat(unread).tolist()  # the one synchronisation of all steps
-        at, after = 0, 0.0
+        at, added = 0, list[float]()
+        idle: list[tuple[int, int]] = []  # where rows of zeros were put
         for step in unread:
             j, count = self.multiplied, self.count
             inner = numbers[at : at + len(step) - 3]
@@ -367,19 +371,26 @@ class KrylovBasis:
                     f"overflows {self.op.dtype}: check the loss and the parameters for NaN, or "
                     "compute in float64."
                 )
-            if after == 0.0 and not self.pending:
+            if added and added[-1] == 0.0:
+                idle.append((j + len(idle), count + len(idle)))
                 continue  # of a row of zeros
+            if self.pending > 1:
+                self.rewrites += 1
+                self.coefficients[[j, count - 1]] = self.coefficients[[count - 1, j]]
             self._make_room(count + 2)
             self.coefficients[: len(inner), j] += inner
             self.scale = max(self.scale, scale)
             self.multiplied += 1
             if after <= 16 * self.eps * self.scale or count >= self.size:
-                after = 0.0
+                added.append(0.0)
                 continue
             self.drift[j] += after * lost
             self.coefficients[count, j] = after
             self.count += 1
-        return after
+            added.append(after)
+        for i, j in reversed(idle):
+            self._swap_rows(i, j)
+        return added
 
     def _absorb(self, image: Tensor) -> float:
         """Take in A b_j of the first pending row: its column of C, and what is new as a row."""
@@ -552,8 +563,14 @@ class KrylovBasis:
         if not (self.multiplied <= i < self.count):
             raise IndexError(f"row {i} is not pending.")
         self.rewrites += 1
-        self.rows[[i, j]] = self.rows[[j, i]]
+        self._swap_rows(i, j)
         self.coefficients[[i, j]] = self.coefficients[[j, i]]
+
+    def _swap_rows(self, i: int, j: int) -> None:
+        if i != j:
+            kept = self.rows[i].clone()
+            self.rows[i] = self.rows[j]
+            self.rows[j] = kept
 
 
 def krylov_steps(
@@ -569,6 +586,6 @@ def krylov_steps(
     with bar(title, total=budget) as progress:
         while basis.products < budget and basis.pending:
             before = basis.products
-            added = basis.advance(min(basis.stride, budget - before))
+            added = basis.advance(min(max(basis.stride // 2, 1), budget - before))
             progress.update(basis.products - before)
-            yield basis, added
+            yield basis, added[-1]

@@ -179,13 +179,14 @@ class Search:
         self.invariant = False  # a Krylov space ended early: there are few different eigenvalues
         self.start: list[list[float]] = []  # the recurrence of the random start, [alphas, betas]
 
-    def expand(self) -> None:
-        """One product with the direction that is followed."""
+    def expand(self, most: int) -> None:
+        """One product with the direction that is followed; on a device up to ``most``."""
         basis = self.basis
-        beta = basis.expand(basis.count - 1)
-        self.searched += 1
-        self.betas.append(beta)
-        self.alphas.append(basis.coefficients[basis.multiplied - 1, basis.multiplied - 1])
+        before, start = basis.products, basis.multiplied
+        self.betas += basis.advance(most, newest=True)
+        self.searched += basis.products - before
+        diagonal = np.diag(basis.coefficients)[start : basis.multiplied]
+        self.alphas += [float(alpha) for alpha in diagonal]
 
     def compare(self, current: list[float], slack: float) -> None:
         """Begin again when the search itself has brought a new wanted value."""
