@@ -535,10 +535,11 @@ class SampleFactors:
         total = torch.zeros(self.size, dtype=torch.float64, device=float64_device(problem.device))
         mapping_checked = False
         with problem.joined():
+            if self._checks:  # what is wrong with the problem is said, not worked around
+                with problem.evaluating():
+                    problem.check()
             try:
                 with problem.evaluating():
-                    if self._checks:
-                        problem.check()
                     for part in own_pieces(problem, max(1, self._at_once // max(columns, 1))):
                         with torch.no_grad():
                             factors = _factors(problem, part, problem.outputs(part, {}))
