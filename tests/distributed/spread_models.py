@@ -269,6 +269,14 @@ def not_a_number(rank: int) -> None:
     ca.Hessian(problem) @ columns(problem.size)[:, 0]
 
 
+def dropping(rank: int) -> None:
+    model, blocks, loss, data = case("encoder")
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).p = 0.5
+    problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
+    problem.model.train()
+    ca.Hessian(problem) @ columns(problem.size)[:, 0]
+
+
 class Unknown(nn.Module):
     """Nothing of it is a block that we know."""
 
@@ -306,6 +314,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
         no_memory,
         other_counts,
         not_a_number,
+        dropping,
         unknown_layers,
     )
 }

@@ -95,6 +95,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no_memory", "memory ran out in blocks.1"),
         ("other_counts", "rank 1 multiplies 2 columns and rank 0 1"),
         ("not_a_number", "NaN or infinite weights in head.weight"),
+        ("dropping", "dropout is active in"),
         ("unknown_layers", "has no layer that is written out by hand"),
     ],
 )

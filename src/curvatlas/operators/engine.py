@@ -210,22 +210,23 @@ class SpreadProducts:
         problem, off, reason = self._problem, 0.0, ""
         sample = next(problem.batches(), None)
         reading: ModelReading | None = None
-        with problem.joined(), problem.evaluating():
+        with problem.joined():
+            if self._checks:
+                problem.check()  # before the evaluation, in which dropout is off
             try:
-                if self._checks:
-                    problem.check()
-                reading = read_model(problem.model)
-                self._linear = ShardedLinearisation(
-                    problem,
-                    problem.parameter_names,
-                    reading=reading,
-                    bends=self._part != "outer",
-                    budget=self._budget,
-                    logit_room=self._logit_room,
-                    pair_room=self._budget // _PAIR_SHARE,
-                )
-                if sample is not None:
-                    off = self._linear.verified(probe_batch(problem))
+                with problem.evaluating():
+                    reading = read_model(problem.model)
+                    self._linear = ShardedLinearisation(
+                        problem,
+                        problem.parameter_names,
+                        reading=reading,
+                        bends=self._part != "outer",
+                        budget=self._budget,
+                        logit_room=self._logit_room,
+                        pair_room=self._budget // _PAIR_SHARE,
+                    )
+                    if sample is not None:
+                        off = self._linear.verified(probe_batch(problem))
             except UnmappedModuleError as error:
                 reason = str(error).rstrip(".")
         if reading is not None and not reason:

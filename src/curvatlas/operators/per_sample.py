@@ -536,8 +536,7 @@ class SampleFactors:
         mapping_checked = False
         with problem.joined():
             if self._checks:  # what is wrong with the problem is said, not worked around
-                with problem.evaluating():
-                    problem.check()
+                problem.check()
             try:
                 with problem.evaluating():
                     for part in own_pieces(problem, max(1, self._at_once // max(columns, 1))):
