@@ -479,12 +479,17 @@ def begin_exchange(
     (process's number in the group, tensor), contiguous. Two processes name what goes from one to
     the other in the same order.
     """
-    works = []
-    for begin, messages in ((dist.irecv, received), (dist.isend, sent)):
-        for index, tensor in messages:
-            if tensor.numel():
-                works.append(begin(tensor, dist.get_global_rank(group, index), group=group))
-    return works
+    arriving = [
+        dist.irecv(tensor, dist.get_global_rank(group, index), group=group)
+        for index, tensor in received
+        if tensor.numel()
+    ]
+    leaving = [
+        dist.isend(tensor, dist.get_global_rank(group, index), group=group)
+        for index, tensor in sent
+        if tensor.numel()
+    ]
+    return [*arriving, *leaving]
 
 
 def begin_reduce_scatter(sent: Tensor, group: Any) -> tuple[Tensor, Any]:

@@ -113,7 +113,8 @@ def linearised(operator: ca.Hessian) -> ShardedLinearisation:
 
 def by_budget(problem: ca.Problem, first: ca.Hessian) -> dict[str, Tensor]:
     """Products where a sample at a time fits, and where none does."""
-    linear, results = linearised(first), {}
+    linear = linearised(first)
+    results: dict[str, Tensor] = {}
     with problem.joined(), problem.evaluating():
         units, tangents, inputs = linear._unit_bytes(next(problem.batches()))
     taken = _PLANNED * first.budget - linear._room

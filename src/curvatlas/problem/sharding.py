@@ -387,7 +387,8 @@ class Station:
         whole = self.tangents.new_empty(1, self.size)
         if columns is not None:
             self._allocate(len(columns))
-        sent, received = [], []
+        sent: list[tuple[int, Tensor]] = []
+        received: list[tuple[int, Tensor]] = []
         for piece, start, _ in self._placed:
             rows = [(whole[0], weights.local(piece.name).to(weights.dtype))]
             if columns is not None and piece.name in local:
@@ -405,7 +406,9 @@ class Station:
         """Begin to send rows (K, size) to where they are kept: (others, K, own entries) arrive."""
         lengths = [piece.length for piece in self.pieces]
         terms = rows.new_empty(len(self._others), sum(lengths), len(rows))
-        sent, received, at = [], [], 0
+        sent: list[tuple[int, Tensor]] = []
+        received: list[tuple[int, Tensor]] = []
+        at = 0
         for piece, start, _ in self._placed:
             for other, into in zip(self._others, terms, strict=True):
                 arriving = into[at : at + piece.length].view(len(rows), piece.length)
