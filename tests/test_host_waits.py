@@ -49,6 +49,23 @@ def problem_on(device: torch.device | str) -> ca.Problem:
     return ca.Problem(moved, "cross_entropy", (data[:, :-1], data[:, 1:]))
 
 
+@functools.cache
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = zoo.GPTConfig(vocabulary=5, context=4, d_model=4, n_heads=2, n_layers=1)
+    return zoo.GPT(sizes).eval()
+
+
+def small_on(device: torch.device | str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    data = tokens()[:, :5].remainder(5).to(device)
+    return copy.deepcopy(small()).to(device), (data[:, :-1], data[:, 1:])
+
+
+def small_problem_on(device: torch.device | str) -> ca.Problem:
+    moved, data = small_on(device)
+    return ca.Problem(moved, "cross_entropy", data)
+
+
 def vector(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(2))
 
@@ -154,14 +171,14 @@ def behind(there: ca.Problem) -> None:
 
 
 def doubled() -> ca.Problem:
-    changed = problem_on("cpu")
+    changed = small_problem_on("cpu")
     next(changed.model.parameters()).data.mul_(1.5)
     return changed
 
 
 @pytest.mark.parametrize("engine", ["tangent", "autograd"])
 def test_weights_changed_behind_pytorch_give_nan_and_an_error(engine: Any, waits: Waits) -> None:
-    problem = problem_on(DEVICE)
+    problem = small_problem_on(DEVICE)
     there = ca.Hessian(problem, engine=engine)
     v = vector(problem.size).to(DEVICE)
     there @ v
@@ -187,7 +204,7 @@ class _Foreign(torch.optim.Optimizer):
 
 
 def test_a_step_of_an_optimizer_is_followed_at_once(waits: Waits) -> None:
-    problem = problem_on(DEVICE)
+    problem = small_problem_on(DEVICE)
     there = ca.Hessian(problem)
     v = vector(problem.size).to(DEVICE)
     there @ v
@@ -196,7 +213,7 @@ def test_a_step_of_an_optimizer_is_followed_at_once(waits: Waits) -> None:
 
 
 def test_a_counted_change_is_followed_at_once(waits: Waits) -> None:
-    problem = problem_on(DEVICE)
+    problem = small_problem_on(DEVICE)
     there = ca.Hessian(problem)
     v = vector(problem.size).to(DEVICE)
     there @ v
@@ -211,7 +228,7 @@ def test_an_answer_that_comes_in_time_saves_the_product(
     """As on a GPU whose queue is short: the change is known before the product is returned."""
     monkeypatch.setattr(Answer, "arrived", True)
     monkeypatch.setattr(Answer, "read", lambda self: self.values.tolist())
-    problem = problem_on(DEVICE)
+    problem = small_problem_on(DEVICE)
     there = ca.Hessian(problem)
     v = vector(problem.size).to(DEVICE)
     there @ v
@@ -222,7 +239,7 @@ def test_an_answer_that_comes_in_time_saves_the_product(
 def test_a_product_that_is_not_finite_is_told_of_at_the_next(
     waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = problem_on(DEVICE)
+    problem = small_problem_on(DEVICE)
     there = ca.Hessian(problem)
     v = vector(problem.size).to(DEVICE)
     there @ v
@@ -431,18 +448,6 @@ def test_eigenvectors_that_are_followed_come_back_on_the_device(waits: Waits) ->
 
 
 # --- everything else follows the model's device ---------------------------------------------------
-
-
-@functools.cache
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = zoo.GPTConfig(vocabulary=5, context=4, d_model=4, n_heads=2, n_layers=1)
-    return zoo.GPT(sizes).eval()
-
-
-def small_on(device: torch.device | str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    data = tokens()[:, :5].remainder(5).to(device)
-    return copy.deepcopy(small()).to(device), (data[:, :-1], data[:, 1:])
 
 
 ESTIMATES: dict[str, Callable[[ca.LinearOperator], Any]] = {
