@@ -501,7 +501,7 @@ def scaling() -> ca.ScalingLawAnalyzer:
     analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
     x = torch.randint(0, 7, (50, 4))
     analyzer.analyze_scaling_with_size(
-        [4, 8], [8, 24], data=(x, x.roll(1, 1)), steps=3, curvature_samples=8, products=8
+        [4, 8], [8, 24], data=(x, x.roll(1, 1)), steps=1, curvature_samples=8, products=8
     )
     return analyzer
 
