@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -52,14 +53,21 @@ class _NothingIsWrong(TorchDispatchMode):
 
 
 class _Indexing(TorchFunctionMode):
-    """Indexing by operations: below ``[...]`` PyTorch without CUDA looks for the device itself."""
+    """Indexing and other methods by operations: below them PyTorch without CUDA asks for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             return _indexed(*args)
         if func is Tensor.__setitem__:
-            return _indexed(*args[:2]).copy_(args[2])
-        return func(*args, **(kwargs or {}))
+            return self.__torch_function__(Tensor.copy_, types, (_indexed(*args[:2]), args[2]))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "not linked with support" not in str(error):
+                raise
+        name = {"__invert__": "bitwise_not"}.get(func.__name__, func.__name__)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.aten, name)(*args, **(kwargs or {}))
 
 
 def _indexed(tensor: Tensor, key: Any) -> Tensor:
@@ -82,6 +90,7 @@ def _indexed(tensor: Tensor, key: Any) -> Tensor:
     return tensor
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_product_goes_through_the_blocks_of_llama_3_8b_on_cuda() -> None:
     every = weight_shapes(LLAMA_3_8B)
     shapes = {f"{name}_weight": every[f"{name}_weight"] for name in _WEIGHTS.split()}
