@@ -14,8 +14,9 @@ median of five steps, which a single spike does not move) twice its lowest so fa
 never doubles is told and not counted. The monitor measures every five steps without a limit of time
 and is told the training loss.
 
-The rules of the alarms were set on seeds 0 to 11; the seeds here, from 100 on, and the list of
-faults were fixed before any of them was run.
+The rules of the alarms were set on seeds below 200: a first set that was held out, seeds 100 to
+105, had three false alarms in 30 healthy runs, after which slow rises of the rate were left out. The
+seeds here, from 200 on, and the list of faults were fixed before any of them was run.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class Case:
 
 def healthy() -> list[Case]:
     kinds = itertools.product(MODELS, OPTIMIZERS, SCHEDULES)
-    return [Case(m, o, 100, schedule) for m, o, schedule in kinds]
+    return [Case(m, o, 200, schedule) for m, o, schedule in kinds]
 
 
 def divergent() -> list[Case]:
     faults = [
-        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (101, 102)),
-        ("no norm", 10.0, 103),
-        ("no warm-up", 10.0, 104),
-        ("batch", 10.0, 105),
+        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (201, 202)),
+        ("no norm", 10.0, 203),
+        ("no warm-up", 10.0, 204),
+        ("batch", 10.0, 205),
     ]
     pairs = list(itertools.product(MODELS, OPTIMIZERS))
     return [

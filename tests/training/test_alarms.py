@@ -59,8 +59,8 @@ def test_a_run_that_begins_beyond_its_edge_was_not_warmed_up() -> None:
     assert names(snapshot_at(5, edge=32.0), []) == []
     assert names(snapshot_at(15, edge=32.0), []) == ["edge_of_stability", "spike_ahead"]
     guide = {"edge_is_law": False}
-    assert names(snapshot_at(15, edge=80.0, **guide), []) == ["edge_of_stability"]
-    assert names(snapshot_at(15, edge=100.0, **guide), []) == ["edge_of_stability", "spike_ahead"]
+    assert names(snapshot_at(15, edge=140.0, **guide), []) == ["edge_of_stability"]
+    assert names(snapshot_at(15, edge=160.0, **guide), []) == ["edge_of_stability", "spike_ahead"]
 
 
 def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
@@ -105,12 +105,19 @@ def test_a_rate_above_the_one_a_run_settled_on_is_an_alarm_at_the_edge_only() ->
     )
     below = snapshot_at(20, edge=8.0, learning_rate=0.1)
     assert watch(*settled, 0.13).alarm(25, 0.13, [below]) is None
-    # the sharpest of the last snapshots counts, and a guide from three times the edge
+    # the sharpest of the last snapshots counts, and a guide from five times the edge
     assert watch(*settled, 0.13).alarm(25, 0.13, [at_the_edge, below]) is not None
     assert watch(*settled, 0.13).alarm(25, 0.13, [at_the_edge, *[below] * 8]) is None
-    for edge, alarms in ((40.0, False), (60.0, True)):
+    for edge, alarms in ((60.0, False), (80.0, True)):
         guide = snapshot_at(15, edge=edge, learning_rate=0.1, edge_is_law=False)
         assert (watch(*settled, 0.13).alarm(25, 0.13, [guide]) is not None) == alarms
+
+
+def test_curvature_gives_way_to_a_rate_that_rises_slowly() -> None:
+    last = snapshot_at(20, edge=25.0, learning_rate=0.1)
+    slow = [0.1] * 12 + [0.1 * 1.005**i for i in range(60)]
+    assert watch(*slow).alarm(90, slow[-1], [last]) is None
+    assert watch(*slow, 1.1 * slow[-1]).alarm(91, 1.1 * slow[-1], [last]) is not None
 
 
 def test_a_restart_goes_back_to_the_highest_rate_and_not_beyond() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,7 +78,7 @@ class Thresholds:
 
     edge: float = 1.0  # λmax(P⁻¹H) over the optimizer's threshold
     spike_ahead: float = 2.5  # times the edge, twice in a row, or twice that once
-    first_steps: float = 1.5  # times the edge, in the first 20 steps: there was no warm-up
+    first_steps: float = 1.5  # times the edge, in the first steps: there was no warm-up
     rising_rate: float = 1.1  # times the rate that the run had settled on, at the edge
     rising_warm_up: float = 2.0  # times the rate at which a rising one first met the edge
     loss_rising: float = 1.25  # times the lowest loss so far, and beyond what it used to scatter
@@ -90,8 +91,10 @@ _SCATTER = 4.0  # standard deviations of earlier changes that a rise must exceed
 _LOOKS = 6  # losses from which their scatter is known
 _NEAR = 0.9  # of the threshold: at the edge
 _YOUNG = 10  # steps in which running means of gradients are too short to be a metric
-_FIRST = 20  # steps of which a warm-up would have kept the first ones far below the edge
-_GUIDE = 3.0  # times a law's limit: where an edge that is a guide only is passed for certain
+_FIRST = 15  # steps that a warm-up keeps far below the edge
+_GUIDE = 5.0  # times a law's limit: where an edge that is a guide only is passed for certain
+_GUIDE_RISE = 1.25  # times the settled rate, where the edge is a guide only
+_FAST = 1.08  # times the highest rate of ten steps ago: curvature gives way to slower rises
 _SETTLED = 10  # steps without a higher rate: warm-up is over
 _RECENT = 8  # snapshots whose curvature a raised rate is held against
 TRAINING_LOOKS = 50  # training losses, one a step, that tell their scatter
@@ -167,7 +170,7 @@ class RateWatch:
     A warm-up raises the rate before the run has settled: only then may the edge be met on the way
     up. Later a rate above the highest one that lasted (a restart goes back to it, not beyond)
     moves the edge by as much: what counts is where the curvature of the last snapshots would stand
-    at the new rate.
+    at the new rate. A slow rise is no matter: at the edge curvature gives way as fast.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -175,9 +178,11 @@ class RateWatch:
         self.highest, self.lasted = 0.0, 0  # the highest rate, and steps since it came
         self.settled: float | None = None  # the highest rate that was not raised for a while
         self.said = 0.0  # the rate of the last alarm
+        self.recent: deque[float] = deque(maxlen=_SETTLED)  # the highest rate, step by step
 
     def see(self, rate: float, steps: int = 1) -> None:
         """Take note of a rate that was used for so many steps."""
+        self.recent.extend([self.highest] * min(steps, _SETTLED))
         if rate > self.highest * (1 + 1e-6):
             self.highest, self.lasted = rate, 0
             steps -= 1
@@ -190,7 +195,9 @@ class RateWatch:
         grown = [s for s in snapshots if _grown(s) and s.edge_ratio is not None and s.learning_rate]
         if not grown or rate < 1.5 * self.said:
             return None
-        event = self._jumped(step, rate, grown[-1]) or self._raised(step, rate, grown)
+        event = self._jumped(step, rate, grown[-1])
+        if event is None and rate >= _FAST * self.recent[0]:
+            event = self._raised(step, rate, grown)
         if event is not None:
             self.said = rate
         return event
