@@ -25,14 +25,13 @@ def alarms(result: Result) -> list[str]:
     """Healthy runs, then the faults one by one."""
     summary = result["summary"]
     most = summary["false_alarm_rate_interval"][1]
-    low, high = summary["warned_in_time_interval"]
     false = sum(bool(row["alarms"]) for row in result["healthy"] if row["doubled_at"] is None)
     early = sum(row["early_alarms"] > 0 for row in result["faults"])
     told = (
         f"Of {summary['healthy_runs']} healthy runs {false} raised an alarm (at most {most:.0%} of "
         f"such runs, 95 %), and {early} of {len(result['faults'])} others before their fault. Of "
         f"{summary['divergences']} divergences {summary['warned_in_time']} were told at least ten "
-        f"steps before the loss doubled ({low:.0%} to {high:.0%}, 95 %)."
+        f"steps before the loss doubled. {_rules(summary)}"
     )
     rows = []
     for fault, name in FAULTS.items():
@@ -43,6 +42,12 @@ def alarms(result: Result) -> list[str]:
         rows.append((name, str(len(runs)), str(len(doubled)), str(len(warned)), lead))
     head = ("fault", "runs", "loss doubled", "told in time", "median lead")
     return [told, "", *table(head, rows)]
+
+
+def _rules(summary: Result) -> str:
+    if "how_the_rules_were_set" in summary:
+        return str(summary["how_the_rules_were_set"])
+    return "These numbers are of earlier rules, which were set on these very runs."
 
 
 def following(result: Result) -> list[str]:
