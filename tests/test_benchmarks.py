@@ -130,3 +130,15 @@ def test_the_bench_command_reports_every_operator_alone_and_by_eight() -> None:
     assert all(row["gradients"] > 0 for row in found["products"])
     # embedding and head, positions, four projections, feed-forward, three norms
     assert found["parameters"] == 16000 + 512 + 4 * 72 + (256 + 32 + 256 + 8) + 3 * 16
+
+
+def test_tuning_goes_on_until_every_neighbour_is_worse_or_impossible(harness: None) -> None:
+    from harness.racing import Racer, tune
+
+    racer = Racer("any", lambda model, rate, momentum: None, 0.01)
+    inner = tune(racer, lambda rate, momentum: (rate / 0.04 - 1) ** 2 + (momentum - 0.8) ** 2)
+    assert (inner.rate, inner.momentum, inner.inside) == (0.04, 0.8, True)
+    none = tune(racer, lambda rate, momentum: (rate / 0.02 - 1) ** 2 + momentum)
+    assert (none.rate, none.momentum, none.inside) == (0.02, 0.0, True)
+    short = tune(racer, lambda rate, momentum: -rate, most=4)
+    assert not short.inside
