@@ -49,10 +49,10 @@ SPAN = 10.0  # in rate, over which ours must stay that near
 class Race:
     """One setting's runs, by contestant; every number is in the notes as soon as it is known."""
 
-    def __init__(self, setting: Setting, notes: Notebook, *, quick: bool) -> None:
+    def __init__(self, setting: Setting, notes: Notebook, *, quick: bool, pairs: int) -> None:
         self.setting, self.notes = setting, notes
         self.horizon = 20 if quick else setting.steps
-        self.rounds, self.most = (1, 2) if quick else (3 if setting.steps < 100 else 8, 24)
+        self.rounds, self.most = (1, 2) if quick else (3 if setting.steps < 100 else 8, pairs)
         self.contestants = {racer.name: racer for racer in racers()}
 
     def run(self, racer: Racer, rate: float, momentum: float, **how: Any) -> Losses:
@@ -202,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=", ".join(known))
     parser.add_argument("--quick", action="store_true", help="a few steps, nothing is kept")
     parser.add_argument("--notes", type=Path, help="file of finished runs, to go on where it was")
+    parser.add_argument("--pairs", type=int, default=24, help="most pairs tried by a contestant")
     parser.add_argument("--only", action="append", help="run this contestant and note it")
     parser.add_argument("--costs", action="store_true", help="measure and note the costs only")
     options = parser.parse_args(argv)
@@ -217,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         except FileNotFoundError as error:
             print(f"  {name} is left out: {error}", file=sys.stderr)
             continue
-        started = Race(setting, Notebook(options.notes), quick=options.quick)
+        started = Race(setting, Notebook(options.notes), quick=options.quick, pairs=options.pairs)
         if options.costs or options.only:
             for contestant in options.only or started.contestants:
                 racer = started.contestants[contestant]
