@@ -144,7 +144,7 @@ _MEMORY = 0.8  # of the running means: five steps
 # tuned rates the zoo's models stay above −0.25, at five times the rate they go to −0.45.
 _BACKWARDS = -0.35
 # The largest rate. Directions have a size of their own (see directions.py), so that the best rate
-# of a short run hardly depends on the model: of 0.02 to 0.06, 0.045 ended within 1 % of the best
+# of a short run hardly depends on the model: of 0.03 to 0.06, 0.045 ended within 1 % of the best
 # on two ViTs and two GPTs of widths 16 to 128, with none of the race's seeds (0.03 within 1 % too,
 # but for the digits: 22 %). Beyond it nothing is gained and no measurement stops a wrong rate:
 # behind a normalisation curvature falls as weights grow.
