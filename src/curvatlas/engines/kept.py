@@ -82,7 +82,7 @@ class KeptLinearisations:
     ) -> None:
         self._linearise, self._transient = linearise, transient
         self._problem = problem
-        self._device_type = problem.device.type
+        self._device_type, self._host_waits = problem.device.type, not problem.deferring
         self.names = tuple(names)
         self._kept: dict[int, Linearised] = {}
         self.doubt: Answer | None
@@ -268,7 +268,11 @@ class KeptLinearisations:
             return []
         if any(tensor._version != count for tensor, count in self._writes):
             return []
-        return [] if self._changed() else self._graphs
+        if self._host_waits:  # the ordinary way, with as few steps as there can be
+            changed = self._problem.weights_version() != self.version
+        else:
+            changed = self._changed()
+        return [] if changed else self._graphs
 
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""

@@ -81,21 +81,35 @@ class LiveTensors:
         self._signs: list[int] = []
         self._look_through()
 
-    def fingerprint(self) -> bytes:
-        """Changes whenever the value of a tensor changes, in whatever way."""
+    def fingerprint(self, *, devices: bool = True) -> bytes:
+        """Changes whenever the value of a tensor changes, in whatever way.
+
+        devices: False takes what lies in main memory only.
+        """
         if not self._watched:
             return b""
         if self._identities() != self._seen:
             self.follow()
         if [t.data_ptr() for t in self._tensors] != self._addresses:
             self._arrange()  # ``p.data = other``: the same object with other memory
-        digest = self._digest_here()
+        checksum = 0
+        for memory in self._small:
+            checksum = zlib.crc32(memory, checksum)
+        digest = hashlib.blake2b(self._shapes, digest_size=16)
+        digest.update(checksum.to_bytes(4, "little"))
+        for group in self._groups:
+            for marks in group.marks():
+                digest.update(marks.numpy().data)
+        for tensor in self._irregular:
+            digest.update(_irregular_value(tensor))
+        if not devices:
+            return bytes(digest.digest())
         if self._devices:
             self._here = digest.digest()
             self._signs = self._host_signs()
             self._there = [self._marks_on(device) for device in self._devices]
             for marks in self._there:
-                digest.update(marks.cpu().numpy())
+                digest.update(marks.cpu().numpy().data)
         self._last = bytes(digest.digest())
         return self._last
 
@@ -110,23 +124,9 @@ class LiveTensors:
             return self.fingerprint() != fingerprint
         if self._last != fingerprint or len(self._devices) > 1 or self._identities() != self._seen:
             return self.fingerprint() != fingerprint
-        if self._host_signs() != self._signs or self._digest_here().digest() != self._here:
+        if self._host_signs() != self._signs or self.fingerprint(devices=False) != self._here:
             return self.fingerprint() != fingerprint
         return (self._marks_on(self._devices[0]) != self._there[0]).any()
-
-    def _digest_here(self) -> Any:
-        """Of what lies in main memory."""
-        checksum = 0
-        for memory in self._small:
-            checksum = zlib.crc32(memory, checksum)
-        digest = hashlib.blake2b(self._shapes, digest_size=16)
-        digest.update(checksum.to_bytes(4, "little"))
-        for group in self._groups:
-            for marks in group.marks():
-                digest.update(marks.numpy().data)
-        for tensor in self._irregular:
-            digest.update(_irregular_value(tensor))
-        return digest
 
     def _marks_on(self, device: torch.device) -> Tensor:
         """D and M of all rows on a device, as 64-bit words of one vector."""

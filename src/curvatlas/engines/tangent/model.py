@@ -378,6 +378,7 @@ class Chain:
     ) -> None:
         self.blocked = blocked
         self._problem, self._reading, self._batch = problem, reading, batch
+        self._in_place = problem.in_place  # as long as the linearisation lasts
         self._inner, self._kept_once = inner, passing  # workspace of blocks that are made anew
         self._names = tuple(name for name in names if name not in reading.block_parameters)
         self._logit_room, self.space, self.share = logit_room, space, share
@@ -436,7 +437,7 @@ class Chain:
             try:
                 with self._room_for(call.layer.path), self._weights(call.layer) as weights:
                     z, again = self._add_block(call, weights, z, again, turn=index % 2)
-                    if not self._problem.in_place:
+                    if not self._in_place:
                         self.blocks[-1].detach()
             except ValueError as error:
                 raise UnmappedModuleError(f"{call.layer.path}: {error}") from error
@@ -464,7 +465,7 @@ class Chain:
         coming = () if following is None else following.parameters
         with self._problem.present(layer.parameters, following=coming) as values:
             weights = layer_weights(layer, values)
-            if self._problem.in_place:
+            if self._in_place:
                 self._held[layer.path] = weights
             yield weights
 
@@ -472,7 +473,7 @@ class Chain:
     def _block(self, index: int, following: int) -> Iterator[LinearisedBlock | RecomputedBlock]:
         """A block with its weights, while a pass goes through it; ``following`` is the next one."""
         block = self.blocks[index]
-        if self._problem.in_place:
+        if self._in_place:
             with self._room_for(self.layers[index].path):
                 yield block
             return
@@ -766,7 +767,7 @@ class Chain:
     @contextlib.contextmanager
     def _with_tail(self) -> Iterator[Tail]:
         """The tail with its weights, while a product goes through it."""
-        if self._problem.in_place or isinstance(self.tail, AutogradTail):
+        if self._in_place or isinstance(self.tail, AutogradTail):
             with self._room_for("the head"):
                 yield self.tail
             return
