@@ -289,7 +289,8 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
         "warned_in_time": warned,
         "warned_in_time_interval": _rounded(share_interval(warned, len(counted))),
         "faults_that_did_not_double": len(faults) - len(counted),
-        "how_the_rules_were_set": "On seeds below 200; none of these runs was looked at before.",
+        "how_the_rules_were_set": "The rules were set on seeds below 200; "
+        "none of these runs was looked at before.",
         "and_alarmed": sum(bool(row["alarms"]) for row in faults if row["doubled_at"] is None),
     }
     keep(
