@@ -60,6 +60,7 @@ TRANSIENT = 1.4
 # at 26 % of the planned bytes when two batches are kept.
 PLANNED = 0.7
 LARGE_VECTOR = 2**26  # bytes: memory that is freed is given back to the system from here on
+LARGE_HELD = 2**24  # the same of a linearisation: 10 ms that give back a sixth to a third of it
 PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
 
 
@@ -80,7 +81,7 @@ class KeptLinearisations:
         probe_samples: int,
         transient: float = TRANSIENT,
     ) -> None:
-        self._linearise, self._transient = linearise, transient
+        self.linearise, self._transient = linearise, transient
         self._problem = problem
         self._device_type, self._host_waits = problem.device.type, not problem.deferring
         self.names = tuple(names)
@@ -199,9 +200,9 @@ class KeptLinearisations:
             linear = self._kept.get(place)
             if linear is None:
                 built = True
-                linear = self._linearise(self._problem, batch, self.names)
-                if self._vector_bytes > LARGE_VECTOR:
-                    give_back()  # before the product comes, which needs whole vectors
+                linear = self.linearise(self._problem, batch, self.names)
+                if max(self._vector_bytes / 4, linear.held_bytes) > LARGE_HELD:
+                    give_back()  # what linearising took beside what it keeps
                 if self._first_pass:
                     self.unused &= linear.unused
                 size = linear.held_bytes + self._vector_bytes

@@ -396,6 +396,14 @@ class CurvatureOperator(LinearOperator):
             self._kept_for(set(self.problem.parameter_names))
         return self.problem.engine
 
+    def linearise_with(self, **options: Any) -> None:
+        """Linearise all data with these options of ``TangentLinearisation``, whatever the budget.
+
+        For trials on a part of a model: how the whole one would be worked on.
+        """
+        kept = self._kept_for(set(self.problem.parameter_names))
+        kept.linearise = functools.partial(kept.linearise, **options)
+
     def _kept_for(self, names: set[str]) -> KeptLinearisations:
         ordered = [name for name in self.problem.parameter_names if name in names]
         if any(kept is not None and kept.stale for kept in (self._full, self._partial)):

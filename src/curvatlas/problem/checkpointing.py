@@ -11,6 +11,7 @@ of 2 gradients) and holds the graph of one block at a time.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,22 +29,45 @@ from curvatlas.problem.kernels import same_operations
 TRUSTED_NODES = frozenset({"_BlockBackward", "_BlockGradientBackward"})
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's outermost stacks: lists of two or more modules of one class."""
-    blocks: list[nn.Module] = []
+def block_stacks(model: nn.Module) -> list[nn.Module]:
+    """The model's outermost stacks: lists of two or more modules of one class."""
+    stacks: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         children = list(module.children())
         stack = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1
         alike = len({type_before_parametrizations(child) for child in children}) == 1
         if stack and alike and all(any(True for _ in c.parameters()) for c in children):
-            blocks.extend(children)
+            stacks.append(module)
             return
         for child in children:
             walk(child)
 
     walk(model)
-    return blocks
+    return stacks
+
+
+def shortened(model: nn.Module, keep: int) -> nn.Module:
+    """The model with the first ``keep`` layers of each stack; weights and buffers are shared."""
+    stacks = set(block_stacks(model))
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if module not in copies:
+            other = copies[module] = copy.copy(module)
+            children = list(module._modules.items())
+            kept = children[:keep] if module in stacks else children
+            other._modules = {name: child and copied(child) for name, child in kept}
+            other._parameters = dict(module._parameters)
+            other._buffers = dict(module._buffers)
+        return copies[module]
+
+    return copied(model)
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the model's outermost stacks."""
+    return [block for stack in block_stacks(model) for block in stack.children()]
 
 
 @contextlib.contextmanager

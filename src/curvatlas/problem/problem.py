@@ -31,7 +31,7 @@ from curvatlas.problem.batches import (
     shapes,
     size_in_bytes,
 )
-from curvatlas.problem.checkpointing import checkpointed, repeated_blocks
+from curvatlas.problem.checkpointing import checkpointed, repeated_blocks, shortened
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
     arguments_of,
@@ -792,6 +792,14 @@ class Problem:
             other._held = [batch.attached(other.sample_axes) for batch in self._held]
         other._steady = None
         return other
+
+    def with_fewer_blocks(self, keep: int) -> Problem:
+        """The problem of the first ``keep`` layers of each of the model's stacks."""
+        short = shortened(self.model, keep)
+        left = {name for name, _ in short.named_parameters()}
+        other = self._copy(without=("layout", "shards"))
+        other.parameter_names = tuple(name for name in self.parameter_names if name in left)
+        return other.with_model(short)
 
     def _without_data(self) -> Problem:
         """Model, parameters and loss only: what batches may hold on to."""

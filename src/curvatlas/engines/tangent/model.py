@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvatlas.budget import ResultMemory, ran_out
+from curvatlas.budget import ResultMemory, give_back, ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
 from curvatlas.engines.tangent.attention import with_joint_projections
@@ -841,7 +841,8 @@ class TangentLinearisation:
     ``space`` is memory that the products of one operator share. ``recompute``: keep the inputs of
     blocks only, and linearise each anew when a product needs it. ``pair_room``: bytes that the
     matrices of queries by keys of one sample may take; beyond it attention goes by blocks of
-    queries, as with ``blocked``.
+    queries, as with ``blocked``. ``run_samples``: how many samples go through together (None: as
+    many as ``runs_of`` finds).
     """
 
     def __init__(
@@ -857,6 +858,7 @@ class TangentLinearisation:
         recompute: bool = False,
         blocked: bool = False,
         pair_room: int | None = None,
+        run_samples: int | None = None,
     ) -> None:
         self.batch, self.part, self.dtype = batch, part, problem.dtype
         if problem.checkpoint_activations:  # by hand, not by autograd's checkpoints
@@ -871,7 +873,8 @@ class TangentLinearisation:
         if pair_room is not None:
             pairs = pair_numbers(reading.layers, shape[1]) * problem.dtype.itemsize
             blocked = blocked or 2 * pairs > pair_room  # A and its tangent
-        for piece, share in runs_of(problem, reading, batch, shape, blocked=blocked):
+        runs = runs_of(problem, reading, batch, shape, blocked=blocked, together=run_samples)
+        for piece, share in runs:
             chain = Chain(
                 problem,
                 reading,
@@ -886,6 +889,8 @@ class TangentLinearisation:
                 held=held,
             )
             self.chains.append(chain)
+            if len(runs) > 1:
+                give_back()  # the next run's activations must not stand beside this one's scraps
         reached = frozenset().union(*(chain.names() for chain in self.chains))
         self.unused = frozenset(names) - reached
         own = problem.own_tensors()
@@ -904,8 +909,10 @@ class TangentLinearisation:
             for chain in self.chains
         )
         self._space, self._results = space, ResultMemory()
-        # A tape repeats calls on fixed memory: weights that come and go have none.
-        record = by_hand and not recompute and problem.in_place
+        # A tape repeats calls on fixed memory: weights that come and go have none. Every result has
+        # memory of its own there, which of large tangents is a fifth of all for 3 % of the time.
+        tangents = sum(chain.tangent_bytes for chain in self.chains)
+        record = by_hand and not recompute and problem.in_place and tangents < _RECORDED
         self._tapes = Tapes(space, own=own, record=record)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
@@ -1016,6 +1023,7 @@ class TangentLinearisation:
 ONE_RUN_BYTES = 2**24  # of tangents: a batch below goes through in one run
 _LEAST_TRANSIENT = 0.2  # of what a linearisation holds
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
+_RECORDED = 2**27  # bytes of tangents up to which the code around the calls is worth saving
 
 
 def pair_numbers(layers: Sequence[KnownLayer], length: int) -> int:
@@ -1061,22 +1069,22 @@ def runs_of(
     blocked: bool = False,
     alone: int | None = None,
     at_once: int = 2**26,
+    together: int | None = None,
 ) -> list[tuple[Batch, float]]:
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
     below ``alone`` bytes (None: ``ONE_RUN_BYTES``), where smaller products would cost more than the
     memory is worth; two from there on (half the tangents for about 5 % of time); more where two
-    would pass ``at_once``.
+    would pass ``at_once``. ``together``: so many samples a run, whatever their size.
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
     samples = batch.samples
     size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
-    if size < (ONE_RUN_BYTES if alone is None else alone):
+    step = together or run_length(samples, size, alone=alone, at_once=at_once)
+    if step >= samples:
         return [(batch, 1.0)]
-    count = int(min(samples, max(2, -(-size // at_once))))
-    step = -(-samples // count)
     pieces = [
         batch.part(start, min(start + step, samples), problem.loss.count)
         for start in range(0, samples, step)
@@ -1084,6 +1092,16 @@ def runs_of(
     # What has no valid target has no share either.
     valid = [(piece, piece.count / batch.count) for piece in pieces if piece.count > 0]
     return valid or [(batch, 1.0)]
+
+
+def run_length(
+    samples: int, tangents: float, *, alone: int | None = None, at_once: int = 2**26
+) -> int:
+    """How many of a batch's samples go through together, by the bytes of all their tangents."""
+    if tangents < (ONE_RUN_BYTES if alone is None else alone):
+        return samples
+    count = int(min(samples, max(2, -(-tangents // at_once))))
+    return -(-samples // count)
 
 
 _NOT_HELD = (
