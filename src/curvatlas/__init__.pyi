@@ -144,6 +144,11 @@ from .operators.third_derivative import (
     HessianDerivative as HessianDerivative,
     ThirdDerivative as ThirdDerivative,
 )
+from .planning import (
+    Plan as Plan,
+    PlannedOption as PlannedOption,
+    plan as plan,
+)
 from .problem import Problem as Problem
 from .report.comparing import (
     Comparison as Comparison,

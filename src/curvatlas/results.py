@@ -60,6 +60,7 @@ _RESULT_PACKAGES = (
     "analysis",
     "closed_form",
     "operators",
+    "planning",
     "runs",
     "scaling",
     "spectra",

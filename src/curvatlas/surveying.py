@@ -9,7 +9,7 @@ import importlib.util
 import math
 import os
 import time as clocks
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,6 +29,7 @@ from curvatlas.anatomy import Anatomy, Slice
 from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes, readable
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
+from curvatlas.planning import product_costs
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.sharding import class_name
 from curvatlas.progress import track, within_step
@@ -607,11 +608,13 @@ def _ordered(
     density_products: int,
     skip: Collection[str],
     work: dict[str, Callable[[str], object]],
+    gradients: Mapping[str, float] = _GRADIENTS,
 ) -> list[_Step]:
     """The steps after the subject: both ends of every spectrum, then the others by their cost.
 
-    A step that needs another's result comes after it.
+    A step that needs another's result comes after it. ``gradients``: that a product costs.
     """
+    both = _MAP_GRADIENTS * gradients["total"] / _GRADIENTS["total"]
     blocks = len(blocks_of(problem.anatomy, biases=False)) if "map" not in skip else 0
     # what estimates took on ViTs and GPTs, trained and not: benchmarks and the tests' surveys
     ends = {part: min(products, (6 if part == "outer" else 13) * eigenvalues) for part in operators}
@@ -625,17 +628,17 @@ def _ordered(
     known = any(p.sublayer in ("attention", "ffn", "norm") for p in problem.anatomy)
     steps: list[_Step] = []
 
-    def add(kind: str, part: str, words: str, count: int, gradients: float) -> _Step:
+    def add(kind: str, part: str, words: str, count: int, cost: float) -> _Step:
         name = kind if kind in ("atlas", "propagation", "advice") else f"{part}.{kind}"
-        return _Step(name, words, count, gradients, lambda: work[kind](part))
+        return _Step(name, words, count, cost, lambda: work[kind](part))
 
     first = [
-        add("eigenpairs", p, f"ends of the spectrum of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
+        add("eigenpairs", p, f"ends of the spectrum of {_SYMBOLS[p]}", n, n * gradients[p])
         for p, n in ends.items()
     ]
     if "trace" not in skip:
         steps += [
-            add("trace", p, f"trace of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
+            add("trace", p, f"trace of {_SYMBOLS[p]}", n, n * gradients[p])
             for p, n in traces.items()
         ]
     if "propagation" not in skip and known:
@@ -644,10 +647,10 @@ def _ordered(
         steps.append(add("propagation", "", words, count, (6 * layers + 3) * _FLOW_GRADIENTS))
     if blocks:
         count = products_asked or min(5 * blocks, max(_PRODUCTS, 5 * blocks))
-        steps.append(add("atlas", "", "map over pairs of roles", count, count * _MAP_GRADIENTS))
+        steps.append(add("atlas", "", "map over pairs of roles", count, count * both))
     if "density" not in skip:
         steps += [
-            add("density", p, f"density of {_SYMBOLS[p]}", density, density * _GRADIENTS[p])
+            add("density", p, f"density of {_SYMBOLS[p]}", density, density * gradients[p])
             for p in operators
         ]
         if "advice" not in skip:
@@ -688,13 +691,24 @@ def plan_survey(
     products: int | None = None,
     memory: int | str | None = None,
 ) -> SurveyPlan:
-    """What ``survey`` with the same options will take, from one gradient and the counts of work.
+    """What ``survey`` with the same options will take, from trials and the counts of work.
 
-    A product with H is two gradients, one with H_o four thirds (six and four forward passes
-    against three); the numbers of products are those that the estimates have taken so far.
+    Products with H and H_o are timed on the model's first layers and drawn out to all
+    (``curvatlas.planning``); their numbers are those that the estimates have taken so far.
     """
     _check_options(problem, "model", skip, eigenvalues, density_products, products)
+    problem.require_one_process("planning", maker="plan_survey")
     left_out = {*skip, "map", "propagation", "advice"} if roles else set(skip)
+    vector = problem.size * problem.dtype.itemsize
+    limit = memory_plan(None if memory is None else parse_bytes(memory), vector)
+    costs = product_costs(problem, budget=limit.graphs)
+    seconds = []
+    for _ in range(2):  # the first one also loads what libraries need
+        started = clocks.perf_counter()
+        problem.gradient()
+        seconds.append(clocks.perf_counter() - started)
+    gradient = min(seconds)
+    curved = costs.seconds["H"] / gradient
     steps = _ordered(
         problem,
         tuple(_SYMBOLS),
@@ -704,17 +718,14 @@ def plan_survey(
         density_products=density_products,
         skip=left_out,
         work={},
+        gradients={
+            "total": curved,
+            "outer": costs.seconds["H_o"] / gradient,
+            "functional": curved,
+        },
     )
-    seconds = []
-    for _ in range(2):  # the first one also loads what libraries need
-        started = clocks.perf_counter()
-        problem.gradient()
-        seconds.append(clocks.perf_counter() - started)
-    gradient = min(seconds)
-    vector = problem.size * problem.dtype.itemsize
-    limit = memory_plan(None if memory is None else parse_bytes(memory), vector)
     basis = max(_basis_rows(eigenvalues), min(30 + 3 * density_products // 10, 60) + 30)
-    expected = min(_kept_bytes(problem), limit.graphs) + min(basis * vector, limit.vectors)
+    expected = min(costs.memory, limit.graphs) + min(basis * vector, limit.vectors)
     return SurveyPlan(
         steps=tuple(
             PlannedStep(name=s.words, products=s.products, seconds=s.gradients * gradient)
@@ -725,30 +736,6 @@ def plan_survey(
         memory=int(expected),
         memory_limit=limit.total,
     )
-
-
-# What the kept graph of a gradient and a product beside it hold, in bytes that the forward pass
-# saves (studies/cost_model.py counts 16 widths a layer and token for 5 that the forward saves).
-_GRAPH_FACTOR = 5.0
-
-
-def _kept_bytes(problem: Problem) -> float:
-    """Expected bytes of the kept graph of all samples, from what one forward pass saves."""
-    saved: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    batch = next(problem.all_batches())
-    part = batch.part(0, 1, problem.loss.count)
-    alone = problem.with_batches([part])
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        alone.gradient()
-    weights = sum(t.untyped_storage().nbytes() for t in problem.own_tensors())
-    share = problem.total_count / max(part.count, 1.0)
-    return _GRAPH_FACTOR * max(sum(saved.values()) - weights, 0) * share
 
 
 def _groups(problem: Problem) -> Iterator[Batch]:

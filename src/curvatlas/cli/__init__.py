@@ -28,6 +28,7 @@ from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.flatness import flatness, generalisation
 from curvatlas.cli.options import with_groups
 from curvatlas.cli.papers import gauss_newton, growth, sinks
+from curvatlas.cli.planning import plan
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
 from curvatlas.errors import OutOfMemory, PeerError, UserCodeError, is_wrong_input
 
@@ -35,6 +36,7 @@ from curvatlas.errors import OutOfMemory, PeerError, UserCodeError, is_wrong_inp
 COMMANDS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "analyze": analyze,
+    "plan": plan,
     "atlas": atlas,
     "landscape": landscape,
     "growth": growth,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from curvatlas import files
@@ -138,14 +139,7 @@ def _from_folder(
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **safe, **settings)
-        architecture = (config.architectures or [""])[0]
-        if loader is None:
-            loader = next((a for end, a in _HEADS.items() if architecture.endswith(end)), None)
-        if loader is None:
-            raise ValueError(
-                f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
-                "function that makes the model instead (pkg.module:make_model)"
-            )
+        loader = loader or _loader_of(config)
         # Sizes that do not fit are told below, by name: transformers' own error has no names.
         model, loading = getattr(transformers, loader).from_pretrained(
             folder,
@@ -165,6 +159,55 @@ def _from_folder(
     for note in notes:
         warnings.warn(f"{folder}: {note}", stacklevel=2)
     return model, notes
+
+
+def _loader_of(config: Any) -> str:
+    """The class that makes the model of a configuration."""
+    architecture = (config.architectures or [""])[0]
+    for end, loader in _HEADS.items():
+        if architecture.endswith(end):
+            return loader
+    raise ValueError(
+        f"its architecture {architecture!r} ends in none of {', '.join(_HEADS)}; name a "
+        "function that makes the model instead (pkg.module:make_model)"
+    )
+
+
+# What configurations call the number of layers, and lists with an entry for each of them.
+_DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+_BY_LAYER = ("layer_types", "mlp_layer_types", "attention_layers", "no_rope_layers")
+
+
+def unloaded_model(folder: Path, *, layers: int | None = None) -> nn.Module:
+    """The model that a folder's config.json describes, without its weights.
+
+    layers: so many of each stack, with weights drawn at random; None: all, on the meta device.
+    """
+    transformers = _quiet_transformers(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        maker = getattr(transformers, _loader_of(config))
+        for name in _DEPTHS if layers is not None else ():
+            if isinstance(getattr(config, name, None), int):
+                setattr(config, name, min(getattr(config, name), layers))
+        for name in _BY_LAYER if layers is not None else ():
+            if isinstance(getattr(config, name, None), list):
+                setattr(config, name, getattr(config, name)[:layers])
+        dtype = getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta" if layers is None else "cpu"):
+            model: nn.Module = maker.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"cannot read {folder}/config.json: {reason}") from error
+    return model.eval()
 
 
 def _refuse_other_tensors(model: nn.Module, loading: dict[str, Any]) -> list[str]:

@@ -275,6 +275,11 @@ class KeptLinearisations:
             changed = self._changed()
         return [] if changed else self._graphs
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the linearisations that stay."""
+        return sum(linear.held_bytes for linear in self._kept.values())
+
     def columns_that_fit(self) -> int:
         """How many columns fit through one vmapped pass."""
         rebuilt = 0.0 if self._keep_all else self._largest
@@ -283,3 +288,30 @@ class KeptLinearisations:
 
     def __repr__(self) -> str:
         return f"{len(self._kept)} batches kept ({readable(self._kept_bytes)})"
+
+
+def kept_samples(
+    *,
+    budget: int,
+    vector_bytes: int,
+    sample_bytes: float,
+    samples: int,
+    one_batch: bool = True,
+    transient: float = TRANSIENT,
+    columns: int = 1,
+) -> tuple[int, bool]:
+    """(samples of a piece, whether all stay linearised), as ``plan_for`` decides."""
+    whole = (2 * columns + 1) * vector_bytes
+    if one_batch and whole + (1 + transient) / PLANNED_WHOLE * samples * sample_bytes <= budget:
+        return samples, True
+    room = PLANNED * budget - (2 * columns + 2) * vector_bytes
+    fitting = int((room / (1 + TRANSIENT) - vector_bytes) / max(sample_bytes, 1.0))
+    widest = piece = min(max(1, fitting), samples)
+
+    def all_fit(piece: int) -> bool:
+        kept = -(-samples // piece) * vector_bytes + samples * sample_bytes
+        return kept + TRANSIENT * (vector_bytes + piece * sample_bytes) <= room
+
+    while piece > 1 and not all_fit(piece):
+        piece = (piece + 1) // 2
+    return (piece, True) if all_fit(piece) else (widest, False)

@@ -404,6 +404,11 @@ class CurvatureOperator(LinearOperator):
         kept = self._kept_for(set(self.problem.parameter_names))
         kept.linearise = functools.partial(kept.linearise, **options)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that stays in use from product to product, beside weights and vectors."""
+        return sum(kept.held_bytes for kept in (self._full, self._partial) if kept is not None)
+
     def _kept_for(self, names: set[str]) -> KeptLinearisations:
         ordered = [name for name in self.problem.parameter_names if name in names]
         if any(kept is not None and kept.stale for kept in (self._full, self._partial)):

@@ -36,7 +36,7 @@ from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, EngineChoice, Problem
 
 Engine = Literal["auto", "tangent", "autograd"]
-_PAIR_SHARE = 4  # what part of the budget matrices of queries by keys may take: 1 in so many
+PAIR_SHARE = 4  # what part of the budget matrices of queries by keys may take: 1 in so many
 # Relative difference of two products of one sample that rounding explains, for one block.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}
 
@@ -125,7 +125,7 @@ def tangent_engine(
                 part=part,
                 space=Buffers(keep=True),
                 logit_room=logit_room,
-                pair_room=budget // _PAIR_SHARE,
+                pair_room=budget // PAIR_SHARE,
                 blocked=probe.blocked,
             )
             ours = linearise(problem, probe.sample, names)
@@ -223,7 +223,7 @@ class SpreadProducts:
                         bends=self._part != "outer",
                         budget=self._budget,
                         logit_room=self._logit_room,
-                        pair_room=self._budget // _PAIR_SHARE,
+                        pair_room=self._budget // PAIR_SHARE,
                     )
                     if sample is not None:
                         off = self._linear.verified(probe_batch(problem))
@@ -299,7 +299,7 @@ def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: 
             reading = read_model(problem.model)
             _, length, d = token_shape(problem, reading, sample)
             pairs = functools.partial(pair_numbers, reading.layers)
-            blocked = 2 * itemsize * pairs(length) > budget // _PAIR_SHARE
+            blocked = 2 * itemsize * pairs(length) > budget // PAIR_SHARE
 
             def fits(tokens: int) -> bool:
                 tangents = tangent_numbers(reading.layers, 1, tokens, d, blocked=True)

@@ -1,38 +1,36 @@
-"""What a product will cost: operations, bytes and messages, before anything is run.
+r"""What a product takes on devices that are not at hand: operations, bytes and messages, counted.
 
-A product of H, H_o or H_f over N tokens of a Transformer is counted in forward passes ("units"):
-a matrix product of the forward pass has two in the gradient's backward pass, four more in H·v on a
-kept graph and two in J·v, whichever of its operands are weights and whichever activations.
+A product over N tokens by the hand-written engine, with the weights and vectors of P numbers spread
+over n devices (``engines/tangent/sharded``). One forward pass is a unit, 2 N W + 4 N L d_h
+operations (W: weights that meet a token, d_h: width of all heads, over the layers):
 
-    operations = units · N · (2 · weights that meet a token + 4 · layers · length · width of heads)
-    bytes      = what the kept graph of the N tokens holds, and vectors of P numbers
-    messages   = one reduction of the K products' entries, whatever the number of batches
+    units      gradient 3, H and H_f 6, H_o 4; more where runs of samples are linearised again in
+               every product ("passing": 2, H_o 1) or blocks, up and down ("recomputed": 5, H_o 2)
+    memory     3 P/n + 6.5 S + what the mode keeps of the samples + their tangents
+    messages   5 P (n − 1)/n a run: weights and columns up and down, rows of the product once
 
-``Machine`` turns these into seconds. benchmarks/cost_model.py fits its rates on small models and
-one or two processes, and keeps how far its predictions lie from configurations it has not seen.
+S is the largest station: a block, the embedding or the head. What a machine at hand takes is
+measured instead (``curvatlas.planning``).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from curvatlas.budget import readable
 
 Quantity = Literal["gradient", "H", "H_o", "H_f"]
+Mode = Literal["kept", "passing", "recomputed"]
 UNITS: dict[Quantity, int] = {"gradient": 3, "H": 6, "H_o": 4, "H_f": 6}
-
-# Numbers that the kept graph of a gradient holds for a token: in widths, hidden widths and
-# heads · length of a layer, and in widths of the whole model. Counted on the zoo's pre-norm GPT and
-# on Hugging Face's Llama (gated, RMSNorm, rotary positions);
-# tests/studies/test_cost_model.py counts again.
-SAVED = {False: (16.0, 4.0, 3.0, 3.0), True: (24.0, 12.0, 3.0, 7.0)}
-SAVED_LOGITS = {"gradient": 5.0, "H": 5.0, "H_o": 3.0, "H_f": 3.0}  # in vocabularies
-# What a product allocates beside the graph, in graphs, where tensors are large enough to be given
-# back at once (benchmarks/cost_model.py); engines/kept.py plans with
-# twice as much, the worst.
-BESIDE = {"gradient": 0.5, "H": 0.7, "H_o": 0.25, "H_f": 0.7}
+AGAIN: dict[Mode, tuple[int, int]] = {"kept": (0, 0), "passing": (2, 1), "recomputed": (5, 2)}
+# What a sample keeps linearised: in sizes of the tangents of one column (3.0 to 3.8 on GPTs and
+# Llamas, H_o 2.0 to 2.5), and in vocabularies for its token (tests/studies/test_cost_model.py).
+HELD, HELD_OUTER, HELD_LOGITS = 3.5, 2.3, 2.0
+TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents
+STATIONS = 6.5  # what there is of the largest station at once (engines/tangent/sharded)
+WALKS = 5  # vectors of P numbers that a run sends: weights and columns twice, rows once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,146 +70,122 @@ class TransformerShape:
         """All weights, without biases, norms and positions (below one in a hundred)."""
         return self.meeting_weights + (0 if self.tied else self.width * self.vocabulary)
 
+    @property
+    def largest_station(self) -> int:
+        """Weights that have to be in one place: a layer's, the embedding's or the head's."""
+        return max(self.layer_weights, self.width * self.vocabulary)
+
     def forward_operations(self, tokens: int, length: int) -> float:
         """Multiplications and additions of one forward pass over ``tokens`` tokens."""
         scores = 4 * self.layers * length * self.heads_width  # every pair, masked or not
         return float(tokens) * (2 * self.meeting_weights + scores)
 
-    def saved_numbers(self, tokens: int, length: int, quantity: Quantity = "H") -> float:
-        """Numbers that the kept graph of one gradient holds, without the weights."""
-        widths, hiddens, scores, ends = SAVED[self.gated]
-        layer = widths * self.width + hiddens * self.hidden + scores * self.heads * length
-        rest = ends * self.width + SAVED_LOGITS[quantity] * self.vocabulary
-        return float(tokens) * (self.layers * layer + rest)
+    def tangent_numbers(self, tokens: int) -> float:
+        """Numbers of one column's tangents; attention goes by blocks of queries and keeps none."""
+        layer = 4 * self.heads_width + 2 * self.width + (2 if self.gated else 1) * self.hidden
+        return float(tokens) * self.layers * layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One product: which, over how many tokens, by how many processes."""
+    """One product: which, over how many tokens, by how many devices."""
 
     shape: TransformerShape
     quantity: Quantity = "H"
     tokens: int
     length: int
-    columns: int = 1
-    processes: int = 1
-    at_once: int | None = None  # tokens whose graph is held at once; None: all of a process
-    checkpointed: bool = False  # activations recomputed: one layer's graph at a time
+    devices: int = 1
+    mode: Mode = "kept"
+    run: int = 1  # samples that go through a device together
+    basis: int = 0  # vectors of a Lanczos basis, spread over the devices in bfloat16
     itemsize: int = 4
 
     @property
-    def own_tokens(self) -> int:
-        """Tokens of the process that has most."""
-        return math.ceil(self.tokens / self.length / self.processes) * self.length
+    def own_samples(self) -> int:
+        """Samples of the device that has most."""
+        return math.ceil(self.tokens / self.length / self.devices)
+
+    @property
+    def runs(self) -> int:
+        """Times that a device walks through the model."""
+        return math.ceil(self.own_samples / self.run)
 
     @property
     def operations(self) -> float:
-        """Of one process, for all columns."""
-        units = UNITS[self.quantity] + (3 if self._rebuilt else 0)
-        once = units * self.shape.forward_operations(self.own_tokens, self.length)
-        if self.quantity == "H_f":  # the slope of the logits stands still: two units of the head
-            once -= 4 * self.own_tokens * 2 * self.shape.width * self.shape.vocabulary
-        return self.columns * once
+        """Of one device."""
+        units = UNITS[self.quantity] + AGAIN[self.mode][self.quantity == "H_o"]
+        return units * self.shape.forward_operations(self.own_samples * self.length, self.length)
 
     @property
-    def _rebuilt(self) -> bool:
-        return self.checkpointed or (self.at_once or self.own_tokens) < self.own_tokens
+    def sent_bytes(self) -> float:
+        """By each device."""
+        share = (self.devices - 1) / self.devices
+        return WALKS * self.runs * share * self.shape.parameters * self.itemsize
 
     @property
-    def graph_bytes(self) -> float:
-        """Of the graph that is held at once."""
-        tokens = min(self.own_tokens, self.at_once or self.own_tokens)
-        numbers = self.shape.saved_numbers(tokens, self.length, self.quantity)
-        if self.checkpointed:  # inputs of every layer, and the graph of one
-            one = replace(self.shape, layers=1)
-            numbers = one.saved_numbers(tokens, self.length, self.quantity)
-            numbers += 2.0 * tokens * self.shape.layers * self.shape.width
-        return self.itemsize * numbers
+    def memory_bytes(self) -> float:
+        """Peak of one device: weights, column and product, a station, its samples, its basis."""
+        shape, size = self.shape, self.itemsize
+        spread = (3 * size + 2 * self.basis) * shape.parameters / self.devices
+        tangents = shape.tangent_numbers(min(self.run, self.own_samples) * self.length) * size
+        return (
+            spread
+            + STATIONS * shape.largest_station * size
+            + self.kept_bytes
+            + (TRANSIENT * tangents)
+        )
 
     @property
-    def touched_bytes(self) -> float:
-        """Of activations read and written: the graph of all tokens, for every unit and column."""
-        numbers = self.shape.saved_numbers(self.own_tokens, self.length, self.quantity)
-        return UNITS[self.quantity] * self.columns * self.itemsize * numbers
+    def kept_bytes(self) -> float:
+        """Of the samples' activations: those that stay, and of a run or block made anew."""
+        shape, size, own = self.shape, self.itemsize, self.own_samples * self.length
+        held = HELD_OUTER if self.quantity == "H_o" else HELD
+        run = held * shape.tangent_numbers(min(self.run, self.own_samples) * self.length) * size
+        inside = {
+            "kept": held * shape.tangent_numbers(own) * size,
+            "passing": self._inputs(own) + run,
+            "recomputed": self._inputs(own) + run / shape.layers,
+        }[self.mode]
+        return inside + HELD_LOGITS * own * shape.vocabulary * size
 
-    @property
-    def calls(self) -> float:
-        """Layers worked through: each is a fixed number of calls, however small."""
-        pieces = math.ceil(self.own_tokens / (self.at_once or self.own_tokens))
-        return float(UNITS[self.quantity] * self.columns * self.shape.layers * pieces)
-
-    @property
-    def message_bytes(self) -> float:
-        """Sent by each process in the one reduction: 2 (n − 1)/n of the products, in a ring."""
-        reduced = self.shape.parameters * self.columns * self.itemsize
-        return 2 * (self.processes - 1) / self.processes * reduced
-
-    @property
-    def messages(self) -> int:
-        """Steps of that ring."""
-        return 2 * (self.processes - 1)
-
-    @property
-    def working_bytes(self) -> float:
-        """What a product takes beside the weights: its graph, what it allocates, its vectors."""
-        vectors = (2 * self.columns + 1) * self.shape.parameters * self.itemsize
-        return (1 + BESIDE[self.quantity]) * self.graph_bytes + vectors
-
-    def memory_bytes(self, *, basis: int = 0, basis_itemsize: int | None = None) -> float:
-        """Peak of one process: weights, the work on a product, its share of a Lanczos basis.
-
-        basis: vectors, sharded over the processes;  basis_itemsize: 2 for bfloat16.
-        """
-        size = self.shape.parameters
-        rows = basis * size * (basis_itemsize or self.itemsize) / self.processes
-        return size * self.itemsize + self.working_bytes + rows
+    def _inputs(self, tokens: int) -> float:
+        """Bytes of the blocks' inputs and their adjoints."""
+        return 2.0 * tokens * self.shape.layers * self.shape.width * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Rates of one process. What is unknown stays at its default, which costs nothing."""
+class Device:
+    """What one device does in a second, and how much it holds."""
 
     operations_per_second: float
-    bytes_per_second: float = math.inf  # of activations, in graphs
-    seconds_per_call: float = 0.0  # of a layer and unit
-    weight_bytes_per_second: float = math.inf  # of the columns and products, P numbers each
+    memory: float = math.inf  # bytes
     link_bytes_per_second: float = math.inf
-    seconds_per_message: float = 0.0
-    slowdown: float = 1.0  # of the arithmetic when the processes share memory, against one alone
-    memory: float = math.inf  # bytes that one process may use
     name: str = ""
 
     def seconds(self, task: Task) -> float:
-        """Predicted time of one product."""
-        slow = self.slowdown if task.processes > 1 else 1.0
-        return slow * self.working_seconds(task) + self.reduction_seconds(task)
+        """Of one product, as if nothing were sent while something is computed."""
+        return self.working_seconds(task) + self.sending_seconds(task)
 
     def working_seconds(self, task: Task) -> float:
-        """Of one process that has the machine to itself."""
-        rates = (self.operations_per_second, self.bytes_per_second, self.weight_bytes_per_second)
-        *amounts, calls = amounts_of(task)
-        moving = sum(a / r for a, r in zip(amounts, rates, strict=True))
-        return moving + self.seconds_per_call * calls
+        return task.operations / self.operations_per_second
 
-    def reduction_seconds(self, task: Task) -> float:
-        if task.processes == 1:
-            return 0.0
-        moving = task.message_bytes / self.link_bytes_per_second
-        return moving + task.messages * self.seconds_per_message
+    def sending_seconds(self, task: Task) -> float:
+        return task.sent_bytes / self.link_bytes_per_second
 
-    def fits(self, task: Task, *, basis: int = 0, basis_itemsize: int | None = None) -> bool:
-        """Whether the peak stays below the memory of a process."""
-        return task.memory_bytes(basis=basis, basis_itemsize=basis_itemsize) <= self.memory
+    def fits(self, task: Task) -> bool:
+        """Whether the peak stays below the device's memory."""
+        return task.memory_bytes <= self.memory
+
+    def best(self, task: Task) -> Task | None:
+        """The fastest way of the task that fits: what is kept, and how many samples a run."""
+        runs = sorted({min(2**k, task.own_samples) for k in range(task.own_samples.bit_length())})
+        modes: tuple[Mode, ...] = ("kept", "passing", "recomputed")
+        ways = (replace(task, mode=mode, run=run) for mode in modes for run in runs)
+        return min(filter(self.fits, ways), key=self.seconds, default=None)
 
     def __str__(self) -> str:
         memory = "" if math.isinf(self.memory) else f", {readable(self.memory)}"
-        return f"{self.name or 'machine'}: {self.operations_per_second:.3g} operations/s{memory}"
-
-
-def amounts_of(task: Task) -> tuple[float, float, float, float]:
-    """Operations, bytes of activations, bytes of vectors, layers worked through."""
-    weights = float(2 * task.columns * task.shape.parameters * task.itemsize)
-    return task.operations, task.touched_bytes, weights, task.calls
+        return f"{self.name or 'device'}: {self.operations_per_second:.3g} operations/s{memory}"
 
 
 # --- shapes that are asked for ------------------------------------------------------------------
@@ -220,14 +194,16 @@ def amounts_of(task: Task) -> tuple[float, float, float, float]:
 def _llama(
     layers: int, width: int, hidden: int, heads: int, *, tied: bool = False
 ) -> TransformerShape:
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "width": width,
-        "hidden": hidden,
-        "heads": heads,
-        "tied": tied,
-    }
-    return TransformerShape(**sizes, key_value_heads=8, vocabulary=128256, gated=True)
+    return TransformerShape(
+        layers=layers,
+        width=width,
+        hidden=hidden,
+        heads=heads,
+        tied=tied,
+        key_value_heads=8,
+        vocabulary=128256,
+        gated=True,
+    )
 
 
 LLAMA_1B = _llama(16, 2048, 8192, 32, tied=True)

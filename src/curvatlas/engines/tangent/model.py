@@ -842,7 +842,8 @@ class TangentLinearisation:
     blocks only, and linearise each anew when a product needs it. ``pair_room``: bytes that the
     matrices of queries by keys of one sample may take; beyond it attention goes by blocks of
     queries, as with ``blocked``. ``run_samples``: how many samples go through together (None: as
-    many as ``runs_of`` finds).
+    many as ``runs_of`` finds). ``record``: write products down where that is possible (None: where
+    it pays).
     """
 
     def __init__(
@@ -859,6 +860,7 @@ class TangentLinearisation:
         blocked: bool = False,
         pair_room: int | None = None,
         run_samples: int | None = None,
+        record: bool | None = None,
     ) -> None:
         self.batch, self.part, self.dtype = batch, part, problem.dtype
         if problem.checkpoint_activations:  # by hand, not by autograd's checkpoints
@@ -911,9 +913,10 @@ class TangentLinearisation:
         self._space, self._results = space, ResultMemory()
         # A tape repeats calls on fixed memory: weights that come and go have none. Every result has
         # memory of its own there, which of large tangents is a fifth of all for 3 % of the time.
-        tangents = sum(chain.tangent_bytes for chain in self.chains)
-        record = by_hand and not recompute and problem.in_place and tangents < _RECORDED
-        self._tapes = Tapes(space, own=own, record=record)
+        if record is None:
+            record = worth_recording(sum(chain.tangent_bytes for chain in self.chains))
+        fixed = by_hand and not recompute and problem.in_place
+        self._tapes = Tapes(space, own=own, record=record and fixed)
         per_column = max(chain.tangent_bytes for chain in self.chains)
         self.columns_at_once = max(1, min(64, _IN_FLIGHT // per_column))
         # Measured 1.1 times the tangents' own count; 0.37 of what one sample of SmolLM2 holds.
@@ -1092,6 +1095,11 @@ def runs_of(
     # What has no valid target has no share either.
     valid = [(piece, piece.count / batch.count) for piece in pieces if piece.count > 0]
     return valid or [(batch, 1.0)]
+
+
+def worth_recording(tangents: float) -> bool:
+    """Whether a product is written down, by the bytes of all its tangents."""
+    return tangents < _RECORDED
 
 
 def run_length(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -296,8 +296,9 @@ class ShardedLinearisation:
         # Gathering costs as much for few samples as for many, and their tangents take memory: up
         # to what a vector and a product take here together, a run is not cut.
         self._at_once = max(2**26, 2 * local)
-        largest = max(self._station_sizes()) * itemsize
-        self._room = _PLANNED * budget - 2 * local - _STATIONS * largest
+        blocks = [layer.parameters for layer in reading.layers]
+        self._largest = self._station_size(*blocks, reading.end_parameters)
+        self._budget = _PLANNED * budget - 2 * local
         self._space, self._inner = Buffers(keep=True), Buffers(keep=True)
         self._kept: list[ShardedChain] = []
         self._complete = False  # whether all runs are kept
@@ -309,17 +310,24 @@ class ShardedLinearisation:
         self._held_ratio = 1.0  # what a sample keeps, in sizes of its tangents
         self.unused: frozenset[str] = frozenset(names)
 
-    def _station_sizes(self) -> list[int]:
-        """Numbers of a block's weights, and of the ends'."""
+    def _station_size(self, *stations: Iterable[str]) -> int:
+        """Bytes of the largest of several sets of weights."""
         sizes = {piece.name: piece.size for piece in self._sharded.pieces}
-        blocks = [layer.parameters for layer in self._reading.layers]
-        return [sum(sizes[n] for n in names) for names in (*blocks, self._reading.end_parameters)]
+        numbers = max(sum(sizes[name] for name in names) for names in stations)
+        return numbers * self._problem.dtype.itemsize
+
+    @property
+    def _room(self) -> float:
+        """Bytes of the budget for what is kept of samples and for their tangents."""
+        return self._budget - _STATIONS * self._largest
 
     def verified(self, sample: Batch) -> float:
         """The largest difference of a block by hand from double backward, on one sample."""
         units, tangents, _ = self._unit_bytes(sample)
         chain = self._chain(sample, 1.0, verify=True)
         self._held_ratio = _held_bytes(chain, self._problem) / (units * tangents)
+        blocks = [layer.parameters for layer in chain.layers]
+        self._largest = self._station_size(*blocks, chain.stem.names, chain.tail.names)
         difference = chain.difference
         del chain
         give_back()
