@@ -18,6 +18,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 # package of the defining module → heading, in the order of the data's way through the library
 _GROUPS = {
     "surveying": "Survey",
+    "planning": "Survey",
     "problem": "Problem",
     "anatomy": "Anatomy",
     "operators": "Operators",

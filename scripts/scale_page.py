@@ -48,59 +48,32 @@ def growth(result: Result) -> list[str]:
     return table(head, rows)
 
 
-def rates(result: Result) -> list[str]:
-    """What was fitted."""
-    found = {key: value for key, value in result["rates"].items() if value}
-    names = {
-        "operations_per_second": ("operations", 1e-9, "· 10⁹ a second"),
-        "bytes_per_second": ("activations", 1e-9, "GB/s"),
-        "weight_bytes_per_second": ("columns and products", 1e-9, "GB/s"),
-        "seconds_per_call": ("a layer's calls, each unit", 1e6, "µs"),
-        "link_bytes_per_second": ("the reduction", 1e-9, "GB/s"),
-        "seconds_per_message": ("a message", 1e6, "µs"),
-        "slowdown": ("each of two processes takes", 1.0, "times as long as one alone"),
-    }
-    rows = [
-        (name, f"{scale * found[key]:.3g} {unit}")
-        for key, (name, scale, unit) in names.items()
-        if key in found
-    ]
-    fitted = [abs(row["ratio"] - 1) for row in result["rows"] if row["used_in_the_fit"]]
-    said = f"On what it was fitted to it misses by {max(fitted):.0%} at most."
-    return [*table(("rate", "fitted"), rows), "", said]
-
-
-def unseen(result: Result) -> list[str]:
-    """Predictions of configurations that were not used in the fit."""
-    head = ("", "model", "product", "processes", "predicted", "measured", "miss")
-    rows = [
-        (
-            row["what"],
-            row["model"],
-            row["quantity"],
-            str(row["processes"]),
-            f"{row['predicted']:.3g} {row['unit']}",
-            f"{row['measured']:.3g} {row['unit']}",
-            f"{row['ratio'] - 1:+.0%}",
-        )
-        for row in result["rows"]
-        if not row["used_in_the_fit"]
-    ]
+def plan(result: Result) -> list[str]:
+    """Plans against what was then measured."""
+    head = ("model", "parameters", "", "planned", "measured", "miss")
+    rows = []
+    for row in result["rows"]:
+        size = f"{row['planned_parameters'] / 1e6:.3g} M"
+        times = [f"{1e3 * row[key]:.3g} ms" for key in ("planned_seconds", "seconds")]
+        bytes_ = [f"{row[key] / 1e6:.3g} MB" for key in ("planned_memory", "memory")]
+        rows.append((row["model"], size, "time", *times, f"{row['seconds_ratio'] - 1:+.0%}"))
+        rows.append(("", "", "memory", *bytes_, f"{row['memory_ratio'] - 1:+.0%}"))
     return table(head, rows)
 
 
 def projections(result: Result) -> list[str]:
     """Sizes that nobody can measure here."""
-    head = ("model", "devices", "one product", "of it reduction", "60 products", "memory each")
+    head = ("model", "tokens a sample", "devices", "one product", "of it sending", "activations",
+            "memory each")  # fmt: skip
     rows = [
         (
             row["model"],
+            f"{row['length']:,}",
             str(row["devices"]),
-            f"{row['seconds_a_product']:.3g} s",
-            f"{row['of_it_reduction']:.0%}",
-            f"{row['hours_for_60_products']:.2g} h",
-            f"{row['gigabytes_a_device']:.0f} GB"
-            + ("" if row["fits_in_80_gb"] else ", **too much**"),
+            f"{row['seconds']:.3g} s",
+            f"{row['of_it_sending']:.0%}",
+            row["mode"],
+            f"{row['gigabytes']:.0f} GB" + ("" if row["fits"] else ", **too much**"),
         )
         for row in result["projections"]
     ]
@@ -128,9 +101,8 @@ def compiled(result: Result) -> list[str]:
 TABLES: Tables = {
     "parallel": ("parallel", parallel),
     "growth": ("growth", growth),
-    "rates": ("cost_model", rates),
-    "unseen": ("cost_model", unseen),
-    "projections": ("cost_model", projections),
+    "plan": ("plan", plan),
+    "projections": ("plan", projections),
     "compiled": ("compiled", compiled),
 }
 
