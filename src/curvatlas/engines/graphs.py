@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvatlas.errors import DifferentiationError
 from curvatlas.problem import checkpointing, large_heads
+from curvatlas.problem.kernels import unwatched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ _TRUSTED = checkpointing.TRUSTED_NODES | large_heads.TRUSTED_NODES
 _saved_names: dict[str, tuple[str, ...]] = {}
 
 
+@unwatched
 def graph_size(
     roots: Iterable[Tensor | GradientEdge | None], *, excluding: Iterable[Tensor] = ()
 ) -> GraphSize:

@@ -445,25 +445,30 @@ class CurvatureOperator(LinearOperator):
         if self.checks:
             self._check_first_batch(sample, int(linear.held_bytes * longer))
         with self.problem.evaluating():
+            by_hand_too = self._autograd_only() is None
+            draw = functools.partial(probe_columns, self.problem, names)
+            product: tuple[Columns, Sequence[Tensor | None]] | None = None  # and of what
             if self.checks and self.tags.symmetric:
-                probe_symmetry(linear, names)
+                product = probe_symmetry(linear, names, draw)
+            elif by_hand_too:
+                product = _with_product(linear, draw(), names)
+            if not by_hand_too:
+                product = None  # nothing is compared with it: two vectors less
             if self.checks and linear.size.custom:
                 custom = linear.size.custom
                 probe_by_differences(self.problem, sample, names, custom, room=self.budget // 4)
             held = int(linear.held_bytes * longer)
             probe: Probe | None = None
-            if self._autograd_only() is None:
-                columns = probe_columns(self.problem, names)
-                product = linear.product(columns, names)
+            if product is not None:
                 probe = Probe(
                     sample=sample,
-                    columns=columns,
-                    product=product,
+                    columns=product[0],
+                    product=product[1],
                     length_ratio=short.length_ratio,
                     blocked=short.blocked,
+                    reading=short.reading,
                 )
-                del columns, product
-            del linear  # its graph, before the sample is linearised by hand
+            del linear, product  # its graph, before the sample is linearised by hand
             self._give_back()
             by_hand = self._tangent(probe, names)
         del probe
@@ -585,6 +590,12 @@ class CurvatureOperator(LinearOperator):
         self._full = self._partial = None
         if self._spread is not None:
             self._spread.release()
+
+
+def _with_product(
+    linear: Linearisation, columns: Columns, names: Sequence[str]
+) -> tuple[Columns, Sequence[Tensor | None]]:
+    return columns, linear.product(columns, names)
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -61,6 +61,7 @@ class Probe:
     product: Sequence[Tensor | None]  # of the operator with the columns, by double backward
     length_ratio: float = 1.0  # tokens of a whole sample, in tokens of this one
     blocked: bool = False  # whether attention of a whole one goes by blocks of queries
+    reading: ModelReading | None = None  # of the model, None: to be read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ def tangent_engine(
 
     def differences() -> Iterator[tuple[float, Linearise, TangentLinearisation, ModelReading]]:
         """Of our product from the exact one; a second time with the model's ends by autograd."""
-        reading = read_model(problem.model)
+        reading = probe.reading or read_model(problem.model)
         for plain in dict.fromkeys((reading.plain_ends, False)):
             linearise = functools.partial(
                 TangentLinearisation,
@@ -132,13 +133,16 @@ def tangent_engine(
             if _at_full_length(ours, probe, reading) > PLANNED * budget / (1 + ours.transient):
                 linearise = functools.partial(linearise, recompute=True)
                 ours = linearise(problem, probe.sample, names)
-            yield _difference(ours, probe, names), linearise, ours, reading
+            yield _difference(ours, probe, names, allowed(reading)), linearise, ours, reading
 
-    off, allowed = math.inf, 0.0
+    def allowed(reading: ModelReading) -> float:
+        return _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
+
+    off, rounding = math.inf, 0.0
     try:
         for off, linearise, ours, reading in differences():
-            allowed = _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
-            if off <= allowed:
+            rounding = allowed(reading)
+            if off <= rounding:
                 problem.engine = EngineChoice(
                     "tangent", _described(reading, off, f"a product of one sample{_short(probe)}")
                 )
@@ -155,7 +159,7 @@ def tangent_engine(
         return None
     reason = (
         f"products written out by hand differ from double backward by {off:.1e} on one sample, "
-        f"where rounding explains {allowed:.0e}"
+        f"where rounding explains {rounding:.0e}"
     )
     if engine == "tangent":
         raise DifferentiationError(f"{reason}: use engine='autograd'.")
@@ -281,6 +285,7 @@ class ShortSample:
     sample: Batch
     length_ratio: float = 1.0  # tokens of the whole one, in tokens of this one
     blocked: bool = False  # whether attention of the whole one goes by blocks of queries
+    reading: ModelReading | None = None  # of the model, None: it was not understood
 
 
 def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: int) -> ShortSample:
@@ -294,15 +299,17 @@ def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: 
     itemsize = problem.dtype.itemsize
     room = budget // 2 - 4 * itemsize * sum(sizes[name] for name in names)
     blocked = False
+    reading: ModelReading | None = None
     try:
         with problem.evaluating():
             reading = read_model(problem.model)
+            layers = reading.layers
             _, length, d = token_shape(problem, reading, sample)
-            pairs = functools.partial(pair_numbers, reading.layers)
+            pairs = functools.partial(pair_numbers, layers)
             blocked = 2 * itemsize * pairs(length) > budget // PAIR_SHARE
 
             def fits(tokens: int) -> bool:
-                tangents = tangent_numbers(reading.layers, 1, tokens, d, blocked=True)
+                tangents = tangent_numbers(layers, 1, tokens, d, blocked=True)
                 numbers = _GRAPH_PAIRS * pairs(tokens) + _GRAPH_TANGENTS * tangents
                 return numbers * itemsize <= room
 
@@ -310,16 +317,21 @@ def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: 
             while tokens >= 2 * _SHORTEST and not fits(tokens):
                 tokens //= 2
             if tokens == length:
-                return ShortSample(sample=sample, blocked=blocked)
+                return ShortSample(sample=sample, blocked=blocked, reading=reading)
             for start in (0, length - tokens):
                 short = sample.shortened(length, slice(start, start + tokens), problem.loss.count)
                 if short is not None and short.count > 0:
                     with torch.no_grad():
                         problem.predictions(short, {})
-                    return ShortSample(sample=short, length_ratio=length / tokens, blocked=blocked)
+                    return ShortSample(
+                        sample=short,
+                        length_ratio=length / tokens,
+                        blocked=blocked,
+                        reading=reading,
+                    )
     except Exception:  # a model that takes no shorter input, or is not understood: as it is
         pass
-    return ShortSample(sample=sample, blocked=blocked)
+    return ShortSample(sample=sample, blocked=blocked, reading=reading)
 
 
 def _short(probe: Probe) -> str:
@@ -335,16 +347,19 @@ def _described(reading: ModelReading, off: float, what: str) -> str:
     )
 
 
-def _difference(ours: TangentLinearisation, probe: Probe, names: Sequence[str]) -> float:
+def _difference(
+    ours: TangentLinearisation, probe: Probe, names: Sequence[str], allowed: float
+) -> float:
     """‖ours v − exact v‖ over ‖H_o v‖ + ‖H_f v‖, which rounding is relative to.
 
-    One product at a time: each is a vector as large as the model.
+    ‖H v‖ is no more than that: where the difference is within ``allowed`` of it, the two parts need
+    no products of their own. One product at a time: each is a vector as large as the model.
     """
     got = ours.product(probe.columns, names)
     off = sum(squared_distance(a, b) for a, b in zip(got, probe.product, strict=True))
     squares = [sum(squared_distance(a, None) for a in got)]
     del got
-    if ours.part != "outer":
+    if ours.part != "outer" and not math.sqrt(off) <= allowed * math.sqrt(squares[0]):
         squares = []
         for part in ("outer", "functional"):
             term = ours.part_product(probe.columns, names, part)

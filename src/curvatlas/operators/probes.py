@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from curvatlas.engines.autograd.linearisation import HessianLinearisation, Linearisation
+from curvatlas.engines.autograd.linearisation import (
+    Columns,
+    HessianLinearisation,
+    Linearisation,
+)
 from curvatlas.engines.graphs import graph_size
 from curvatlas.errors import DifferentiationError
 from curvatlas.precision import has_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves
 from curvatlas.problem.evaluation import listed
+from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.large_heads import HiddenLogits
 
 _SYMMETRY = {torch.float64: 1e-5, torch.float32: 5e-3}
@@ -39,6 +44,7 @@ def _draw(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> Iterato
         yield drawn.to(leaf.device).unsqueeze(0)
 
 
+@unwatched
 def random_columns(leaves: dict[str, Tensor], names: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Normal columns (1, *shape) by parameter."""
     return dict(zip(names, _draw(leaves, names, seed), strict=True))
@@ -59,6 +65,7 @@ def _movable(problem: Problem, direction: dict[str, Tensor]) -> dict[str, Tensor
     return direction
 
 
+@unwatched
 def _dot(left: Iterable[Tensor | None], right: Iterable[Tensor | None]) -> float:
     """Σ ⟨left, right⟩ over tensors, summed in float64; None is zero."""
     pairs = zip(left, right, strict=True)
@@ -69,19 +76,22 @@ def _dot(left: Iterable[Tensor | None], right: Iterable[Tensor | None]) -> float
     )
 
 
-def probe_symmetry(linear: Linearisation, names: Sequence[str]) -> None:
+def probe_symmetry(
+    linear: Linearisation, names: Sequence[str], columns: Callable[[], Columns] | None = None
+) -> tuple[Columns, list[Tensor | None]]:
     """uᵀ(Hv) against vᵀ(Hu): two products on one sample catch most wrong double backwards.
 
-    The random vectors are drawn anew where they are needed: on a large model every flat vector
-    that is held costs as much as the model.
+    Normal vectors are drawn anew where they are needed: on a large model every flat vector that is
+    held costs as much as the model. Gives u and H u; columns: how u is drawn.
     """
     leaves = linear.leaves
-    product = linear.product(random_columns(leaves, names, 0), names)
-    right = _dot(_draw(leaves, names, 1), product)
-    del product
     product = linear.product(random_columns(leaves, names, 1), names)
-    left = _dot(_draw(leaves, names, 0), product)
+    u = columns() if columns is not None else random_columns(leaves, names, 0)
+    left = _dot((u[name] for name in names), product)
     typical = _dot(product, product) ** 0.5  # of uᵀ(Hv) for a normal u
+    del product
+    product = linear.product(u, names)
+    right = _dot(_draw(leaves, names, 1), product)
     scale = max(abs(left), abs(right), typical)
     dtype = next(iter(leaves.values())).dtype
     if scale > 0 and not abs(left - right) <= _SYMMETRY[dtype] * scale:
@@ -92,6 +102,7 @@ def probe_symmetry(linear: Linearisation, names: Sequence[str]) -> None:
             f"{suspect} has a wrong double backward; replace it by plain PyTorch operations, or "
             "pass checks=False to look at the operator all the same."
         )
+    return u, product
 
 
 def probe_by_differences(

@@ -20,6 +20,7 @@ from curvatlas.errors import NonFiniteError, ProblemError
 from curvatlas.problem.kernels import (
     TwiceDifferentiable,
     plain_python,
+    unwatched,
     warn_of_compiled,
     warn_once,
 )
@@ -412,16 +413,21 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     """The model's output with its parameters replaced by ``values``."""
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
     scope = next((s for s in reversed(open_scopes) if s.model is model), None)
-    versions = {name: value._version for name, value in values.items()}
+    versions = _versions(values)
     with _without_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
         outputs = called_with(model, values, *arguments_of(model, inputs))
-    for name, value in values.items():
-        if value._version != versions[name]:
-            raise ProblemError(
-                f"the forward pass changes parameter {name!r} in place, which no derivative sees: "
-                "do that outside of forward, or in a parametrization."
-            )
+    changed = [n for n, a, b in zip(values, versions, _versions(values), strict=True) if a != b]
+    if changed:
+        raise ProblemError(
+            f"the forward pass changes parameter {changed[0]!r} in place, which no derivative "
+            "sees: do that outside of forward, or in a parametrization."
+        )
     return outputs
+
+
+@unwatched
+def _versions(values: Mapping[str, Tensor]) -> list[int]:
+    return [value._version for value in values.values()]
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -551,9 +557,10 @@ def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
     return True
 
 
-def fresh_leaf(parameter: Tensor) -> Tensor:
-    """A leaf of the autograd graph that shares the parameter's memory."""
-    return parameter.detach().requires_grad_(True)
+@unwatched
+def fresh_leaves(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves of the autograd graph that share the weights' memory."""
+    return {name: weight.detach().requires_grad_(True) for name, weight in weights.items()}
 
 
 # --- what is checked before a number is trusted ---------------------------------------------------

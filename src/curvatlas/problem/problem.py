@@ -46,7 +46,7 @@ from curvatlas.problem.evaluation import (
     check_same_parameters,
     check_weights,
     evaluation,
-    fresh_leaf,
+    fresh_leaves,
     kinds,
     open_scopes,
     refuse_sharded,
@@ -54,7 +54,7 @@ from curvatlas.problem.evaluation import (
     whole_parameters,
 )
 from curvatlas.problem.fingerprint import LiveTensors, content
-from curvatlas.problem.kernels import explained
+from curvatlas.problem.kernels import explained, unwatched
 from curvatlas.problem.losses import Loss, LossLike, main_tensor
 from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
 from curvatlas.problem.objective import LABELS, Objective, OwnLoss, settled, with_decoder_inputs
@@ -332,6 +332,8 @@ class Problem:
         """Whether passes compute with the model's own tensors, as they lie in memory."""
         if self.sharded is not None:
             return False
+        if self.compute_dtype is None:
+            return True
         return all(not self._is_cast(weight) for weight in self._everything.values())
 
     def _is_cast(self, weight: Tensor) -> bool:
@@ -358,17 +360,21 @@ class Problem:
             with self.sharded.present(names, following) as gathered:
                 yield gathered
             return
+        weights = self._detached(names)
+        try:
+            yield weights
+        finally:
+            weights.clear()
+
+    @unwatched
+    def _detached(self, names: Iterable[str]) -> dict[str, Tensor]:
         everything = self._everything
-        weights = {
+        return {
             name: everything[name].detach().to(self.dtype)
             if self._is_cast(everything[name])
             else everything[name].detach()
             for name in names
         }
-        try:
-            yield weights
-        finally:
-            weights.clear()
 
     def named_weights(self) -> dict[str, Tensor]:
         """All parameters by name in the dtype that is computed in, also those that do not vary.
@@ -859,7 +865,7 @@ class Problem:
         They share the weights' memory where ``in_place`` holds.
         """
         with self.present(self.parameter_names if names is None else names) as weights:
-            return {name: fresh_leaf(weight) for name, weight in weights.items()}
+            return fresh_leaves(weights)
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""

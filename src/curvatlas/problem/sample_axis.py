@@ -33,6 +33,7 @@ from curvatlas.errors import PeerError, ProblemError
 from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
+from curvatlas.problem.kernels import unwatched
 
 if TYPE_CHECKING:
     from curvatlas.problem.problem import Problem
@@ -482,6 +483,7 @@ def _varies(item: Any) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point()
 
 
+@unwatched
 def _close(some: Tensor, others: Tensor, tolerance: float, *, scale: float | None = None) -> bool:
     """Equal to ``tolerance`` of the largest entry; NaN equals NaN."""
     if some.shape != others.shape:

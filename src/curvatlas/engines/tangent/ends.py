@@ -20,6 +20,7 @@ from curvatlas.engines.tangent.reading import MappedNorm, UnmappedModuleError, m
 from curvatlas.engines.tangent.stem import Lookup, Projection, Source, Stem, StemNorm
 from curvatlas.engines.tangent.tail import ChunkedTail, ReadoutTail
 from curvatlas.problem.cross_entropy import CrossEntropy
+from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.large_heads import HiddenLogits, plain_linear
 from curvatlas.problem.losses import Loss
 
@@ -46,6 +47,7 @@ class Names(Protocol):
         ...
 
 
+@unwatched
 def same_values(ours: Any, theirs: Any) -> bool:
     """Whether two outputs agree to rounding."""
     if isinstance(ours, HiddenLogits) and isinstance(theirs, HiddenLogits):

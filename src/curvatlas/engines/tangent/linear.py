@@ -22,6 +22,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from curvatlas.problem.kernels import unwatched
+
 _local = threading.local()
 
 
@@ -289,6 +291,7 @@ class Linear:
             backward.give(self.weight_names, self.sizes, target.clone() if copied else target)
 
 
+@unwatched
 def squared_distance(left: Tensor | None, right: Tensor | None) -> float:
     """‖left − right‖² of tensors with as many numbers, None being zero."""
     if left is None or right is None:

@@ -56,6 +56,7 @@ from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
+from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.sharding import ShardedWeights
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
@@ -175,6 +176,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(not getattr(hook, "__module__", "").startswith("curvatlas.") for hook in hooks)
 
 
+@unwatched
 def _known_layer(
     path: str, module: nn.Module, spec: BlockSpec, pick: Pick, aliases: Mapping[str, str]
 ) -> KnownLayer:
@@ -507,6 +509,7 @@ class Chain:
                 "data."
             ) from error
 
+    @unwatched
     def _add_block(
         self, call: LayerCall, weights: Weights, z: Tensor, again: Formed | None, *, turn: int
     ) -> tuple[Tensor, Formed | None]:
@@ -642,7 +645,11 @@ class Chain:
                 del module.__dict__["forward"]
 
     def _record(self) -> None:
-        rate = self.tail.delta
+        self.stem.record(self._slopes_of_blocks(self.tail.delta))
+
+    @unwatched
+    def _slopes_of_blocks(self, rate: Tensor) -> Tensor:
+        """Every block's ∂ℓ/∂(output), from the tail's on; what is left for the stem (1, N, d)."""
         for index in reversed(range(len(self.blocks))):
             layer = self.layers[index]
             # All or none: what is wanted decides which layers are taken together.
@@ -653,7 +660,7 @@ class Chain:
             for ours, slope in slopes.items():
                 if layer.places[ours].parameter in self._adapted:
                     self._add_slope(layer.places[ours], slope)
-        self.stem.record(rate)
+        return rate
 
     def _add_slope(self, place: Place, slope: Tensor) -> None:
         """Keep ∂ℓ/∂W of a part of an adapted weight."""
@@ -1122,6 +1129,7 @@ _NOT_HELD = (
 )  # whose memory counts elsewhere
 
 
+@unwatched
 def tensors_in(*objects: Any, without: Sequence[Tensor] = ()) -> list[Tensor]:
     """Every tensor that objects hold, in attributes, containers and closures, graphs excluded."""
     outside = {tensor.untyped_storage().data_ptr() for tensor in without}
