@@ -9,6 +9,7 @@ one.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -84,6 +85,7 @@ def _run(words: list[str], cwd: str, path: list[str], streams: list[str]) -> Non
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
+    gc.freeze()  # what the server has imported is shared with it as long as nobody walks over it
     # A shell starts background jobs, and so their children, deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv, sys.path[:] = words, path

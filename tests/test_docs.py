@@ -22,6 +22,7 @@ def blocks(page: Path) -> list[str]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT))
 )

@@ -146,6 +146,7 @@ def _landscape(folder: Path, count: int, *more: str) -> tuple[str, ...]:
             "--output", "run", *more)  # fmt: skip
 
 
+@pytest.mark.draws
 @pytest.mark.slow
 def test_landscape_tells_the_local_shape_of_the_loss(curvatlas: Call, tmp_path: Path) -> None:
     code, out, err = curvatlas(*_landscape(tmp_path, 24, "--json"))
@@ -323,6 +324,7 @@ def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
     assert runs.load("run").manifest.options["effort"]["memory"] == planned
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize(
     ("command", "options", "section", "kind"),
     [
@@ -343,9 +345,11 @@ def test_the_papers_experiments_take_a_model_and_data_and_make_a_page(
     assert answer["status"] == "complete"
     assert kind in {result["kind"] for result in answer["results"].values()}
     assert f'id="{section}"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert list((tmp_path / "run" / "figures").glob("*.png"))
     assert curvatlas(*arguments)[1] == out  # read back, nothing computed again
 
 
+@pytest.mark.draws
 def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_path: Path) -> None:
     inputs, targets = _samples(24)
     np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
@@ -372,6 +376,7 @@ def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_pa
     assert json.loads(again)["results"]["model.flatness"] == found
 
 
+@pytest.mark.draws
 @pytest.mark.slow
 def test_flatness_shows_what_rescaling_changes(curvatlas: Call, tmp_path: Path) -> None:
     tokens = torch.arange(24).reshape(6, 4) % 5
@@ -387,6 +392,8 @@ def test_flatness_shows_what_rescaling_changes(curvatlas: Call, tmp_path: Path) 
     assert "query_key, uniform" in page
     stored = runs.load(tmp_path / "run").results["model.invariance"]
     assert stored.invariant("fisher_rao")  # type: ignore[attr-defined]
+    drawn = sorted(file.name for file in (tmp_path / "run/figures").glob("*.png"))
+    assert drawn == ["flatness-model.png", "invariance-model.png", "overview.png"]  # no copies
     code, _, err = curvatlas(
         "flatness", "cli_models:make_model", "data.npz", "--invariance", "--output", "other"
     )

@@ -127,6 +127,7 @@ def test_retraining_is_an_option_of_landscape_and_goes_on_where_it_was(
     assert runs.load(folder / "out").manifest.steps == before
 
 
+@pytest.mark.draws
 def test_generalisation_takes_your_models_and_data_and_resumes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def model_and_data() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
 
 def join_group(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in forked.py
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
 

@@ -158,6 +158,7 @@ def test_what_cannot_be_scaled_or_fitted_is_one_clear_line() -> None:
         ca.growth(mlp, scale="head.weight", probes=2)
 
 
+@pytest.mark.draws
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_basins_of_a_network_make_the_control_as_large_as_the_change() -> None:
     assert float(cell.gap.mean[0]) > 0  # samples that were not used are harder
 
 
+@pytest.mark.draws
 def test_it_resumes_point_by_point_and_the_page_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

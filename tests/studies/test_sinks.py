@@ -106,6 +106,7 @@ def test_the_bulk_is_the_mean_size_of_the_ninety_percent_nearest_to_zero() -> No
     assert bulk_of(exact_density(values, 20, psd=False)) == pytest.approx(0.1)
 
 
+@pytest.mark.draws
 def test_the_verdict_over_seeds_counts_those_in_which_the_ratio_rises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_what_has_no_sink_is_one_clear_line() -> None:
         ca.sinks(small_gpt(), levels=(1,))
 
 
+@pytest.mark.draws
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

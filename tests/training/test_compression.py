@@ -187,6 +187,7 @@ def _run(arguments: list[str], cwd: Path, monkeypatch: Any, capsys: Any) -> tupl
     return code, captured.out, captured.err
 
 
+@pytest.mark.draws
 def test_the_verbs_print_a_table_and_save_weights_that_load_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +213,7 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
         "magnitude, layers by curvature",
     ):
         assert words_of_page in text
+    assert list((page.parent / "figures").glob("pruning*.png"))
     short = ["--bits", "8,4", "--groups", "4,row"]
     arguments = ["quantize", *words, "--weights", "less.safetensors", *short, "--json"]
     code, out, err = _run(arguments, tmp_path, monkeypatch, capsys)
@@ -227,6 +229,7 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
     ]
     (page,) = tmp_path.glob("curvatlas-runs/quantize-*/report.html")
     assert "Rounding all weights, by groups" in page.read_text(encoding="utf-8")
+    assert list((page.parent / "figures").glob("rounding*.png"))
     code, _, err = _run(["quantize", *words, "--groups", "a"], tmp_path, monkeypatch, capsys)
     assert code == 2
     assert "--groups takes whole numbers or row" in err

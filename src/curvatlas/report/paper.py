@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ _OWN_PLOTS = {
     "Pruning": "pruning",
     "QuantizationTable": "rounding",
 }
+# of rescaled copies, whose measures are in the picture of the invariance side by side
+_COPY = re.compile(r"rescaled\d+\.")
 # what a command draws by itself: one picture a run, since a figure takes about a second
 MAIN = (
     "overview",
@@ -93,6 +96,8 @@ def _figures(
                 yield _name("spectrum", stage, part), draw
     for kind, word in _OWN_PLOTS.items():
         for entry in contents.of_kind(kind):
+            if _COPY.match(entry.name):
+                continue
             result: Any = run[entry.name]
             yield _name(word, entry.stage), result.plot
 
