@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -91,8 +92,9 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         self.vector = torch.randn(self.problem.size, generator=generator)
 
-    @property
+    @functools.cached_property
     def problem(self) -> ca.Problem:
+        """One for all doors: where its samples lie is found once."""
         return ca.Problem(self.model, None, self.batch)
 
     @property

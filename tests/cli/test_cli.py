@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import curvatlas
 import forked
-from cli_models import make_data, make_model
+from cli_models import SLOW, make_data, make_model
 from curvatlas import cli, runs
 from curvatlas.cli.inputs import find_model
 from curvatlas.results import same
@@ -92,6 +92,12 @@ def test_version(tmp_path: Path) -> None:
     )
 
 
+def test_wrong_use_in_a_process_of_its_own_is_one_line_too(tmp_path: Path) -> None:
+    finished = _curvatlas("nosuch", cwd=tmp_path)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert "No such command 'nosuch'" in _one_line(finished)
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -110,9 +116,10 @@ def test_version(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(
-    tmp_path: Path, arguments: tuple[str, ...], word: str
-) -> None:
-    finished = _curvatlas(*arguments, cwd=tmp_path)
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...], word: str,
+) -> None:  # fmt: skip
+    finished = _in_process(list(arguments), tmp_path, capsys, monkeypatch)
     assert finished.returncode == 2
     assert word in _one_line(finished)
     assert finished.stdout == ""
@@ -197,6 +204,7 @@ def test_analyze_measures_writes_and_answers(tmp_path: Path) -> None:
     answer = json.loads(finished.stdout)
     assert answer["status"] == "complete"
     assert Path(answer["report"]).is_file()
+    assert (tmp_path / "run/figures/overview.png").is_file()
     run = runs.load(tmp_path / "run")
     assert set(answer["results"]) == set(run.results)
     _check_numbers(answer["results"])
@@ -298,6 +306,7 @@ _SLOW = ["analyze", "cli_models:make_slow_model", "cli_models:make_data", "--out
 
 def _interrupted(cwd: Path, number: signal.Signals) -> str:
     """Start, send the signal once something is stored, and return the last line on stderr."""
+    (cwd / SLOW).touch()
     process = forked.Forked("curvatlas.cli", *_SLOW, cwd=cwd)
     deadline = time.monotonic() + 120
     while not (cwd / "run/results/model.subject.json").exists():
@@ -306,6 +315,7 @@ def _interrupted(cwd: Path, number: signal.Signals) -> str:
         time.sleep(0.05)
     os.kill(process.pid, number)
     ended = process.finished(timeout=60)
+    (cwd / SLOW).unlink()
     assert ended.returncode == 130, ended.stderr
     assert runs.load(cwd / "run").status == "interrupted"
     return ended.stderr.strip().splitlines()[-1]
@@ -328,7 +338,9 @@ def test_a_terminated_run_can_be_resumed_too(tmp_path: Path) -> None:
 def test_a_used_up_time_budget_leaves_a_report_and_a_resumable_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / SLOW).touch()
     stopped = _in_process([*_SLOW, "--time", "0.5s"], tmp_path, capsys, monkeypatch)
+    (tmp_path / SLOW).unlink()
     assert stopped.returncode == 3, stopped.stderr
     assert "time budget" in _one_line(stopped)
     assert (tmp_path / "run/report.html").is_file()

@@ -30,7 +30,7 @@ Claim = tuple[str, float, float]  # who says it, and between which numbers
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "run"
     for command in (
-        ["demo", "--steps", "60", "--samples", "24", "--output", str(folder), "--quiet"],
+        ["demo", "--steps", "60", "--samples", "10", "--output", str(folder), "--quiet"],
         ["compare", str(folder), "--quiet"],
     ):
         with pytest.raises(SystemExit) as ended:
@@ -184,13 +184,13 @@ def test_the_page_says_once_which_samples_every_number_is_of(
     demo: Path, results: dict[str, Any]
 ) -> None:
     text = _text(demo / "report.html")
-    assert len(re.findall("mean loss over the same 24 digits", text)) == 1
+    assert len(re.findall("mean loss over the same 10 digits", text)) == 1
     for stage in STAGES:
-        assert results[f"{stage}.propagation"]["samples"] == 24
+        assert results[f"{stage}.propagation"]["samples"] == 10
         low, high = results[f"{stage}.propagation"]["amplification_interval"]
         assert f"{STAGES[stage]}, the curvature at the embedding is" in text
         assert 0 < low < high < math.inf
-    assert re.search(r"Training took the loss on 24 digits of 8 × 8 pixels from", text)
+    assert re.search(r"Training took the loss on 10 digits of 8 × 8 pixels from", text)
 
 
 def test_traces_of_the_outer_part_are_exact_by_role_and_never_negative(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from itertools import pairwise
 from typing import Any
@@ -60,16 +61,23 @@ def true_norms(matrix: Tensor, groups: list[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.tensor(frobenius, dtype=torch.float64), torch.tensor(spectral, dtype=torch.float64)
 
 
+@functools.cache
+def mapped(name: str) -> tuple[ca.Problem, ca.Atlas]:
+    """A problem of a family that no test changes, and its dense atlas."""
+    model, batch, loss = families.make(name)
+    problem = ca.Problem(model, loss, batch)
+    return problem, ca.atlas(problem, method="dense")
+
+
 @pytest.fixture(scope="module")
 def gpt() -> tuple[ca.Problem, dict[str, Tensor]]:
-    model, batch, loss = families.make("zoo gpt pre-norm")
-    problem = ca.Problem(model, loss, batch)
+    problem, _ = mapped("zoo gpt pre-norm")
     return problem, {part: kind(problem).dense() for part, kind in OPERATORS.items()}
 
 
 @pytest.fixture(scope="module")
-def gpt_atlas(gpt: tuple[ca.Problem, dict[str, Tensor]]) -> ca.Atlas:
-    return ca.atlas(gpt[0])
+def gpt_atlas() -> ca.Atlas:
+    return mapped("zoo gpt pre-norm")[1]
 
 
 def test_every_map_of_a_small_model_is_exact(
@@ -77,7 +85,8 @@ def test_every_map_of_a_small_model_is_exact(
 ) -> None:
     problem, dense = gpt
     atlas = gpt_atlas
-    assert atlas.method == "dense"
+    # what a small model gets unasked
+    assert ca.atlas(quadratic_problem([7, 11, 5], 0)[0]).method == atlas.method == "dense"
     blocks = blocks_of(problem.anatomy)
     for view in VIEWS:
         groups = [
@@ -154,9 +163,7 @@ def test_more_probes_go_where_the_entries_that_matter_are_least_known() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zoo gpt pre-norm", "zoo vit post-norm", "hf gpt2"])
 def test_estimates_of_real_models_lie_in_their_intervals(name: str) -> None:
-    model, batch, loss = families.make(name)
-    problem = ca.Problem(model, loss, batch)
-    exact = ca.atlas(problem, method="dense")
+    problem, exact = mapped(name)
     most = 8 * len(exact.names)
     sketches = [ca.atlas(problem, method="sketch", products=most, seed=s) for s in (1, 2, 3)]
     assert all(sketch.products <= most for sketch in sketches)
@@ -177,9 +184,8 @@ def test_estimates_of_real_models_lie_in_their_intervals(name: str) -> None:
 
 
 def test_fused_projections_are_mapped_to_their_true_roles() -> None:
-    model, batch, loss = families.make("hf gpt2")
-    problem = ca.Problem(model, loss, batch)
-    exact, sketch = ca.atlas(problem, method="dense"), ca.atlas(problem, method="sketch")
+    problem, exact = mapped("hf gpt2")
+    sketch = ca.atlas(problem, method="sketch")
     assert {"blocks.0.query", "blocks.0.key", "blocks.1.value"} <= set(sketch.names)
     row, column = "blocks.1.value", "blocks.0.query"
     low, high = sketch.frobenius["total"].interval_of(row, column)
@@ -269,8 +275,7 @@ def test_wrong_options_are_refused_in_one_line() -> None:
 
 
 def test_coarser_blocks_add_up_the_finer_ones(gpt_atlas: ca.Atlas) -> None:
-    model, batch, loss = families.make("zoo gpt pre-norm")
-    problem = ca.Problem(model, loss, batch)
+    problem, _ = mapped("zoo gpt pre-norm")
     coarse = ca.atlas(problem, by="sublayer", method="sketch", rtol=1.0)
     assert {"embedding", "blocks.0.attention", "blocks.1.ffn", "head"} <= set(coarse.names)
     assert sum(coarse.sizes.values()) == problem.size

@@ -32,6 +32,7 @@ from curvatlas.errors import ProblemError
 from curvatlas.fits import Array
 from curvatlas.operators.per_sample import count_samples, sample_axis_of_outputs
 from curvatlas.problem import Batch, CrossEntropy, Problem
+from curvatlas.problem.kernels import unwatched
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.spectra.checkpoint import generator
@@ -254,6 +255,7 @@ class _Scores:
                 cut = float(value.clamp(max=self.loss_bound)) / self.loss_bound
                 yield torch.tensor([[cut, cut]], dtype=torch.float64)
 
+    @unwatched
     def _of_classes(self, batch: Batch, outputs: Tensor) -> Tensor:
         """(samples, 2): means over the valid targets of each sample."""
         loss = self.problem.loss
