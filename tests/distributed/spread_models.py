@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,10 +132,25 @@ def by_budget(problem: ca.Problem, first: ca.Hessian) -> dict[str, Tensor]:
 
 
 def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> None:
-    """The products of one family, by whole vectors, by local ones and by DTensors."""
+    """The products of every family; of one that fails, why, on both ranks."""
     join_group(rank, world, port)
-    replicas = int(mode.split()[1]) if " " in mode else None
-    model, blocks, loss, data = case(mode.split()[0])
+    for name in names():
+        file = Path(folder, f"{name} {rank}")
+        told = ["", ""]
+        try:
+            torch.save(every_product(name), f"{file}.pt")
+        except Exception:
+            told[rank] = traceback.format_exc()
+        dist.all_gather_object(told, told[rank])
+        if any(told):
+            Path(f"{file}.txt").write_text("\n".join(told))
+    dist.destroy_process_group()
+
+
+def every_product(name: str) -> dict[str, Tensor]:
+    """The products of one family, by whole vectors, by local ones and by DTensors."""
+    replicas = int(name.split()[1]) if " " in name else None
+    model, blocks, loss, data = case(name.split()[0])
     problem = ca.Problem(spread(model, blocks, replicas), loss, data, shard=True)
     results = products(problem)
     operator, shards = ca.Hessian(problem), problem.shards
@@ -152,12 +168,11 @@ def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> Non
     slopes = {name: p.grad for name, p in model.named_parameters()}
     image = operator @ slopes
     assert all(hasattr(tensor, "placements") for tensor in image.values())
-    for name, tensors in (("slopes", slopes), ("image", image)):
+    for key, tensors in (("slopes", slopes), ("image", image)):
         whole = [tensors[n].full_tensor().reshape(-1) for n in problem.parameter_names]  # type: ignore[union-attr]
-        results[name] = torch.cat(whole)
+        results[key] = torch.cat(whole)
     assert problem.engine.name == "tangent"
-    torch.save(results, Path(folder, f"{mode} {rank}.pt"))
-    dist.destroy_process_group()
+    return results
 
 
 def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tensor]:
@@ -193,8 +208,19 @@ def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) ->
 
 
 def stopped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
-    """Eigenpairs of a spread model: stopped, or gone on with; ``mode``: stop, go on, other."""
+    """Eigenpairs of a spread model that are stopped, or all that comes after in another process."""
     join_group(rank, world, port)
+    for one in ("stop",) if mode == "stop" else ("go on", "other", "lost"):
+        dist.barrier()
+        if one == "lost" and rank == 0:
+            sorted(Path(folder).glob("state.step*.1of2"))[-1].unlink()
+        dist.barrier()
+        _stopped(rank, folder, one)
+    dist.destroy_process_group()
+
+
+def _stopped(rank: int, folder: str, mode: str) -> None:
+    """mode: stop, go on, go on with other weights, go on without the piece of a rank (lost)."""
     model, blocks, loss, data = case("gpt")
     if mode == "other":
         with torch.no_grad():
@@ -220,7 +246,6 @@ def stopped(rank: int, world: int, port: int, folder: str, mode: str) -> None:
     except (KeyboardInterrupt, RuntimeError, ValueError) as error:
         text = str(error)
     Path(folder, f"{mode} {rank}.txt").write_text(text)
-    dist.destroy_process_group()
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -23,10 +23,18 @@ def load(folder: Path, name: str) -> list[dict[str, Tensor]]:
     return [torch.load(folder / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("products")
+    start(spread_models.every_model, folder, "")
+    return folder
+
+
 @pytest.mark.parametrize("name", list(spread_models.names()))
-def test_products_of_a_spread_model_are_those_of_one_process(name: str, tmp_path: Path) -> None:
-    start(spread_models.every_model, tmp_path, name)
-    first, second = load(tmp_path, name)
+def test_products_of_a_spread_model_are_those_of_one_process(name: str, products: Path) -> None:
+    told = products / f"{name} 0.txt"
+    assert not told.exists(), told.read_text()
+    first, second = load(products, name)
     model, _, loss, data = spread_models.case(name.split()[0])
     problem = ca.Problem(model, loss, data)
     want = spread_models.products(problem)
@@ -69,13 +77,10 @@ def test_a_stopped_estimate_goes_on_from_every_ranks_piece(tmp_path: Path) -> No
     assert torch.equal(got[0], got[1])
     assert oracles.relative_error(got[0], want.values) < 1e-9
     assert int((tmp_path / "go on 0.txt").read_text()) < want.products
-    start(spread_models.stopped, tmp_path, "other")
     for rank in (0, 1):
         told = (tmp_path / f"other {rank}.txt").read_text()
         assert "belongs to another estimate (other weights, data or loss)" in told
-    sorted(tmp_path.glob("state.step*.1of2"))[-1].unlink()
-    start(spread_models.stopped, tmp_path, "go on")
-    told = [(tmp_path / f"go on {rank}.txt").read_text() for rank in (0, 1)]
+    told = [(tmp_path / f"lost {rank}.txt").read_text() for rank in (0, 1)]
     assert any("is missing or damaged" in text for text in told)
     assert all(text.count("\n") == 0 and text for text in told)
 
