@@ -25,7 +25,7 @@ SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
 WAYS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude"},
     "OBD, exact diagonal": {"method": "obd", "exact_diagonal": True},
-    "OBS, blocks of 128": {"method": "obs", "samples": 512},
+    "OBS, blocks of 128": {"method": "obs"},
 }
 LOOKS = {
     "magnitude": ("#999999", "s:"),
@@ -35,9 +35,14 @@ LOOKS = {
 
 
 def measure(
-    model: nn.Module, data: zoo.Dataset, *, samples: int, sparsities: tuple[float, ...]
+    model: nn.Module,
+    data: zoo.Dataset,
+    *,
+    samples: int,
+    gradients: int,
+    sparsities: tuple[float, ...],
 ) -> dict[str, list[float]]:
-    """Validation loss by way and sparsity."""
+    """Validation loss by way and sparsity; ``gradients`` of sampled targets for the surgeon."""
     batch = tuple(data.train.take(samples))
     found: dict[str, list[float]] = {}
     for name, options in WAYS.items():
@@ -45,7 +50,13 @@ def measure(
         curvature = None
         for sparsity in sparsities:
             pruning = ca.prune(
-                model, "cross_entropy", batch, sparsity=sparsity, curvature=curvature, **options
+                model,
+                "cross_entropy",
+                batch,
+                sparsity=sparsity,
+                curvature=curvature,
+                samples=gradients,
+                **options,
             )
             curvature = pruning.curvature or None
             pruned = copy.deepcopy(model)
@@ -82,13 +93,14 @@ def main() -> None:
     steps, samples = (30, 16) if options.quick else (options.steps, options.samples)
     sparsities = (0.5, 0.9) if options.quick else SPARSITIES
 
-    width = {"d_model": 8} if options.quick else {}
+    width = {"d_model": 4} if options.quick else {}
     data, model = zoo.digits(), zoo.reference_vit(**width)
     print(f"trained: {zoo.train(model, data, steps=steps, lr=1.6e-2)}")
     model.eval()
     before = zoo.evaluate(model, data.validation)[0]
     print(f"{'validation loss at':26s} " + "  ".join(f"{s:7.0%}" for s in sparsities))
-    losses = measure(model, data, samples=samples, sparsities=sparsities)
+    gradients = 32 if options.quick else 512
+    losses = measure(model, data, samples=samples, gradients=gradients, sparsities=sparsities)
     path = folder / "pruning.png"
     draw(losses, before, path, sparsities)
     print(f"wrote {path}")

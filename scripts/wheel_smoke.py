@@ -77,18 +77,22 @@ def use(python: Path, folder: Path, *, path: Path | None) -> dict[str, Any]:
     def curvatlas(*arguments: str) -> str:
         return _call(python, "-m", "curvatlas.cli", *arguments, cwd=folder, env=environment)
 
-    where = "import curvatlas; print(curvatlas.__file__)"
+    # Where the package lies, and its data, by one start of Python: each imports torch.
+    look = (
+        "import curvatlas; print(curvatlas.__file__); from curvatlas import zoo; "
+        "print(zoo.digits().train.size, zoo.text().train.size)"
+    )
+    file, data = _call(python, "-c", look, cwd=folder, env=environment).splitlines()
     answers = {
-        "file": _call(python, "-c", where, cwd=folder, env=environment).strip(),
+        "file": file,
         "help": curvatlas("--help"),
         "version": curvatlas("--version").strip(),
         "doctor": json.loads(curvatlas("doctor", "--json")),
         "analyze": json.loads(
             curvatlas("analyze", "tiny:make_model", "tiny:make_data", "--json", "-o", "run")
         ),
+        "data": data.split(),
     }
-    data = "from curvatlas import zoo; print(zoo.digits().train.size, zoo.text().train.size)"
-    answers["data"] = _call(python, "-c", data, cwd=folder, env=environment).split()
     return answers
 
 

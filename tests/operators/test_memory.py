@@ -97,7 +97,7 @@ GROWTH = """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             operator = ca.Hessian(subject, budget=budget)
-            for product in range(200):
+            for product in range(100):
                 operator @ right
                 if product == 19:
                     early = settled()
@@ -130,8 +130,8 @@ def test_peak_memory_stays_under_the_budget_and_cutting_changes_no_product() -> 
 
 
 @pytest.mark.slow
-def test_two_hundred_products_leak_nothing() -> None:
-    # One lost graph a product would be 180 × 1 MB.
+def test_a_hundred_products_leak_nothing() -> None:
+    # One lost graph a product would be 80 × 1 MB.
     for run in in_a_process(GROWTH):
-        assert run["growth"] < 8_000_000, run
+        assert run["growth"] < 80 * 44_000, run
         assert run["grads"] == 0, run
