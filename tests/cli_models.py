@@ -103,9 +103,9 @@ class SlowTiny(Tiny):
 
 
 def make_wide_model() -> nn.Module:
-    """A million parameters with little to compute."""
+    """Half a million parameters with little to compute."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 20))
+    return nn.Sequential(nn.Linear(1000, 500), nn.Tanh(), nn.Linear(500, 20))
 
 
 def make_wide_samples() -> tuple[Tensor, Tensor]:
