@@ -125,8 +125,37 @@ def feed_forward(spec: BlockSpec, x: Tensor, w: dict[str, Tensor]) -> Tensor:
     return linear(activation(spec.activation, up), w, "down")
 
 
-def block(spec: BlockSpec, w: dict[str, Tensor], x: Tensor, keys: Tensor | None = None) -> Tensor:
-    """x (n, L, d) → (n, L, d); keys (n, L) True where a token may be attended to."""
+def cross_attention(
+    spec: BlockSpec, x: Tensor, memory: Tensor, w: dict[str, Tensor], keep: Tensor
+) -> Tensor:
+    """Tokens x (L, d) of one sample look at its memory (L', m); keep (L') says which of it."""
+    dk, dv, repeats = spec.key_size, spec.value_size, spec.n_heads // spec.kv_heads
+    q = linear(x, w, "cross_query")
+    k, v = linear(memory, w, "cross_key"), linear(memory, w, "cross_value")
+    heads = []
+    for h in range(spec.n_heads):
+        g = h // repeats
+        logits = q[:, h * dk : (h + 1) * dk] @ k[:, g * dk : (g + 1) * dk].T
+        logits = logits * (spec.scale if spec.scale is not None else dk**-0.5)
+        if spec.softcap is not None:
+            logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        weight = torch.exp(logits - logits.detach().amax(-1, keepdim=True)) * keep
+        heads.append(weight / weight.sum(-1, keepdim=True) @ v[:, g * dv : (g + 1) * dv])
+    return linear(torch.cat(heads, -1), w, "cross_output")
+
+
+def block(
+    spec: BlockSpec,
+    w: dict[str, Tensor],
+    x: Tensor,
+    keys: Tensor | None = None,
+    memory: Tensor | None = None,
+    memory_keys: Tensor | None = None,
+) -> Tensor:
+    """x (n, L, d) → (n, L, d); keys (n, L) True where a token may be attended to.
+
+    memory (n, L', m) and memory_keys (n, L') likewise for cross attention.
+    """
     outputs = []
     for i, sample in enumerate(x):
         keep = torch.ones(len(sample), len(sample), dtype=x.dtype)
@@ -138,16 +167,28 @@ def block(spec: BlockSpec, w: dict[str, Tensor], x: Tensor, keys: Tensor | None 
         if spec.norm_first:
             seen = norm(spec, sample, w, "norm1")
             y = sample + _behind(spec, attention(spec, seen, w, keep), w, "output_norm")
+            if memory is not None:
+                seen, kept = norm(spec, y, w, "cross_norm"), _kept(memory, memory_keys, i)
+                f = cross_attention(spec, seen, memory[i], w, kept)
+                y = y + spec.residual_scale * f
             if spec.d_ff is not None:
                 seen = norm(spec, sample if spec.parallel else y, w, "norm2")
                 seen = norm(spec, sample, w, "norm1") if spec.one_norm else seen
                 y = y + _behind(spec, feed_forward(spec, seen, w), w, "down_norm")
         else:
             y = norm(spec, sample + attention(spec, sample, w, keep), w, "norm1")
+            if memory is not None:
+                f = cross_attention(spec, y, memory[i], w, _kept(memory, memory_keys, i))
+                y = norm(spec, y + f, w, "cross_norm")
             if spec.d_ff is not None:
                 y = norm(spec, y + feed_forward(spec, y, w), w, "norm2")
         outputs.append(y)
     return torch.stack(outputs)
+
+
+def _kept(memory: Tensor, keys: Tensor | None, sample: int) -> Tensor:
+    ones = torch.ones(memory.shape[1], dtype=memory.dtype)
+    return ones if keys is None else ones * keys[sample]
 
 
 def _behind(spec: BlockSpec, f: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
@@ -163,10 +204,20 @@ class Case:
     weights: dict[str, Tensor]
     x: Tensor
     keys: Tensor | None
+    memory: Tensor | None = None
+    memory_keys: Tensor | None = None
+
+    @property
+    def moving(self) -> dict[str, Tensor]:
+        """The weights, and the memory among them."""
+        return self.weights if self.memory is None else {**self.weights, "memory": self.memory}
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [*self.weights.values(), self.x]
+        return [*self.moving.values(), self.x]
+
+    def output(self) -> Tensor:
+        return block(self.spec, self.weights, self.x, self.keys, self.memory, self.memory_keys)
 
 
 def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
@@ -196,6 +247,12 @@ def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
     if spec.output_norm is not None:
         for name in ("output_norm", "down_norm")[: 1 if f is None else 2]:
             found |= {f"{name}_weight": (d,), f"{name}_bias": (d,)}
+    if spec.memory_size is not None:
+        m = spec.memory_size
+        sizes = {"query": (h * dk, d), "key": (g * dk, m), "value": (g * dv, m)}
+        for name, size in (*sizes.items(), ("output", (d, h * dv))):
+            found |= {f"cross_{name}_weight": size, f"cross_{name}_bias": size[:1]}
+        found |= {"cross_norm_weight": (d,), "cross_norm_bias": (d,)}
     return found
 
 
@@ -213,6 +270,9 @@ def random_weights(
                 value = 1 - spec.gain_offset + value
             found[name] = value.requires_grad_(True)
     return found
+
+
+_WITHOUT_MEMORY = [name for name in WEIGHT_NAMES if not name.startswith("cross_")]
 
 
 def random_case(seed: int) -> Case:
@@ -243,7 +303,7 @@ def random_case(seed: int) -> Case:
         residual=whole or r.random() < 0.5,
     )
     drop = set() if project else {"output_weight", "output_bias"}
-    drop |= {n for n in WEIGHT_NAMES if n.endswith("bias") and r.random() < 0.4}
+    drop |= {n for n in _WITHOUT_MEMORY if n.endswith("bias") and r.random() < 0.4}
     drop |= {n for n in ("norm1_weight", "norm2_weight") if r.random() < 0.2}
     samples, length = r.choice([1, 2, 3]), r.choice([1, 2, 3, 5])
     generator = torch.Generator().manual_seed(seed)
@@ -294,8 +354,8 @@ def random_form(seed: int) -> Case:
         rope_interleaved=rope and r.random() < 0.5,
         rotary_size=r.choice([None, 2]) if rope else None,
     )
-    drop = {n for n in WEIGHT_NAMES if n.endswith("bias") and r.random() < 0.5}
-    drop |= {n for n in WEIGHT_NAMES if "norm" in n and r.random() < 0.2}
+    drop = {n for n in _WITHOUT_MEMORY if n.endswith("bias") and r.random() < 0.5}
+    drop |= {n for n in _WITHOUT_MEMORY if "norm" in n and r.random() < 0.2}
     generator = torch.Generator().manual_seed(seed)
     samples, length = r.choice([1, 2, 3]), r.choice([1, 3, 5])
     x = torch.randn(samples, length, d, generator=generator, dtype=torch.float64)
@@ -305,3 +365,43 @@ def random_form(seed: int) -> Case:
         keys[:, 0] = True
     weights = random_weights(spec, seed, drop=frozenset(drop))
     return Case(spec, weights, x.requires_grad_(True), keys)
+
+
+def random_cross(seed: int) -> Case:
+    """Any mixture of the options of a block that attends to a memory."""
+    r = random.Random(2000 + seed)
+    heads = r.choice([1, 2, 4])
+    rope = r.random() < 0.3
+    spec = BlockSpec(
+        d_model=r.choice([4, 6, 8]),
+        n_heads=heads,
+        n_kv_heads=r.choice([g for g in (1, 2, 4) if heads % g == 0]),
+        d_k=2 if rope else r.choice([1, 2, 3]),
+        d_v=r.choice([1, 2, 3]),
+        d_ff=r.choice([3, 5]),
+        norm=r.choice(["layer", "rms", "none"]),
+        norm_first=r.random() < 0.5,
+        gain_offset=r.choice([0.0, 1.0]),
+        activation=r.choice(["gelu", "relu"]),
+        gated=r.random() < 0.4,
+        eps=r.choice([1e-5, 0.1]),
+        causal=r.random() < 0.6,
+        softcap=r.choice([None, None, 0.8]),
+        scale=r.choice([None, 0.7]),
+        rope_base=10.0 if rope else None,
+        memory_size=r.choice([3, 4]),
+    )
+    drop = {n for n in WEIGHT_NAMES if n.endswith("bias") and r.random() < 0.4}
+    drop |= {n for n in WEIGHT_NAMES if "norm" in n and r.random() < 0.2}
+    generator = torch.Generator().manual_seed(seed)
+    samples, length, others = r.choice([1, 2, 3]), r.choice([1, 3, 5]), r.choice([1, 2, 4])
+    x = torch.randn(samples, length, spec.d_model, generator=generator, dtype=torch.float64)
+    size = (samples, others, spec.memory_size or 0)
+    memory = torch.randn(size, generator=generator, dtype=torch.float64)
+    keys = None
+    if r.random() < 0.5:
+        keys = torch.rand(samples, others, generator=generator) < 0.6
+        keys[:, -1] = True
+    weights = random_weights(spec, seed, drop=frozenset(drop))
+    leaves = x.requires_grad_(True), memory.requires_grad_(True)
+    return Case(spec, weights, leaves[0], None, leaves[1], keys)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
+from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
 from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.losses import TokenSquaredError
 from curvatlas.engines.tangent.structure import BlockSpec
 from oracles import flat, relative_error
-from reference_block import Case, block, random_case, random_form, random_weights
+from reference_block import Case, block, random_case, random_cross, random_form, random_weights
 
 TOLERANCE = 1e-12
 
@@ -29,7 +30,7 @@ def _directions(case: Case, count: int, seed: int) -> list[Tensor]:
 
 def _oracle(case: Case, target: Tensor, directions: list[Tensor]) -> dict[str, Tensor]:
     """Gradient, J v, Jᵀ(J v) · 2/size, and H v, flat, by reverse over reverse."""
-    z = block(case.spec, case.weights, case.x, case.keys)
+    z = case.output()
     loss = (z - target).pow(2).sum() / z.numel()
     options = {"retain_graph": True, "allow_unused": True}
     grads = torch.autograd.grad(loss, case.leaves, create_graph=True, **options)
@@ -55,11 +56,16 @@ def _oracle(case: Case, target: Tensor, directions: list[Tensor]) -> dict[str, T
     }
 
 
+def _linearised(case: Case, **options: Any) -> LinearisedBlock:
+    memory = {"memory": case.memory, "memory_mask": case.memory_keys}
+    return LinearisedBlock(case.spec, case.weights, case.x, case.keys, **memory, **options)
+
+
 def _flat(found: dict[str, Tensor], rate_x: Tensor, count: int) -> Tensor:
     return torch.cat([t.reshape(count, -1) for t in [*found.values(), rate_x]], dim=1)
 
 
-@pytest.mark.parametrize("make", [random_case, random_form])
+@pytest.mark.parametrize("make", [random_case, random_form, random_cross])
 @pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize("start", range(0, 160, 20))
 def test_products_equal_double_backward_for_any_mixture_of_options(
@@ -71,10 +77,10 @@ def test_products_equal_double_backward_for_any_mixture_of_options(
         directions = _directions(case, count, seed)
         target = torch.randn_like(case.x.detach())
         want = _oracle(case, target, directions)
-        got = LinearisedBlock(case.spec, case.weights, case.x, case.keys, blocked=blocked)
+        got = _linearised(case, blocked=blocked)
         seeds = TokenSquaredError().seeds(got.output, target)
-        tangents = dict(zip(case.weights, directions[:-1], strict=True))
-        grads, delta_x = got.gradient(seeds.delta)
+        tangents = dict(zip(case.moving, directions[:-1], strict=True))
+        grads, delta_x = got.gradient(seeds.delta, wanted=case.moving)
         scale = torch.linalg.norm(want["total"])
         checks = {
             "output": (got.output, want["output"]),
@@ -82,7 +88,8 @@ def test_products_equal_double_backward_for_any_mixture_of_options(
             "moved": (got.jvp(tangents, directions[-1]), want["moved"]),
         }
         for part in ("total", "outer", "functional"):
-            found = got.hvp(tangents, directions[-1], curvature=seeds.product, part=part)
+            options = {"curvature": seeds.product, "part": part, "wanted": case.moving}
+            found = got.hvp(tangents, directions[-1], **options)
             functional = want["total"] - want["outer"]
             checks[part] = (_flat(*found, count), want.get(part, functional))
         for name, (left, right) in checks.items():
@@ -90,6 +97,59 @@ def test_products_equal_double_backward_for_any_mixture_of_options(
             if name in ("total", "outer", "functional"):
                 error = float(torch.linalg.norm(left - right) / scale)
             assert error <= TOLERANCE, (seed, name, error, case.spec, list(case.weights))
+
+
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_any_part_of_a_block_with_memory_moves_and_is_asked_for_alone(start: int) -> None:
+    for seed in range(start, start + 20):
+        case = random_cross(seed)
+        directions = dict(zip(case.moving, _directions(case, 2, seed), strict=False))
+        got = _linearised(case, space=Buffers(keep=True))
+        seeds = TokenSquaredError().seeds(got.output, torch.zeros_like(got.output))
+        got.gradient(seeds.delta, wanted=())
+        zeros = {name: torch.zeros_like(value) for name, value in directions.items()}
+        for name, value in directions.items():
+            whole = {"curvature": seeds.product, "wanted": case.moving, "needs_input": False}
+            want = {
+                row: rate.clone()
+                for row, rate in got.hvp({**zeros, name: value}, **whole)[0].items()
+            }
+            for rows in ([name], ["memory"], ["query_weight", "cross_value_weight"]):
+                found, _ = got.hvp({name: value}, **{**whole, "wanted": rows})
+                for row in rows:
+                    scale = float(want[row].norm()) + 1e-3
+                    error = float((found[row] - want[row]).norm()) / scale
+                    assert error <= TOLERANCE, (seed, name, row, error, case.spec)
+
+
+def test_a_memorys_rate_is_added_to_what_is_there() -> None:
+    case = random_cross(0)
+    assert case.memory is not None
+    rate, there = torch.randn_like(case.x[None]), torch.randn_like(case.memory[None])
+    want = _linearised(case).pull(rate, wanted=["memory"])[0]["memory"]
+    into = {"memory": there.clone()}
+    _linearised(case).pull(rate, wanted=["memory"], into=into)
+    torch.testing.assert_close(into["memory"], there + want)
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (None, "pass memory="),
+        (torch.zeros(2, 3, 7).double(), "must be \\(2, tokens, 4\\)"),
+        (torch.zeros(2, 3, 4), "float32"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused(memory: Tensor | None, message: str) -> None:
+    spec = BlockSpec(d_model=4, n_heads=2, d_ff=5, memory_size=4)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    with pytest.raises((ValueError, TypeError), match=message):
+        LinearisedBlock(spec, random_weights(spec, 0), x, memory=memory)
+    plain = replace(spec, memory_size=None)
+    with pytest.raises(ValueError, match="without cross attention"):
+        LinearisedBlock(plain, random_weights(plain, 0), x, memory=x)
+    with pytest.raises(ValueError, match="has no parallel"):
+        check_spec(replace(spec, parallel=True, norm_first=True))
 
 
 _MASKS = {

@@ -1,14 +1,16 @@
-r"""Self-attention F = concat_h(A^h V^h) W_Oᵀ + b_O with projections, rotation and grouped heads.
+r"""Attention F = concat_h(A^h V^h) W_Oᵀ + b_O with projections, rotation and grouped heads.
 
 Projections are linear layers of the tokens; between them and the core stand only linear
 rearrangements (tokens to heads, rotary positions), so tangents pass through them unchanged and
-adjoints through their transposes. ``None`` is zero.
+adjoints through their transposes. ``None`` is zero. ``CrossAttentionStage`` takes keys and values
+of a memory, an encoder's output; its tangent and its rate go by the name ``MEMORY`` among those of
+the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -160,6 +162,8 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 PROJECTIONS = ("query", "key", "value")
+_MEMORY_PROJECTIONS = ("cross_key", "cross_value")
+MEMORY = "memory"  # what cross attention attends to, among the tangents and rates of weights
 
 
 class HeadNorm:
@@ -232,6 +236,8 @@ class AttentionStage:
     ``blocked``: by blocks of queries, in memory that is linear in L (``BlockedCore``).
     """
 
+    _joined: Sequence[str] = PROJECTIONS  # those that ``together`` computes
+
     def __init__(
         self,
         spec: BlockSpec,
@@ -245,10 +251,10 @@ class AttentionStage:
         blocked: bool = False,
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
+        self.key_length = self.length
         self._key = stage_number()
         self.together, self.inputs = _projections(weights)
         self.rotation = self._rotation(rotation, x)
-        fresh = Buffers(keep=False)
         tokens = {name: self.inputs[name].value(x) for name in PROJECTIONS}
         self.norms: dict[str, HeadNorm] = {}
         if spec.qk_norm is not None:
@@ -256,7 +262,6 @@ class AttentionStage:
                 self.norms[name] = HeadNorm(name, spec, weights, tokens[name], heads=heads)
                 tokens[name] = self.norms[name].value
                 del self.norms[name].value
-        q, k, v = (self._split(tokens[name].unsqueeze(0), name, fresh)[0] for name in PROJECTIONS)
         pairs = LogitMask(
             spec=spec,
             mask=mask,
@@ -266,20 +271,26 @@ class AttentionStage:
             device=x.device,
             keyless=keyless,
         )
-        self.core = self._core(q, k, v, pairs, blocked)
+        self._attend(tokens, pairs, blocked)
         # queries, keys and values go to the heads and back in one copy
         self.alike = (
             self.together is not None
             and not self.norms
             and self.rotation is None
-            and q.shape == k.shape == v.shape
+            and self.core.q.shape == self.core.k.shape == self.core.v.shape
         )
-        mixed = self.core.value().unsqueeze(0)
-        width = spec.n_heads * spec.value_size
-        self._mixed = self._merge(mixed, "output", x.new_empty(1, x.shape[0], width))[0]
         self.output: Linear | None = None
         if "output_weight" in weights:
             self.output = Linear(["output"], weights)
+
+    def _attend(self, tokens: Mapping[str, Tensor], pairs: LogitMask, blocked: bool) -> None:
+        """The core at queries, keys and values as tokens, and what it mixes."""
+        fresh = Buffers(keep=False)
+        q, k, v = (self._split(tokens[name].unsqueeze(0), name, fresh)[0] for name in PROJECTIONS)
+        self.core = self._core(q, k, v, pairs, blocked)
+        width = self.spec.n_heads * self.spec.value_size
+        room = q.new_empty(1, self.samples * self.length, width)
+        self._mixed = self._merge(self.core.value().unsqueeze(0), "output", room)[0]
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, pairs: LogitMask, blocked: bool
@@ -383,11 +394,8 @@ class AttentionStage:
         if self.output is not None:
             mixed_dot = None if tangent is None else tangent.mixed_dot
             self.output.rates(rate, self._mixed, mixed_dot, backward)
-        query, key, value = (
-            needs_input or backward.record or not backward.wanted.isdisjoint(_weights_of(name))
-            for name in PROJECTIONS
-        )
-        if not (query or key or value):
+        needs = self._needs(needs_input, backward)
+        if not any(needs):
             return None
         direction = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
         if direction is None:
@@ -397,7 +405,7 @@ class AttentionStage:
             shape = (directions, *self._mixed.shape)
             buffer = backward.space.take("wide", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
-        joint, rates = self._head_rates((query, key, value), directions, backward.space)
+        joint, rates = self._head_rates(needs, directions, backward.space)
         written = self.core.pull(
             None if rate is None else self._split(rate, "output", backward.space),
             None if tangent is None else tangent.core,
@@ -406,15 +414,40 @@ class AttentionStage:
         )
         if not written:
             joint, rates = None, [None, None, None]
+        norms = {} if tangent is None else tangent.norms
+        merged = self._merged(joint, rates, dots, norms, backward)
+        pulled = self._pull_inputs(
+            merged, x, x_dot, dots, directions, backward, needs_input=needs_input
+        )
+        if backward.record:
+            self._share_adjoint()
+        return pulled
+
+    def _needs(self, needs_input: bool, backward: BackwardPass) -> Sequence[bool]:
+        """Which of Rδ_q, Rδ_k, Rδ_v somebody asks for."""
+        return [
+            needs_input or backward.record or not backward.wanted.isdisjoint(_weights_of(name))
+            for name in PROJECTIONS
+        ]
+
+    def _pull_inputs(
+        self,
+        merged: Iterator[tuple[Linear, Tensor | None]],
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        directions: int,
+        backward: BackwardPass,
+        *,
+        needs_input: bool,
+    ) -> Tensor | None:
+        """Rδ_x from the projections' Rδ as tokens, with their weights' rates."""
         out = backward.space.take(f"attention.x{backward.turn}", directions, *x.shape, like=x)
         done = False
-        norms = {} if tangent is None else tangent.norms
-        for layer, tokens in self._merged(joint, rates, dots, norms, backward):
+        for layer, tokens in merged:
             layer.rates(tokens, x, x_dot, backward)
             if needs_input:
                 done = layer.pull(tokens, dots, out, accumulate=done)
-        if backward.record:
-            self._share_adjoint()
         return out if done else None
 
     def _head_rates(
@@ -527,8 +560,8 @@ class AttentionStage:
         """Let the three projections see their columns of the common adjoint."""
         if self.together is not None and self.together.delta is not None:
             parts = torch.split(self.together.delta, list(self.together.sizes), -1)
-            for layer, part in zip(self.inputs.values(), parts, strict=True):
-                layer.delta = part
+            for name, part in zip(self._joined, parts, strict=True):
+                self.inputs[name].delta = part
 
     def _by_head(self, joint: Tensor) -> Tensor:
         """Three slots' worth (3, K, n·H, L, s) → a view (3, K, n, H, L, s)."""
@@ -541,30 +574,35 @@ class AttentionStage:
 
     def _split(self, tokens: Tensor, name: str, space: Buffers) -> Tensor:
         """Tokens (K, n·L, heads·s) → slots (K, n·G, (H/G)·L, s); queries and keys are rotated."""
-        shared = self.spec.kv_heads
-        repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
+        shared, repeats, length = self._slots(name)
         k, size = tokens.shape[0], tokens.shape[-1] // (shared * repeats)
-        heads = tokens.view(k, self.samples, self.length, shared, repeats, size)
+        heads = tokens.view(k, self.samples, length, shared, repeats, size)
         heads = heads.permute(1, 0, 3, 4, 2, 5)  # (n, K, G, H/G, L, s)
         if self.rotation is not None and name in ("query", "key"):
             heads = self.rotation.apply(heads)
         # Tangents of q, k, v wait for the backward pass: their buffers are this stage's own.
         key = "attention.split" if name == "output" else self._key + name
-        out = space.take(key, k, self.samples * shared, repeats * self.length, size, like=tokens)
+        out = space.take(key, k, self.samples * shared, repeats * length, size, like=tokens)
         out.view(k, self.samples, *heads.shape[2:]).copy_(heads.transpose(0, 1))
         return out
 
     def _merge(self, heads: Tensor, name: str, out: Tensor) -> Tensor:
         """The adjoint of ``_split``, written to ``out`` (K, n·L, heads·s)."""
-        shared = self.spec.kv_heads
-        repeats = self.spec.n_heads // shared if name in ("query", "output") else 1
+        shared, repeats, length = self._slots(name)
         k, size = heads.shape[0], heads.shape[3]
-        parts = heads.view(k, self.samples, shared, repeats, self.length, size)
+        parts = heads.view(k, self.samples, shared, repeats, length, size)
         if self.rotation is not None and name in ("query", "key"):
             parts = self.rotation.adjoint(parts.transpose(0, 1)).transpose(0, 1)
         tokens = parts.permute(0, 1, 4, 2, 3, 5)  # (K, n, L, G, H/G, s)
         out.view(tokens.shape).copy_(tokens)
         return out
+
+    def _slots(self, name: str) -> tuple[int, int, int]:
+        """(G, heads that share a slot, tokens) of the queries and what is mixed, or of the keys."""
+        shared = self.spec.kv_heads
+        if name in ("query", "output"):
+            return shared, self.spec.n_heads // shared, self.length
+        return shared, 1, self.key_length
 
     def _rows_of(self, pairs: Tensor | None) -> Tensor | None:
         """A mask (n or 1, H or 1, L or 1, L) as the slots see it: (n·G or 1, (H/G)·L or 1, L)."""
@@ -573,8 +611,176 @@ class AttentionStage:
         shared, repeats = self.spec.kv_heads, self.spec.n_heads // self.spec.kv_heads
         if pairs.shape[:2] == (1, 1) and repeats == 1:
             return pairs[0]
-        full = pairs.expand(self.samples, self.spec.n_heads, self.length, self.length)
-        return full.reshape(self.samples * shared, repeats * self.length, self.length)
+        full = pairs.expand(self.samples, self.spec.n_heads, self.length, self.key_length)
+        return full.reshape(self.samples * shared, repeats * self.length, self.key_length)
+
+
+class CrossAttentionStage(AttentionStage):
+    """Attention of tokens x (N, d) to a memory M (n·L', m): its own keys and values.
+
+        q = x W_Qᵀ,   k = M W_Kᵀ,   v = M W_Vᵀ
+
+    The memory moves like a weight: its tangent is ``dots[MEMORY]`` (K, n, L', m), its rate is found
+    where ``MEMORY`` is wanted and added to what ``into`` holds, since every block of a decoder has
+    its share.
+    """
+
+    _joined = PROJECTIONS[1:]
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        weights: Weights,
+        x: Tensor,
+        *,
+        memory: Tensor,
+        mask: Tensor | None,
+        keyless: Keyless = "refuse",
+        blocked: bool = False,
+    ) -> None:
+        self.samples, self.key_length, _ = memory.shape
+        # The options of the logits are those of the attention before it; the rest has no meaning.
+        self.spec = spec = replace(spec, causal=False, window=None, rope_base=None)
+        self.length = x.shape[0] // self.samples
+        self._key = stage_number()
+        self.memory = memory.reshape(-1, memory.shape[-1])  # (n·L', m)
+        self.together, sources = _projections(weights, _MEMORY_PROJECTIONS)
+        self.inputs = {"query": Linear(["cross_query"], weights)}
+        self.inputs |= zip(self._joined, sources.values(), strict=True)
+        self.rotation, self.norms, self.alike = None, {}, False
+        tokens = {name: layer.value(self._input(name, x)) for name, layer in self.inputs.items()}
+        pairs = LogitMask(
+            spec=spec,
+            mask=mask,
+            samples=self.samples,
+            length=self.length,
+            dtype=x.dtype,
+            device=x.device,
+            keyless=keyless,
+            key_length=self.key_length,
+        )
+        self._attend(tokens, pairs, blocked)
+        self.output = Linear(["cross_output"], weights)
+
+    def _input(self, name: str, x: Tensor) -> Tensor:
+        return x if name == "query" else self.memory
+
+    def _push_projections(
+        self,
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        directions: int,
+        space: Buffers,
+    ) -> tuple[list[Tensor | None], dict[str, list[NormTangent]]]:
+        """q̇, k̇, v̇ in the slots' layout; keys and values in one matrix product where they can."""
+
+        def push(layer: Linear, given: Tensor, moved: Tensor | None) -> Tensor | None:
+            shape = (directions, len(given), layer.weight.shape[0])
+            return layer.push(given, moved, dots, space.take("wide", *shape, like=given))
+
+        def split(name: str, tokens: Tensor | None) -> Tensor | None:
+            return None if tokens is None else self._split(tokens, name, space)
+
+        heads = [split("query", push(self.inputs["query"], x, x_dot))]
+        moved = _memory_dot(dots)
+        if self.together is not None and _alike(self.together, dots):
+            tokens = push(self.together, self.memory, moved)
+            parts: Sequence[Tensor | None] = (None, None)
+            if tokens is not None:
+                parts = torch.split(tokens, list(self.together.sizes), -1)
+            heads += [split(name, part) for name, part in zip(self._joined, parts, strict=True)]
+        else:
+            heads += [
+                split(name, push(self.inputs[name], self.memory, moved)) for name in self._joined
+            ]
+        return heads, {}
+
+    def _needs(self, needs_input: bool, backward: BackwardPass) -> Sequence[bool]:
+        asked = {"query": needs_input, **dict.fromkeys(self._joined, MEMORY in backward.wanted)}
+        return [
+            asked[name]
+            or backward.record
+            or not backward.wanted.isdisjoint((*layer.weight_names, *layer.bias_names))
+            for name, layer in self.inputs.items()
+        ]
+
+    def _merged(
+        self,
+        joint: Tensor | None,
+        rates: Sequence[Tensor | None],
+        dots: Mapping[str, Tensor],
+        norms: Mapping[str, list[NormTangent]],
+        backward: BackwardPass,
+    ) -> Iterator[tuple[Linear, Tensor | None]]:
+        """The projections with their outputs' Rδ as tokens, keys and values as one if possible."""
+
+        def room(layer: Linear, like: Tensor) -> Tensor:
+            given = self.samples * (
+                self.length if layer is self.inputs["query"] else self.key_length
+            )
+            shape = (like.shape[0], given, layer.weight.shape[0])
+            return backward.space.take("wide", *shape, like=like)
+
+        names: Sequence[str] = PROJECTIONS
+        key, value = rates[1:]
+        if (
+            self.together is not None
+            and key is not None
+            and value is not None
+            and _alike(self.together, dots, backward.wanted)
+        ):
+            tokens = room(self.together, key)
+            parts = torch.split(tokens, list(self.together.sizes), -1)
+            self._merge(key, "key", parts[0])
+            self._merge(value, "value", parts[1])
+            yield self.together, tokens
+            names = PROJECTIONS[:1]
+        for name, rate in zip(names, rates, strict=False):
+            layer = self.inputs[name]
+            yield layer, None if rate is None else self._merge(rate, name, room(layer, rate))
+
+    def _pull_inputs(
+        self,
+        merged: Iterator[tuple[Linear, Tensor | None]],
+        x: Tensor,
+        x_dot: Tensor | None,
+        dots: Mapping[str, Tensor],
+        directions: int,
+        backward: BackwardPass,
+        *,
+        needs_input: bool,
+    ) -> Tensor | None:
+        """Rδ_x of the queries; Rδ_M of keys and values is added to what the pass has of it."""
+        out = backward.space.take(f"cross.x{backward.turn}", directions, *x.shape, like=x)
+        done, moved = False, _memory_dot(dots)
+        total = self._memory_rate(directions, backward)
+        for layer, tokens in merged:
+            if layer is self.inputs["query"]:
+                layer.rates(tokens, x, x_dot, backward)
+                if needs_input:
+                    done = layer.pull(tokens, dots, out)
+                continue
+            layer.rates(tokens, self.memory, moved, backward)
+            if total is not None:
+                layer.pull(tokens, dots, total, accumulate=True)
+        return out if done else None
+
+    def _memory_rate(self, directions: int, backward: BackwardPass) -> Tensor | None:
+        """Where Rδ_M (K, n·L', m) is added up, None: nobody asks for it."""
+        if MEMORY not in backward.wanted:
+            return None
+        if MEMORY not in backward.rates:
+            shape = (directions, self.samples, self.key_length, self.memory.shape[-1])
+            given = backward.into.get(MEMORY)
+            backward.rates[MEMORY] = self.memory.new_zeros(shape) if given is None else given
+        return backward.rates[MEMORY].flatten(1, 2)
+
+
+def _memory_dot(dots: Mapping[str, Tensor]) -> Tensor | None:
+    """Ṁ (K, n·L', m)."""
+    moved = dots.get(MEMORY)
+    return None if moved is None else moved.flatten(1, 2)
 
 
 def with_joint_projections(weights: Weights) -> dict[str, Tensor]:
@@ -582,19 +788,25 @@ def with_joint_projections(weights: Weights) -> dict[str, Tensor]:
 
     Chains that share these weights then share the copy that ``_projections`` would make for each.
     """
-    if not all(f"{name}_weight" in weights for name in PROJECTIONS):
-        return dict(weights)  # the block will say what it misses
-    layer = _projections(weights)[0]
-    return dict(weights) if layer is None else {**weights, **_columns_of(layer)}
+    joint = dict(weights)
+    for names in (PROJECTIONS, _MEMORY_PROJECTIONS):
+        if not all(f"{name}_weight" in weights for name in names):
+            continue  # the block will say what it misses
+        layer = _projections(weights, names)[0]
+        if layer is not None:
+            joint |= _columns_of(layer)
+    return joint
 
 
-def _projections(weights: Weights) -> tuple[Linear | None, dict[str, Linear]]:
-    """The three projections as one layer (None where only some have a bias) and one by one."""
-    biases = [f"{name}_bias" for name in PROJECTIONS]
+def _projections(
+    weights: Weights, names: Sequence[str] = PROJECTIONS
+) -> tuple[Linear | None, dict[str, Linear]]:
+    """Projections of one input as one layer (None where only some have a bias) and one by one."""
+    biases = [f"{name}_bias" for name in names]
     if not complete(biases, weights):
-        return None, {name: Linear([name], weights) for name in PROJECTIONS}
-    together = Linear(PROJECTIONS, weights)
-    return together, {name: Linear([name], _columns_of(together)) for name in PROJECTIONS}
+        return None, {name: Linear([name], weights) for name in names}
+    together = Linear(names, weights)
+    return together, {name: Linear([name], _columns_of(together)) for name in names}
 
 
 def _columns_of(layer: Linear) -> dict[str, Tensor]:

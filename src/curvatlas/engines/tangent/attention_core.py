@@ -49,10 +49,12 @@ def attention_mask(
     device: torch.device,
     keyless: Keyless = "refuse",
     queries: slice | None = None,
+    keys: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Additive bias and boolean permission of the logits, each broadcastable to (n, H, L, L).
 
-    ``queries``: the rows of these positions only, (n, H, m, L).
+    ``queries``: the rows of these positions only, (n, H, m, L). ``keys``: how many there are where
+    they are not the queries' own tokens; the mask then has four axes, or is (n, keys).
 
     ``mask`` is boolean, True where attention is allowed: (n, L) for keys (padding), (L, L),
     (n, L, L) or (n, H, L, L) for pairs; or of floating dtype, added to the logits, with the same
@@ -80,7 +82,9 @@ def attention_mask(
             raise TypeError(
                 f"the mask must be boolean (True = attend) or floating (added), got {mask.dtype}."
             )
-        shaped = _to_four_axes(mask, samples, spec.n_heads, length)
+        shaped = _to_four_axes(
+            mask, samples, spec.n_heads, length, length if keys is None else keys
+        )
         if queries is not None and shaped.shape[2] > 1:
             shaped = shaped[:, :, queries]
         if mask.dtype == torch.bool:
@@ -105,19 +109,19 @@ def attention_mask(
     return bias, allowed
 
 
-def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int) -> Tensor:
-    full = (samples, heads, length, length)
+def _to_four_axes(mask: Tensor, samples: int, heads: int, length: int, keys: int) -> Tensor:
+    full = (samples, heads, length, keys)
     if mask.ndim == 4 and all(a in (1, b) for a, b in zip(mask.shape, full, strict=True)):
-        return mask.expand(*mask.shape[:3], length)
+        return mask.expand(*mask.shape[:3], keys)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {
-        (length, length): (1, 1, length, length),
-        (samples, length, length): (samples, 1, length, length),
+        (length, keys): (1, 1, length, keys),
+        (samples, length, keys): (samples, 1, length, keys),
     }
     if mask.dtype == torch.bool:
-        shapes[(samples, length)] = (samples, 1, 1, length)
+        shapes[(samples, keys)] = (samples, 1, 1, keys)
     if tuple(mask.shape) not in shapes:
         raise ValueError(
-            f"the mask's shape {tuple(mask.shape)} is none of (n, L) = ({samples}, {length}), "
+            f"the mask's shape {tuple(mask.shape)} is none of (n, L) = ({samples}, {keys}), "
             "(L, L), (n, L, L), (n, H, L, L)."
         )
     return mask.view(shapes[tuple(mask.shape)])
@@ -462,6 +466,7 @@ class LogitMask:
     dtype: torch.dtype
     device: torch.device
     keyless: Keyless
+    key_length: int | None = None  # of cross attention; None: keys are the queries' own tokens
 
     def rows(self, queries: slice, *, check: bool) -> tuple[Tensor | None, Tensor | None]:
         """Bias and permission of some queries; ``check``: refuse one without keys if asked to."""
@@ -474,12 +479,13 @@ class LogitMask:
             device=self.device,
             keyless=self.keyless if check else "zero",
             queries=queries,
+            keys=self.key_length,
         )
 
     def keys(self, queries: slice) -> slice:
         """The keys that some of the queries may see by the causal rule and the window."""
         if not self.spec.causal:
-            return slice(0, self.length)
+            return slice(0, self.length if self.key_length is None else self.key_length)
         window = self.spec.window
         first = 0 if window is None else max(0, queries.start + 1 - window)
         return slice(first, queries.stop)
@@ -559,7 +565,7 @@ class BlockedCore:
         self.q, self.k, self.v, self._mask = q, k, v, mask
         self._options: Any = {"scale": scale, "softmax": softmax, "softcap": softcap}
         self._groups = len(q) // mask.samples
-        self._repeats = q.shape[1] // k.shape[1]
+        self._repeats = q.shape[1] // mask.length
         self.delta: Tensor | None = None  # δ_O (S, M, dv)
         self._value = q.new_empty(*q.shape[:2], v.shape[2])
         for block, core in self._cores(check=True):
@@ -633,8 +639,8 @@ class BlockedCore:
 
     def _cores(self, *, check: bool = False) -> Iterator[tuple[_QueryBlock, AttentionCore]]:
         """Attention of every block of queries; it sees all keys that they may see."""
-        length, slots = self.k.shape[1], len(self.q)
-        row = self._repeats * length * self.q.element_size()
+        length, slots = self._mask.length, len(self.q)
+        row = self._repeats * self.k.shape[1] * self.q.element_size()
         # Several blocks however short the input: the way they are put together is then in use.
         step = max(1, min(_BLOCK_BYTES // row, -(-length // 4)))
         together = max(1, _BLOCK_BYTES // (row * step))

@@ -13,6 +13,9 @@ The Hessian is linear in the seeds (Λ, δ) at the output: ``pull`` without a ta
 weight names to (K, *shape) tensors, K directions at once; a weight left out has tangent zero, and
 zero costs nothing: the product with one block (i, j) of the Hessian is ``push`` of W_j alone and
 ``pull`` of W_i alone.
+
+A decoder's block attends to a memory (n, L', m) beside its own tokens. Its tangent (K, n, L', m)
+stands among those of the weights by the name "memory", and so does its rate.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.attention import AttentionStage, AttentionTangent, Rotation
+from curvatlas.engines.tangent.attention import (
+    MEMORY,
+    AttentionStage,
+    AttentionTangent,
+    CrossAttentionStage,
+    Rotation,
+)
 from curvatlas.engines.tangent.attention_core import Keyless
 from curvatlas.engines.tangent.feed_forward import (
     FeedForwardStage,
@@ -71,6 +80,12 @@ def weight_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
     if spec.output_norm is not None:
         for name in ("output", *(["down"] if spec.d_ff is not None else [])):
             shapes |= {f"{name}_norm_weight": (d,), f"{name}_norm_bias": (d,)}
+    if spec.memory_size is not None:
+        for name, rows in (("query", queries), ("key", keys), ("value", values), ("output", d)):
+            columns = {"query": d, "output": spec.n_heads * spec.value_size}
+            width = columns.get(name, spec.memory_size)
+            shapes |= {f"cross_{name}_weight": (rows, width), f"cross_{name}_bias": (rows,)}
+        shapes |= {"cross_norm_weight": (d,), "cross_norm_bias": (d,)}
     return shapes
 
 
@@ -115,9 +130,41 @@ def _check_form(spec: BlockSpec) -> None:
         raise ValueError("one norm for both sublayers needs them in parallel: parallel=True.")
     if spec.softcap is not None and not (spec.softcap > 0 and spec.softmax):
         raise ValueError("softcap must be positive, and needs softmax attention.")
+    if spec.memory_size is not None:
+        others = {
+            "parallel": spec.parallel,
+            "output_norm": spec.output_norm is not None,
+            "qk_norm": spec.qk_norm is not None,
+            "softmax=False": not spec.softmax,
+            "residual=False": not spec.residual,
+            "d_ff=None": spec.d_ff is None,
+        }
+        if excluded := [name for name, used in others.items() if used]:
+            raise ValueError(f"a block with memory_size has no {', '.join(excluded)}.")
+        if spec.memory_size < 1:
+            raise ValueError(f"memory_size must be positive, got {spec.memory_size}.")
     if spec.rotary_size is not None and not 0 < spec.rotary_size <= spec.key_size:
         raise ValueError(
             f"rotary_size={spec.rotary_size} must lie between 1 and the head size {spec.key_size}."
+        )
+
+
+def check_memory(spec: BlockSpec, x: Tensor, memory: Tensor | None) -> None:
+    """Raise when a block with input x (n, L, d) is not given the memory (n, L', m) it needs."""
+    if spec.memory_size is None:
+        if memory is not None:
+            raise ValueError("a memory for a block without cross attention: memory_size is None.")
+        return
+    if memory is None:
+        raise ValueError("the block attends to a memory: pass memory=.")
+    expected = (len(x), spec.memory_size)
+    if memory.ndim != 3 or (len(memory), memory.shape[-1]) != expected or memory.numel() == 0:
+        raise ValueError(
+            f"the memory must be ({len(x)}, tokens, {spec.memory_size}), got {tuple(memory.shape)}."
+        )
+    if (memory.dtype, memory.device) != (x.dtype, x.device):
+        raise TypeError(
+            f"the memory is {memory.dtype} on {memory.device}, the input {x.dtype} on {x.device}."
         )
 
 
@@ -145,6 +192,8 @@ def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
     needed = ["query_weight", "key_weight", "value_weight"]
     if spec.d_ff is not None:
         needed += ["up_weight", "down_weight", *(["gate_weight"] if spec.gated else [])]
+    if spec.memory_size is not None:
+        needed += [f"cross_{name}_weight" for name in ("query", "key", "value", "output")]
     if missing := [name for name in needed if name not in weights]:
         raise ValueError(f"the block misses {', '.join(missing)}.")
     if "output_weight" not in weights:
@@ -439,6 +488,9 @@ def norm_names(name: str) -> frozenset[str]:
 
 _ATTENTION = frozenset(WEIGHT_NAMES[:8]) | norm_names("query_norm") | norm_names("key_norm")
 _FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
+_CROSS_ATTENTION = frozenset(
+    {MEMORY, *(name for name in WEIGHT_NAMES if name.startswith("cross_"))}
+) - norm_names("cross_norm")
 _BEFORE = ("norm1_weight", "norm2_weight")
 
 
@@ -462,6 +514,9 @@ class LinearisedBlock:
 
     ``blocked``: attention by blocks of queries, whose memory is linear in L.
 
+    ``memory`` (n, L', m) is what a block with ``spec.memory_size`` attends to, ``memory_mask`` its
+    mask: (n, L') for padding keys, or of four axes that broadcast to (n, H, L, L').
+
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
     workspace every result lives in a buffer that the next product overwrites. Neighbours that share
     one differ in ``turn`` (0 or 1).
@@ -480,11 +535,16 @@ class LinearisedBlock:
         space: Buffers | None = None,
         turn: int = 0,
         x_again: Formed | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
     ) -> None:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
             mask = mask.unsqueeze(0)
         self._check(spec, weights, x)
+        check_memory(spec, x, memory)
+        self._memory = None if memory is None else memory.detach()
+        self._memory_mask = memory_mask
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec, self._rotation, self._keyless = spec, rotation, keyless
         self._blocked = blocked
@@ -559,7 +619,7 @@ class LinearisedBlock:
     def push(self, tangents: Weights, x_dot: Tensor | None = None) -> BlockTangent:
         """J v for K directions: weights' tangents (K, *shape), input's (K, n, L, d)."""
         dtype = next(iter(self.weights.values())).dtype
-        directions = check_directions(self.weights, tangents, x_dot, self.shape, dtype)
+        directions = check_directions(self._moving(), tangents, x_dot, self.shape, dtype)
         return self.push_checked(tangents, x_dot, directions, None)
 
     def push_checked(
@@ -597,10 +657,11 @@ class LinearisedBlock:
         Without ``tangent``: vector-Jacobian products of ``rate``. With it: the tangent of the
         recorded adjoints' backward pass; ``rate=None`` is zero. Rδ_x is None when zero or not
         needed.
-        ``into``: tensors (K, *shape) that take the rates of the weights, or have them added.
+        ``into``: tensors (K, *shape) that take the rates of the weights, or have them added; to the
+        memory's it is always added.
         """
         names = frozenset(self.weights) if wanted is None else frozenset(wanted)
-        if unknown := names - set(self.weights):
+        if unknown := names - self._moving().keys():
             raise ValueError(
                 f"the block has no weight {sorted(unknown)[0]!r}: it has {', '.join(self.weights)}."
             )
@@ -682,6 +743,10 @@ class LinearisedBlock:
                 return None
         return rate
 
+    def _moving(self) -> Weights:
+        """What tangents go by name for: the weights, and the memory of cross attention."""
+        return self.weights if self._memory is None else {**self.weights, MEMORY: self._memory}
+
     def _zeros(self, directions: int) -> Tensor:
         return next(iter(self.weights.values())).new_zeros(directions, *self.shape)
 
@@ -691,15 +756,16 @@ class LinearisedBlock:
 
     def _complete(self, backward: BackwardPass, directions: int) -> dict[str, Tensor]:
         """The wanted rates in order; one that nothing reached is zero."""
-        for name, weight in self.weights.items():
+        moving = self._moving()
+        for name, weight in moving.items():
             if name in backward.wanted and name not in backward.rates:
                 target = backward.into.get(name)
                 if target is None:
                     target = weight.new_zeros(directions, *weight.shape)
-                elif not backward.accumulate:
+                elif not backward.accumulate and name != MEMORY:
                     target.zero_()
                 backward.rates[name] = target
-        return {name: backward.rates[name] for name in self.weights if name in backward.wanted}
+        return {name: backward.rates[name] for name in moving if name in backward.wanted}
 
     @staticmethod
     def _check(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
@@ -716,6 +782,18 @@ class LinearisedBlock:
                 samples=self.samples,
                 mask=mask,
                 rotation=self._rotation,
+                keyless=self._keyless,
+                blocked=self._blocked,
+            )
+
+        def make_cross_attention(tokens: Tensor) -> AttentionStage:
+            assert self._memory is not None
+            return CrossAttentionStage(
+                spec,
+                weights,
+                tokens,
+                memory=self._memory,
+                mask=self._memory_mask,
                 keyless=self._keyless,
                 blocked=self._blocked,
             )
@@ -751,11 +829,19 @@ class LinearisedBlock:
             plans = [attention] if spec.d_ff is None else [attention, feed_forward]
             return [make(x, x_again, plans, None if first else norm1, name="norm1")]
         one = make(x, x_again, [attention], None if first else norm1, name="norm1")
-        norm = None if first else norm2
-        two = make(one.output, one.output_again, [feed_forward], norm, name="norm2")
-        if two.normalizes_input:
-            one.forget_output()
-        return [one, two]
+        sublayers, following = [one], [(feed_forward, norm2, "norm2")]
+        if spec.memory_size is not None:
+            norm = make_norm("cross_norm", None, None)
+            cross = BranchPlan(make_cross_attention, _CROSS_ATTENTION, norm if first else None)
+            following.insert(0, (cross, norm, "cross_norm"))
+        for plan, norm, name in following:
+            before = sublayers[-1]
+            x, x_again = before.output, before.output_again
+            last = make(x, x_again, [plan], None if first else norm, name=name)
+            if last.normalizes_input:
+                before.forget_output()
+            sublayers.append(last)
+        return sublayers
 
     def _with_gains(self) -> dict[str, Tensor]:
         """The weights with every norm's gain as it multiplies."""

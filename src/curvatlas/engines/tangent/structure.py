@@ -45,6 +45,16 @@ WEIGHT_NAMES: tuple[str, ...] = (
     "output_norm_bias",  # (d,)
     "down_norm_weight",  # (d,) of the norm behind the feed-forward part
     "down_norm_bias",  # (d,)
+    "cross_query_weight",  # (H·d_k, d), cross attention only
+    "cross_key_weight",  # (G·d_k, m), of the memory
+    "cross_value_weight",  # (G·d_v, m)
+    "cross_query_bias",
+    "cross_key_bias",
+    "cross_value_bias",
+    "cross_output_weight",  # (d, H·d_v)
+    "cross_output_bias",  # (d,)
+    "cross_norm_weight",  # (d,) γ of the cross attention's norm
+    "cross_norm_bias",  # (d,)
 )
 
 Activation = Literal[
@@ -73,6 +83,9 @@ class BlockSpec:
     ``softcap`` c: logits T ← c tanh(T/c) before mask and softmax.
     ``rotary_size`` r: only the first r coordinates of a head turn; ``rope_interleaved``: coordinate
     2p turns with 2p + 1 instead of p with p + r/2.
+    ``memory_size`` m: a sublayer between the two attends to a memory M (n, L', m), an encoder's
+    output that comes with each call. With U of the attention, V = U + Att(n_c(U), M), or post-norm
+    V = n_c(U + Att(U, M)); no causal rule and no positions there.
     """
 
     d_model: int
@@ -108,6 +121,7 @@ class BlockSpec:
     rotary_size: int | None = None  # None: the whole head
     call_mask: bool = False  # masks hold what only the call's own can tell: biases, windows
     residual: bool = True
+    memory_size: int | None = None  # width of the memory that cross attention sees; None: has none
 
     @property
     def key_size(self) -> int:
@@ -149,6 +163,7 @@ _SPECIAL = {
     "rope_interleaved": "turns neighbouring coordinates",
     "rotary_size": "turns a part of each head",
     "call_mask": "has biases or windows in the masks that come with each call",
+    "memory_size": "attends to a memory that comes with each call",
 }
 
 
