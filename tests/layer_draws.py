@@ -312,7 +312,8 @@ def drawn_case(draw: Draw, family: str, *, head: str = "Model") -> Case:
     config._attn_implementation = draw.choice(["eager", "sdpa"]) if body._supports_sdpa else "eager"
     model = body(config)
     encoders = ("BartModel", "MBartModel", "MarianModel", "PegasusModel")
-    model = model.encoder if type(model).__name__ in encoders else model
+    if type(model).__name__ in encoders and draw.coin():  # else with its decoder
+        model = model.encoder
     adapted = draw.coin(0.3) and _with_lora(draw, model)
     if vision:
         batch = {"pixel_values": torch.randn(sizes.samples, 1, 4, 4, dtype=torch.float64)}

@@ -10,31 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import curvatlas as ca
-from curvatlas.engines.autograd.linearisation import (
-    FunctionalLinearisation,
-    HessianLinearisation,
-    OuterLinearisation,
-)
 from curvatlas.engines.tangent import model as whole
-from curvatlas.engines.tangent.linear import Buffers
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.zoo.models import GPT, GPTConfig, ViT, ViTConfig
-from huggingface_models import tiny_model
-
-EXACT = {
-    "total": HessianLinearisation,
-    "outer": OuterLinearisation,
-    "functional": FunctionalLinearisation,
-}
-TOKENS = torch.randint(3, 19, (3, 8), generator=torch.Generator().manual_seed(0))
-PADDED = torch.ones_like(TOKENS)
-PADDED[1, 5:] = 0
-PADDED[2, :2] = 0
-LABELS = TOKENS.masked_fill(PADDED == 0, -100)
-
-
-def _language(**more: Any) -> dict[str, Tensor]:
-    return {"input_ids": TOKENS, "attention_mask": PADDED, "labels": LABELS, **more}
+from model_products import EXACT, TOKENS, family, linearised, off
 
 
 def _gpt(**options: Any) -> tuple[nn.Module, Any, str]:
@@ -77,14 +56,9 @@ def _encoder(**options: Any) -> tuple[nn.Module, Any, str]:
     return Encoder(**options), (TOKENS, TOKENS.flip(1)), "cross_entropy"
 
 
-def _family(kind: str, **options: Any) -> tuple[nn.Module, Any, None]:
-    torch.manual_seed(0)
-    return tiny_model(kind, **options), [_language()], None
-
-
 def _adapted(kind: str, targets: list[str], *, frozen: bool) -> tuple[nn.Module, Any, None]:
     peft = pytest.importorskip("peft")
-    model, data, loss = _family(kind)
+    model, data, loss = family(kind)
     options = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     adapted: nn.Module = peft.get_peft_model(model, options)
     return adapted if frozen else adapted.requires_grad_(True), data, loss
@@ -101,55 +75,15 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "vit class token": lambda: _vit(pooling="class_token", n_layers=2, norm_first=True),
     "encoder": lambda: _encoder(batch_first=True, norm_first=True),
     "encoder, time first": lambda: _encoder(batch_first=False),
-    "gpt2": lambda: _family("gpt2"),
-    "llama": lambda: _family("llama"),
-    "bert, masked": lambda: _family("bert"),
-    "albert": lambda: _family("albert"),
-    "opt": lambda: _family("opt"),
-    "bart": lambda: _family("bart"),
+    "gpt2": lambda: family("gpt2"),
+    "llama": lambda: family("llama"),
+    "bert, masked": lambda: family("bert"),
+    "albert": lambda: family("albert"),
+    "opt": lambda: family("opt"),
+    "bart": lambda: family("bart"),
     "gpt2 with lora": lambda: _adapted("gpt2", ["c_attn", "c_fc"], frozen=True),
     "llama with lora": lambda: _adapted("llama", ["q_proj", "v_proj", "down_proj"], frozen=False),
 }
-
-
-def _linearised(
-    problem: ca.Problem, part: Any, names: Any = None, **options: Any
-) -> whole.TangentLinearisation:
-    return whole.TangentLinearisation(
-        problem,
-        next(problem.batches()),
-        problem.parameter_names if names is None else names,
-        reading=whole.read_model(problem.model),
-        part=part,
-        space=Buffers(keep=True),
-        **options,
-    )
-
-
-def _flat(problem: ca.Problem, rows: list[Tensor | None], count: int) -> Tensor:
-    sizes = problem.layout.sizes
-    pieces = [
-        torch.zeros(count, size, dtype=problem.dtype) if row is None else row.reshape(count, -1)
-        for row, size in zip(rows, sizes, strict=True)
-    ]
-    return torch.cat(pieces, 1)
-
-
-def _off(problem: ca.Problem, ours: whole.TangentLinearisation, part: str) -> float:
-    """The largest relative difference to double backward, for 1 and 3 columns, asked twice."""
-    names = problem.parameter_names
-    exact = EXACT[part](problem, next(problem.batches()), names)
-    worst = 0.0
-    for count in (3, 1):
-        columns = torch.randn(problem.size, count, dtype=problem.dtype)
-        pieces = dict(
-            zip(names, [c.contiguous() for c in problem.layout.split(columns)], strict=True)
-        )
-        want = _flat(problem, exact.product(pieces, names), count)
-        for _ in range(2):
-            got = ours.flat_product(columns)
-            worst = max(worst, float((got - want).norm() / want.norm()))
-    return worst
 
 
 @pytest.mark.parametrize("part", EXACT)
@@ -158,8 +92,8 @@ def test_products_of_a_whole_model_are_those_of_double_backward(name: str, part:
     model, data, loss = CASES[name]()
     problem = ca.Problem(model.double().eval(), loss, data)
     with problem.evaluating():
-        ours = _linearised(problem, part)
-        assert _off(problem, ours, part) < 1e-11
+        ours = linearised(problem, part)
+        assert off(problem, ours, part) < 1e-11
     assert ours.value == pytest.approx(problem.value(), rel=1e-12)
 
 
@@ -171,7 +105,7 @@ def test_columns_of_some_parameters_equal_padded_ones(name: str, part: str) -> N
     names, shapes = problem.parameter_names, problem.layout.shapes
     zeros = {n: torch.zeros(2, *s, dtype=torch.float64) for n, s in zip(names, shapes, strict=True)}
     with problem.evaluating():
-        ours = _linearised(problem, part)
+        ours = linearised(problem, part)
         for chosen, shape in zip(names, shapes, strict=True):
             column = {chosen: torch.randn(2, *shape, dtype=torch.float64)}
             want = dict(zip(names, ours.product(zeros | column, names), strict=True))
@@ -186,9 +120,9 @@ def test_a_batch_in_several_runs_of_samples_gives_the_same(monkeypatch: pytest.M
     problem = ca.Problem(model.double().eval(), loss, data)
     monkeypatch.setattr(whole, "ONE_RUN_BYTES", 1)
     with problem.evaluating():
-        ours = _linearised(problem, "total")
+        ours = linearised(problem, "total")
         assert len(ours.chains) == 2
-        assert _off(problem, ours, "total") < 1e-12
+        assert off(problem, ours, "total") < 1e-12
 
 
 @pytest.mark.parametrize("part", EXACT)
@@ -197,8 +131,8 @@ def test_blocks_that_are_made_anew_give_the_same_and_keep_less(name: str, part: 
     model, data, loss = CASES[name]()
     problem = ca.Problem(model.double().eval(), loss, data)
     with problem.evaluating():
-        kept, anew = (_linearised(problem, part, recompute=again) for again in (False, True))
-        assert _off(problem, anew, part) < 1e-11
+        kept, anew = (linearised(problem, part, recompute=again) for again in (False, True))
+        assert off(problem, anew, part) < 1e-11
     assert anew.held_bytes < kept.held_bytes
 
 
@@ -208,9 +142,9 @@ def test_a_large_vocabulary_is_worked_through_in_chunks(name: str, part: str) ->
     model, data, loss = CASES[name]()
     problem = ca.Problem(model.double().eval(), loss, data)
     with problem.evaluating():
-        ours = _linearised(problem, part, logit_room=2000)
+        ours = linearised(problem, part, logit_room=2000)
         assert type(ours.chains[0].tail).__name__ in ("ChunkedTail", "AutogradTail")
-        assert _off(problem, ours, part) < 1e-11
+        assert off(problem, ours, part) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -247,7 +181,7 @@ def test_what_depends_on_parameters_is_no_patch() -> None:
     model, data, loss = CASES["albert"]()
     problem = ca.Problem(model.double().eval(), loss, data)
     with problem.evaluating():
-        ours = _linearised(problem, "total")
+        ours = linearised(problem, "total")
     assert type(ours.chains[0].stem).__name__ == "AutogradStem"
 
 
@@ -269,7 +203,7 @@ def test_layers_that_do_not_follow_each_other_are_refused_by_name() -> None:
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     problem = ca.Problem(Skipping().double().eval(), "mse", (x, x))
     with problem.evaluating(), pytest.raises(UnmappedModuleError, match="second does not take"):
-        _linearised(problem, "total")
+        linearised(problem, "total")
 
 
 def test_a_model_without_known_layers_is_refused_by_name() -> None:

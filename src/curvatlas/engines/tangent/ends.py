@@ -83,38 +83,43 @@ def recognised_stem(
     x: Tensor,
     *,
     moves: Callable[[nn.Module], bool],
+    name: str = "stem",
 ) -> Stem | None:
     """The stem whose output is x (n, L, d), from the modules that ran before the first block.
 
     moves: whether what a module is given depends on parameters, which its values do not tell.
+    name: the stem's own, where there are several.
     """
-    values = {name: weight.detach() for name, weight in weights.items()}
+    values = {own: weight.detach() for own, weight in weights.items()}
     total, norm = x, None
     for call in calls:
         if norm is None and call.result.shape == x.shape and same_values(call.result, x):
-            norm = _stem_norm(names, values, call.module)
+            norm = stem_norm(names, values, call.module, name)
             total = x if norm is None else call.given.detach()
     sources = _sources(names, values, calls, total)
     if sources is None:
         return None
     projected = {
-        name for source in sources if isinstance(source, Projection) for name in source.names
+        part for source in sources if isinstance(source, Projection) for part in source.names
     }
     for call in calls:
-        own = {names.name(call.module, name) for name, _ in call.module.named_parameters()}
+        own = {names.name(call.module, part) for part, _ in call.module.named_parameters()}
         if not own.isdisjoint(projected) and moves(call.module):
             return None
-    stem = Stem(torch.zeros_like(total), sources, norm)
+    stem = Stem(torch.zeros_like(total), sources, norm, name=name)
     return stem if same_values(stem.output, x) else None
 
 
-def _stem_norm(names: Names, values: Mapping[str, Tensor], module: nn.Module) -> StemNorm | None:
+def stem_norm(
+    names: Names, values: Mapping[str, Tensor], module: nn.Module, name: str
+) -> StemNorm | None:
+    """A module read as a norm outside the blocks, None: it is none; ``name`` is the prefix."""
     mapped = _read_norm(module)
     if mapped is None:
         return None
-    parameters = {f"stem_{own}": names.name(module, own) for own, _ in module.named_parameters()}
-    weights = {ours: values[name] for ours, name in parameters.items()}
-    given = _with_gain(weights, "stem_weight", mapped)
+    parameters = {f"{name}_{own}": names.name(module, own) for own, _ in module.named_parameters()}
+    weights = {ours: values[theirs] for ours, theirs in parameters.items()}
+    given = _with_gain(weights, f"{name}_weight", mapped)
     return StemNorm(norm=mapped.norm, eps=mapped.eps, parameters=parameters, weights=given)
 
 

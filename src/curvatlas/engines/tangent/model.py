@@ -10,7 +10,8 @@ linearised; what lies before the first and behind the last block is recognised b
 left to autograd (``stem``, ``tail``). Our outputs are held to the model's own on every batch.
 
 Tangents run forward, adjoints and their tangents run back (derivations §11). A product starts at
-the first part that moves and ends at the last one that is asked for.
+the first part that moves and ends at the last one that is asked for. Models with an encoder and a
+decoder are two such stacks (``encoder_decoder``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from curvatlas.budget import ResultMemory, give_back, ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
-from curvatlas.engines.tangent.attention import with_joint_projections
+from curvatlas.engines.tangent.attention import MEMORY, with_joint_projections
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
 from curvatlas.engines.tangent.linear import (
@@ -120,6 +121,11 @@ class ModelReading:
     aliases: Mapping[str, str]  # any name of a parameter → its first one
     paths: Mapping[nn.Module, str]
     plain_ends: bool  # whether what lies outside the layers may be recognised by its values
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether layers attend to the output of others: an encoder and a decoder."""
+        return any(layer.spec.memory_size is not None for layer in self.layers)
 
     @property
     def block_parameters(self) -> frozenset[str]:
@@ -304,6 +310,12 @@ class Watch:
         if isinstance(args[0], Tensor) and isinstance(result, Tensor):
             self.others.append((len(self.calls), ModuleCall(module, args[0], result)))
 
+    @property
+    def crossing(self) -> int:
+        """How many calls there are before the first one that attends to a memory."""
+        with_memory = (i for i, call in enumerate(self.calls) if call.call.memory is not None)
+        return next(with_memory, len(self.calls))
+
     def check_chain(self) -> None:
         """Every layer is called in a way that is read, and takes what the one before it gives."""
         if self.refusal is not None:
@@ -314,49 +326,82 @@ class Watch:
         idle = [layer.path for layer in self.reading.layers if layer.path not in called]
         if idle:
             raise UnmappedModuleError(f"{listed(idle)} is not called on this batch.")
-        for before, after in zip(self.calls, self.calls[1:], strict=False):
-            gives, takes = before.hidden, after.given
-            same = gives is takes or (
-                isinstance(takes, Tensor)
-                and gives.shape == takes.shape
-                and torch.equal(gives, takes)
-            )
-            if not same:
+        crossing = self.crossing
+        for place, (before, after) in enumerate(zip(self.calls, self.calls[1:], strict=False), 1):
+            if before.call.time_major != after.call.time_major:
+                raise UnmappedModuleError(f"{after.layer.path} has other axes than its neighbour.")
+            if place == crossing:  # a decoder begins, with tokens of its own
+                continue
+            if not _same_tensor(before.hidden, after.given):
                 raise UnmappedModuleError(
                     f"{after.layer.path} does not take what {before.layer.path} gives."
                 )
-            if before.call.time_major != after.call.time_major:
-                raise UnmappedModuleError(f"{after.layer.path} has other axes than its neighbour.")
+        for call in self.calls[crossing + 1 :]:
+            if not _same_tensor(self.calls[crossing].call.memory, call.call.memory):
+                raise UnmappedModuleError(
+                    f"{call.layer.path} does not attend to what "
+                    f"{self.calls[crossing].layer.path} attends to."
+                )
+
+
+def _same_tensor(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    both = isinstance(one, Tensor) and isinstance(two, Tensor)
+    return both and one.shape == two.shape and torch.equal(one, two)
 
 
 class _Reached(Exception):
-    """The first block was reached, with these tokens."""
+    """A block was reached, called with these arguments."""
 
-    def __init__(self, tokens: Tensor) -> None:
-        super().__init__("reached the first block")
-        self.tokens = tokens
+    def __init__(self, layer: KnownLayer, args: Any, kwargs: Any) -> None:
+        super().__init__("reached a block")
+        self.layer, self.args, self.kwargs = layer, args, kwargs
 
 
-def first_tokens(problem: Problem, reading: ModelReading, batch: Batch, leaves: Columns) -> Tensor:
-    """What the first known layer is given, in the model's own axes; the rest does not run."""
+def arguments_at(
+    problem: Problem,
+    layers: Sequence[KnownLayer],
+    batch: Batch,
+    leaves: Columns,
+) -> tuple[KnownLayer, Sequence[Any], Mapping[str, Any]]:
+    """The first of some layers to be called, and what it is given; the rest does not run."""
 
-    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _Reached(args[0] if args else next(iter(kwargs.values())))
+    def stop(layer: KnownLayer, _: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Reached(layer, args, kwargs)
 
     handles = [
-        layer.module.register_forward_pre_hook(stop, with_kwargs=True) for layer in reading.layers
+        layer.module.register_forward_pre_hook(functools.partial(stop, layer), with_kwargs=True)
+        for layer in layers
     ]
     try:
         problem.model_outputs(batch, leaves)
     except _Reached as reached:
-        return reached.tokens
+        return reached.layer, reached.args, reached.kwargs
     finally:
         for handle in handles:
             handle.remove()
     raise UnmappedModuleError("the model does not call the layers that are known.")
 
 
+def first_tokens(
+    problem: Problem, layers: Sequence[KnownLayer], batch: Batch, leaves: Columns
+) -> Tensor:
+    """What the first of some layers is given, in the model's own axes; the rest does not run."""
+    _, args, kwargs = arguments_at(problem, layers, batch, leaves)
+    tokens: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return tokens
+
+
 # ---- one batch, or some samples of it -----------------------------------------------------------
+
+
+@dataclass
+class Passed:
+    """What the ways back of a product need of its way forward: of every stem and of every block."""
+
+    stems: list[Any]
+    blocks: list[Any] = field(default_factory=list)
 
 
 class Chain:
@@ -389,56 +434,74 @@ class Chain:
         with watch.watching(), torch.no_grad():
             outputs = problem.predictions(batch, {}, logit_room=logit_room)
         watch.check_chain()
-        first, last = watch.calls[0], watch.calls[-1]
+        last = watch.calls[-1]
         self._axes = last.call
         self._results = {call.layer.path: call.result for call in watch.calls}
-        self.stem = self._stem(first, [c for place, c in watch.others if place == 0])
+        self.layers: list[KnownLayer] = []
         self.blocks: list[LinearisedBlock | RecomputedBlock] = []
         self._held = held  # weights by layer, of all chains, where they are the model's own
         self._adapted: dict[str, EffectiveWeight] = {}
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
-        calls = self._moving(watch.calls, frozenset(names))
-        self.layers = [call.layer for call in calls]
-        z = self._linearise(calls)
+        z = self._assemble(watch, frozenset(names))
         self.shape = z.shape  # (n, L, d)
         behind = [c for place, c in watch.others if place == len(watch.calls)]
         self.tail = self._tail(z, last, behind, outputs, share)
-        del self._results, watch, calls
+        del self._results, watch
         if bends:
             self._record()
         else:  # H_o needs no adjoints
-            flat = self.stem.output.reshape(1, -1, self.shape[-1])
-            self.stem.record(torch.zeros_like(flat))
+            for stem in self.stems:
+                stem.record(torch.zeros_like(stem.output.reshape(1, -1, stem.output.shape[-1])))
             self._deltas = {name: self._no_slope(name) for name in self._adapted}
 
     # --- building -------------------------------------------------------------------------------
 
-    def _moving(self, calls: Sequence[LayerCall], names: frozenset[str]) -> Sequence[LayerCall]:
-        """The calls from the first one on that moves with the parameters followed.
+    @property
+    def stems(self) -> Sequence[Stem | AutogradStem]:
+        """Where the model's inputs come in."""
+        return (self.stem,)
+
+    def _assemble(self, watch: Watch, names: frozenset[str]) -> Tensor:
+        """Stem and blocks of a run; the last block's output."""
+        before = [call for place, call in watch.others if place == 0]
+        stem = self._stem(watch.calls[0], before, self._reading.layers)
+        self.stem, calls = self._moving(stem, watch.calls, names)
+        self._adapt(calls)
+        return self._linearise(calls, self.stem.output)
+
+    def _moving(
+        self, stem: Stem | AutogradStem, calls: Sequence[LayerCall], names: frozenset[str]
+    ) -> tuple[Stem | AutogradStem, Sequence[LayerCall]]:
+        """Stem and calls from the first one on that moves with the parameters followed.
 
         What lies below is a constant: a view of the last layer holds the last layer only.
         """
-        if not self.stem.names.isdisjoint(names):
-            return calls
+        if not stem.names.isdisjoint(names):
+            return stem, calls
         moving = [i for i, call in enumerate(calls) if not call.layer.parameters.isdisjoint(names)]
         start = moving[0] if moving else len(calls) - 1
         if start:
-            self.stem = Stem(calls[start].call.x.detach(), [])
-        return calls[start:]
+            stem = Stem(calls[start].call.x.detach(), [])
+        return stem, calls[start:]
 
-    def _linearise(self, calls: Sequence[LayerCall]) -> Tensor:
-        """Every block at the output of the one before it; the last one's output."""
+    def _adapt(self, calls: Sequence[LayerCall]) -> None:
+        """Note the adapted weights of all layers, and keep their factors."""
         for call in calls:
             self._adapted |= call.layer.adapted
         terms = [term for weight in self._adapted.values() for term in weight.terms]
         names = {name for t in terms for name in (t.left, t.right) if name is not None}
         with self._problem.present(names) as factors:
             self._values = dict(factors)
-        z, again = self.stem.output, None
-        for index, call in enumerate(calls):
+
+    def _linearise(self, calls: Sequence[LayerCall], z: Tensor) -> Tensor:
+        """Every block at the output of the one before it, the first at z; the last one's output."""
+        again: Formed | None = None
+        for call in calls:
+            turn = len(self.blocks) % 2
+            self.layers.append(call.layer)
             try:
                 with self._room_for(call.layer.path), self._weights(call.layer) as weights:
-                    z, again = self._add_block(call, weights, z, again, turn=index % 2)
+                    z, again = self._add_block(call, weights, z, again, turn=turn)
                     if not self._in_place:
                         self.blocks[-1].detach()
             except ValueError as error:
@@ -543,15 +606,24 @@ class Chain:
         self.blocks.append(block)
         return block.give_output(), block.sublayers[-1].output_again
 
-    def _stem(self, first: LayerCall, calls: Sequence[ModuleCall]) -> Stem | AutogradStem:
+    def _stem(
+        self,
+        first: LayerCall,
+        calls: Sequence[ModuleCall],
+        layers: Sequence[KnownLayer],
+        *,
+        name: str = "stem",
+    ) -> Stem | AutogradStem:
+        """What leads to the first of some layers, with the modules called on the way."""
         x = first.call.x.detach()
         if self._reading.plain_ends:
+            moves = functools.partial(self._moves, layers)
             with self._end_weights() as weights:
-                stem = recognised_stem(self._reading, weights, calls, x, moves=self._moves)
+                stem = recognised_stem(self._reading, weights, calls, x, moves=moves, name=name)
             if stem is not None:
                 return stem
         leaves = self._problem.leaves(self._names)
-        tokens = first.call.tokens(first_tokens(self._problem, self._reading, self._batch, leaves))
+        tokens = first.call.tokens(first_tokens(self._problem, layers, self._batch, leaves))
         if not tokens.requires_grad:
             return Stem(x, [])
         return AutogradStem(tokens, leaves)
@@ -560,7 +632,7 @@ class Chain:
         """The weights outside the blocks."""
         return self._problem.present(self._reading.end_parameters)
 
-    def _moves(self, module: nn.Module) -> bool:
+    def _moves(self, layers: Sequence[KnownLayer], module: nn.Module) -> bool:
         """Whether what a module of the stem is given depends on parameters."""
         depends: list[bool] = []
         handle = module.register_forward_pre_hook(
@@ -568,7 +640,7 @@ class Chain:
         )
         try:
             leaves = self._problem.leaves(self._names)
-            first_tokens(self._problem, self._reading, self._batch, leaves)
+            first_tokens(self._problem, layers, self._batch, leaves)
         finally:
             handle.remove()
         return any(depends)
@@ -633,34 +705,45 @@ class Chain:
     @contextlib.contextmanager
     def _passing(self, z: Tensor) -> Iterator[None]:
         """Inside, every known layer gives z: the model computes its tail."""
-        modules = {layer.path: layer.module for layer in self._reading.layers}
-        for path, module in modules.items():
-            result = self._results[path]
+        with self._giving(dict.fromkeys(self._reading.layers, z)):
+            yield
+
+    @contextlib.contextmanager
+    def _giving(self, outputs: Mapping[KnownLayer, Tensor]) -> Iterator[None]:
+        """Inside, these layers give these tokens, in the model's own axes, and compute nothing."""
+        for layer, z in outputs.items():
+            result = self._results[layer.path]
             given = (z, *result[1:]) if isinstance(result, tuple) else z
-            module.__dict__["forward"] = lambda *args, given=given, **kwargs: given
+            layer.module.__dict__["forward"] = lambda *args, given=given, **kwargs: given
         try:
             yield
         finally:
-            for module in modules.values():
-                del module.__dict__["forward"]
+            for layer in outputs:
+                del layer.module.__dict__["forward"]
 
     def _record(self) -> None:
-        self.stem.record(self._slopes_of_blocks(self.tail.delta))
+        """Keep the adjoints of one backward pass in every part."""
+        rate = self.tail.delta
+        for index in reversed(range(len(self.blocks))):
+            rate = self._record_block(index, rate)
+        self.stem.record(rate)
 
     @unwatched
-    def _slopes_of_blocks(self, rate: Tensor) -> Tensor:
-        """Every block's ∂ℓ/∂(output), from the tail's on; what is left for the stem (1, N, d)."""
-        for index in reversed(range(len(self.blocks))):
-            layer = self.layers[index]
-            # All or none: what is wanted decides which layers are taken together.
-            wanted = list(layer.places) if layer.adapted else []
-            with self._block(index, index - 1) as block:
-                slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
-            rate = delta_x.view(1, -1, delta_x.shape[-1])
-            for ours, slope in slopes.items():
-                if layer.places[ours].parameter in self._adapted:
-                    self._add_slope(layer.places[ours], slope)
-        return rate
+    def _record_block(self, index: int, rate: Tensor, memory: Tensor | None = None) -> Tensor:
+        """δ_x (1, N, d) of a block from δ of its output; δ of its memory is added to ``memory``."""
+        layer = self.layers[index]
+        # All or none: what is wanted decides which layers are taken together.
+        wanted = list(layer.places) if layer.adapted else []
+        if memory is not None:
+            wanted.append(MEMORY)
+        with self._block(index, index - 1) as block:
+            slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
+        if memory is not None:
+            memory += slopes.pop(MEMORY)
+        for ours, slope in slopes.items():
+            if layer.places[ours].parameter in self._adapted:
+                self._add_slope(layer.places[ours], slope)
+        return delta_x.view(1, -1, delta_x.shape[-1])
 
     def _add_slope(self, place: Place, slope: Tensor) -> None:
         """Keep ∂ℓ/∂W of a part of an adapted weight."""
@@ -679,7 +762,8 @@ class Chain:
     def names(self) -> frozenset[str]:
         """The parameters that reach the loss."""
         blocks = [layer.parameters for layer in self.layers]
-        return frozenset().union(self.stem.names, self.tail.names, *blocks)
+        stems = [stem.names for stem in self.stems]
+        return frozenset().union(self.tail.names, *stems, *blocks)
 
     @property
     def tangent_bytes(self) -> int:
@@ -727,49 +811,81 @@ class Chain:
 
     def _products(self, columns: Columns, slots: Mapping[Part, Slots]) -> None:
         """One way forward, and a way back for every part."""
-        moved, stem_state = self.stem.push(columns, self.space)
-        again: Any = None
-        states: list[Any] = []  # each block's own
-        count = len(next(iter(columns.values())))
-        for index, layer in enumerate(self.layers):
-            dots = layer_views(layer, columns)
-            state: Any = None
-            if moved is not None or dots:
-                with self._block(index, index + 1) as block:
-                    state = block.push_checked(dots, moved, count, again)
-                moved, again = state.output, state.output_again
-            states.append(state)
+        moved, passed = self._forward(columns)
         flat = None if moved is None else moved.flatten(1, 2)
         # The outer part writes over the outputs' tangent, and blocks over what the tail keeps.
         order: list[Part] = sorted(slots, key=lambda part: part != "functional")
         rates: dict[Part, Tensor | None] = {}
         with self._with_tail() as tail:
-            state = tail.push(flat, columns, self.space)
+            state: Any = tail.push(flat, columns, self.space)
             for part in order:
                 rate = tail.pull(state, part, slots[part], self.space)
                 rates[part] = rate if part == order[-1] or rate is None else rate.clone()
         for part in order:
-            curved = part != "outer"
-            self._back(
-                rates.pop(part),
-                slots[part],
-                stem_state if curved else None,
-                states if curved else [None] * len(states),
-            )
+            self._back(rates.pop(part), slots[part], passed, curved=part != "outer")
 
-    def _back(
-        self, rate: Tensor | None, slots: Slots, stem_state: Any, states: Sequence[Any]
-    ) -> None:
-        """From Rδ of the last block's output to the rates; without states of the outer part."""
-        wanted = [not layer.parameters.isdisjoint(slots.into) for layer in self.layers]
+    def _forward(self, columns: Columns) -> tuple[Tensor | None, Passed]:
+        """The last block's tangent (K, n, L, d), and what the ways back need of the inside."""
+        moved, stem_state = self.stem.push(columns, self.space)
+        passed = Passed([stem_state])
+        moved = self._push_blocks(range(len(self.blocks)), columns, moved, passed)
+        return moved, passed
+
+    def _push_blocks(
+        self,
+        places: range,
+        columns: Columns,
+        moved: Tensor | None,
+        passed: Passed,
+        memory: Tensor | None = None,
+    ) -> Tensor | None:
+        """Through some blocks in a row, from the first one's input; ``memory``: its tangent."""
+        again: Any = None
+        count = len(next(iter(columns.values())))
+        for index in places:
+            dots = layer_views(self.layers[index], columns)
+            if memory is not None:
+                dots[MEMORY] = memory
+            state: Any = None
+            if moved is not None or dots:
+                with self._block(index, index + 1) as block:
+                    state = block.push_checked(dots, moved, count, again)
+                moved, again = state.output, state.output_again
+            passed.blocks.append(state)
+        return moved
+
+    def _back(self, rate: Tensor | None, slots: Slots, passed: Passed, *, curved: bool) -> None:
+        """From Rδ of the last block's output to the rates; not ``curved``: of the outer part."""
         reaches_stem = not self.stem.names.isdisjoint(slots.into)
-        for index in reversed(range(len(self.blocks))):
-            below = reaches_stem or any(wanted[:index])
-            if not (below or wanted[index]):
-                return
-            rate = self._pull_block(index, rate, states[index], slots, needs_input=below)
+        places = range(len(self.blocks))
+        rate = self._pull_blocks(places, rate, slots, passed, curved=curved, below=reaches_stem)
         if reaches_stem:
-            self.stem.pull(rate, stem_state, slots, self.space)
+            self.stem.pull(rate, passed.stems[0] if curved else None, slots, self.space)
+
+    def _pull_blocks(
+        self,
+        places: range,
+        rate: Tensor | None,
+        slots: Slots,
+        passed: Passed,
+        *,
+        curved: bool,
+        below: bool,
+        memory: Tensor | None = None,
+    ) -> Tensor | None:
+        """Back through some blocks in a row to Rδ of the first one's input, if it is needed below.
+
+        Only as far as rates are asked for; Rδ of the memory is added to ``memory``.
+        """
+        wanted = [not self.layers[i].parameters.isdisjoint(slots.into) for i in places]
+        for place, index in reversed(list(enumerate(places))):
+            # a decoder's blocks all have a share in the memory's
+            needed = below or any(wanted[:place]) or (memory is not None and place > 0)
+            if not (needed or wanted[place] or memory is not None):
+                return None
+            state = passed.blocks[index] if curved else None
+            rate = self._pull_block(index, rate, state, slots, needs_input=needed, memory=memory)
+        return rate
 
     @contextlib.contextmanager
     def _with_tail(self) -> Iterator[Tail]:
@@ -793,6 +909,7 @@ class Chain:
         slots: Slots,
         *,
         needs_input: bool,
+        memory: Tensor | None = None,
     ) -> Tensor | None:
         layer = self.layers[index]
         into: dict[str, Tensor] = {}
@@ -806,14 +923,15 @@ class Chain:
             else:
                 into[ours] = slot.new_zeros(slot.shape[0], *place.shape)
                 copied.append((place, into[ours]))
+        targets = into if memory is None else {**into, MEMORY: memory}
         with self._block(index, index - 1) as block:
             shaped = None if rate is None else rate.view(rate.shape[0], *block.shape)
             _, back = block.pull(
                 shaped,
                 state,
-                wanted=into,
+                wanted=targets,
                 needs_input=needs_input,
-                into=into,
+                into=targets,
                 accumulate=slots.accumulate,
             )
         views = [layer.places[ours] for ours in into if layer.places[ours].entries is None]
@@ -882,9 +1000,10 @@ class TangentLinearisation:
         if pair_room is not None:
             pairs = pair_numbers(reading.layers, shape[1]) * problem.dtype.itemsize
             blocked = blocked or 2 * pairs > pair_room  # A and its tangent
+        make = _chain_of(reading)
         runs = runs_of(problem, reading, batch, shape, blocked=blocked, together=run_samples)
         for piece, share in runs:
-            chain = Chain(
+            chain = make(
                 problem,
                 reading,
                 piece,
@@ -905,7 +1024,7 @@ class TangentLinearisation:
         own = problem.own_tensors()
         storages = (t.untyped_storage() for t in tensors_in(self.chains, without=own))
         kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        ends = [end for chain in self.chains for end in (chain.stem, chain.tail)]
+        ends = [end for chain in self.chains for end in (*chain.stems, chain.tail)]
         graphs = [end.graph() for end in ends if isinstance(end, AutogradStem | AutogradTail)]
         size = graph_size([root for roots in graphs for root in roots], excluding=own)
         self.held_bytes = sum(kept.values()) + size.bytes
@@ -913,10 +1032,7 @@ class TangentLinearisation:
         # Projections side by side: as many bytes for one sample as for many.
         self.weight_bytes = sum({w.data_ptr(): w.nbytes() for w in weights}.values())
         self.needs_scope = size.runs_python
-        by_hand = all(
-            isinstance(chain.stem, Stem) and isinstance(chain.tail, ReadoutTail)
-            for chain in self.chains
-        )
+        by_hand = all(isinstance(end, Stem | ReadoutTail) for end in ends)
         self._space, self._results = space, ResultMemory()
         # A tape repeats calls on fixed memory: weights that come and go have none. Every result has
         # memory of its own there, which of large tangents is a fifth of all for 3 % of the time.
@@ -1030,6 +1146,15 @@ class TangentLinearisation:
         }
 
 
+def _chain_of(reading: ModelReading) -> type[Chain]:
+    """The kind of chain that a model is."""
+    if not reading.has_memory:
+        return Chain
+    from curvatlas.engines.tangent.encoder_decoder import EncoderDecoderChain  # it extends Chain
+
+    return EncoderDecoderChain
+
+
 ONE_RUN_BYTES = 2**24  # of tangents: a batch below goes through in one run
 _LEAST_TRANSIENT = 0.2  # of what a linearisation holds
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
@@ -1038,7 +1163,8 @@ _RECORDED = 2**27  # bytes of tangents up to which the code around the calls is 
 
 def pair_numbers(layers: Sequence[KnownLayer], length: int) -> int:
     """How many numbers the matrices of queries by keys of one sample are, over all blocks."""
-    return sum(layer.spec.n_heads for layer in layers) * length**2
+    specs = [layer.spec for layer in layers]
+    return sum(s.n_heads * (1 if s.memory_size is None else 2) for s in specs) * length**2
 
 
 def kept_pairs(layers: Sequence[KnownLayer], length: int) -> int:
@@ -1055,15 +1181,24 @@ def tangent_numbers(
     numbers = 0
     for spec in (layer.spec for layer in layers):
         heads = spec.n_heads * spec.value_size + 3 * spec.n_heads * spec.key_size
+        heads *= 1 if spec.memory_size is None else 2
         numbers += heads + 2 * d + (spec.d_ff or 0) * (2 if spec.gated else 1)
     pairs = 0 if blocked else samples * pair_numbers(layers, length)
     return numbers * samples * length + pairs
 
 
 def token_shape(problem: Problem, reading: ModelReading, batch: Batch) -> tuple[int, int, int]:
-    """(n, L, d) of the tokens that enter the first block, whatever their order of axes."""
+    """(n, L, d) of the tokens that enter the first block, whatever their order of axes.
+
+    Of an encoder and a decoder, those of the one with more tokens.
+    """
+    deciding = [layer for layer in reading.layers if layer.spec.memory_size is not None]
     with torch.no_grad():
-        tokens = first_tokens(problem, reading, batch, {})
+        layer, args, kwargs = arguments_at(problem, deciding or reading.layers, batch, {})
+        tokens: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if deciding:
+            memory = read_call(layer.module, args, kwargs, spec=layer.spec).memory
+            tokens = tokens if memory is None or memory.numel() < tokens.numel() else memory
     d, samples = tokens.shape[-1], tokens.shape[0] if tokens.ndim > 2 else 1
     if problem.separable:
         samples = batch.samples

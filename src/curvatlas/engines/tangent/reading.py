@@ -11,8 +11,8 @@ Reading a layer gives a function that picks our weights out of the module's name
 same function applied to position numbers gives the permutation between the two flat orders, so
 fused projections and transposed ``Conv1D`` weights need no second description.
 
-``read_call`` reads what a layer is called with inside a model: its input, and masks and rotary
-positions in every convention the libraries have.
+``read_call`` reads what a layer is called with inside a model: its input, and masks, rotary
+positions and the memory of cross attention in every convention the libraries have.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -120,6 +121,8 @@ class BlockCall:
     keyless: Keyless = "refuse"
     time_major: bool = False  # the module itself takes and gives (L, n, d)
     batched: bool = True  # False: the module itself takes and gives (L, d)
+    memory: Tensor | None = None  # (n, L', m), what cross attention attends to
+    memory_mask: Tensor | None = None  # of four axes, like ``mask``
 
     def spec_for(self, spec: BlockSpec) -> BlockSpec:
         """The layer's description without a causal rule that this call does not have."""
@@ -127,12 +130,21 @@ class BlockCall:
 
     def of_samples(self, samples: slice) -> BlockCall:
         """The same call for some of its samples."""
-        mask, rotation = self.mask, self.rotation
-        if mask is not None and mask.ndim == 4 and len(mask) == len(self.x):
-            mask = mask[samples]
+        rotation, count = self.rotation, len(self.x)
+        mask, others = (
+            mask[samples] if mask is not None and mask.ndim == 4 and len(mask) == count else mask
+            for mask in (self.mask, self.memory_mask)
+        )
         if rotation is not None:
             rotation = rotation.of_samples(samples)
-        return replace(self, x=self.x[samples], mask=mask, rotation=rotation)
+        return replace(
+            self,
+            x=self.x[samples],
+            mask=mask,
+            rotation=rotation,
+            memory=None if self.memory is None else self.memory[samples],
+            memory_mask=others,
+        )
 
     def linearise(self, spec: BlockSpec, weights: Weights, **options: Any) -> LinearisedBlock:
         """The block of this call; ``options`` are those of ``LinearisedBlock``."""
@@ -143,6 +155,8 @@ class BlockCall:
             self.mask,
             rotation=self.rotation,
             keyless=self.keyless,
+            memory=self.memory,
+            memory_mask=self.memory_mask,
             **options,
         )
 
@@ -197,7 +211,8 @@ def read_module(module: nn.Module) -> tuple[BlockSpec, Pick]:
         )
     raise UnmappedModuleError(
         f"{kind.__name__} is no layer the closed forms know: they read "
-        "nn.MultiheadAttention, nn.TransformerEncoderLayer, the zoo's blocks, and of Hugging Face "
+        "nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, the zoo's "
+        "blocks, and of Hugging Face "
         f"{', '.join(name for layer in _LAYERS[1:] for name in layer.classes.split())}; use "
         "ca.Hessian(problem) for other modules."
     )
@@ -337,6 +352,8 @@ def _checked(kind: str, spec: BlockSpec, pick: Pick) -> Pick:
                 "shared with another layer; undo that first."
             ) from error
         needed = (*_PROJECTIONS, *(("up", "down") if spec.d_ff is not None else ()))
+        if spec.memory_size is not None:
+            needed += tuple(f"cross_{name}" for name in (*_PROJECTIONS, "output"))
         if lacking := [name for name in needed if f"{name}_weight" not in picked]:
             raise UnmappedModuleError(f"{kind} has no weight for {', '.join(lacking)}.")
         for name, value in picked.items():
@@ -381,6 +398,7 @@ class _Layer:
     gate: str = ""  # with the path of ``up``: the gate's rows, then those of ``up``
     qk_norm: str = ""
     after: str = ""  # norms, or gains, behind the two sublayers
+    cross: str = ""  # query (with {name} or {letter}), output and norm of cross attention
     grouped: bool = False  # fused rows are, for each key, its queries, itself, its value
     norm_first: bool = True
     options: Callable[[Any], dict[str, Any]] = lambda module: {}
@@ -395,7 +413,7 @@ class _Layer:
     def read(self, module: Any) -> tuple[BlockSpec, Pick]:
         paths = self._paths(module)
         attention = module.get_submodule(paths["query"].rpartition(".")[0])
-        heads = int(_value(attention, "num_heads|n_heads|num_attention_heads|" + _HEADS))
+        heads = int(_value(attention, _HEAD_COUNTS))
         rows, fused = _sizes(module, paths["query"])[0], paths["query"] == paths["key"]
         size = (_sizes(module, paths["output"])[1] if fused else rows) // heads
         keys = (rows - heads * size) // 2 if fused else _sizes(module, paths["key"])[0]
@@ -403,6 +421,8 @@ class _Layer:
         options = {"norm_first": self.norm_first, **_norm_options(module, paths, size)}
         if self.home.startswith("transformers."):
             options |= _attention_options(module, attention, size)
+        if "cross_query" in paths:
+            options |= _cross_options(module, paths, attention, heads)
         spec = BlockSpec(
             d_model=_sizes(module, paths["down"])[0],
             n_heads=heads,
@@ -425,6 +445,11 @@ class _Layer:
         for name in ("query", "key"):
             words[f"{name}_norm"] = self.qk_norm.format(name=name, letter=name[0])
         words["gate"] = self.gate
+        if self.cross:
+            query, *others = self.cross.split()
+            for name in _PROJECTIONS:
+                words[f"cross_{name}"] = query.format(name=name, letter=name[0])
+            words |= zip(("cross_output", "cross_norm"), others, strict=True)
         found = {name: _found(module, word) for name, word in words.items()}
         needed = (*_PROJECTIONS, "up", "down", "norm1", "norm2")
         if lacking := [words[n] for n in needed if found[n] is None and words[n] != "-"]:
@@ -439,7 +464,7 @@ class _Layer:
         }
 
 
-_HEADS = "config.num_attention_heads"
+_HEAD_COUNTS = "num_heads|n_heads|num_attention_heads|config.num_attention_heads"
 
 
 def _named(module: nn.Module, home: str, *names: str) -> bool:
@@ -556,6 +581,8 @@ def _norm_options(module: nn.Module, paths: Mapping[str, str], size: int) -> dic
     elif second is not None:
         options |= {"norm2": None if second.norm == options["norm"] else second.norm}
         options |= {"eps2": None if second.eps == eps else second.eps}
+    if "cross_norm" in norms and first is not None:
+        shared_norm(first, norms["cross_norm"])
     for field, one, two in (
         ("output", "output_norm", "down_norm"),
         ("qk", "query_norm", "key_norm"),
@@ -606,6 +633,21 @@ def _attention_options(module: nn.Module, attention: Any, size: int) -> dict[str
         "scale": None if math.isclose(scale, size**-0.5, rel_tol=1e-12) else scale,
         **(_rope_options(config) if rotates else {}),
     }
+
+
+def _cross_options(
+    module: nn.Module, paths: Mapping[str, str], attention: Any, heads: int
+) -> dict[str, Any]:
+    """The width of the memory, of cross attention with as many heads and the scale of the other."""
+    cross = module.get_submodule(paths["cross_query"].rpartition(".")[0])
+    own = (heads, getattr(attention, "scaling", None))
+    other = (int(_value(cross, _HEAD_COUNTS)), getattr(cross, "scaling", None))
+    if own != other:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} has cross attention of other heads or scale than its "
+            "self-attention: not in the closed form."
+        )
+    return {"memory_size": _sizes(module, paths["cross_key"])[1]}
 
 
 def _rope_options(config: Any) -> dict[str, Any]:
@@ -702,7 +744,6 @@ def _bloom_options(module: Any) -> dict[str, Any]:
 
 def _bert_options(module: Any) -> dict[str, Any]:
     """Bidirectional unless it is a decoder."""
-    _refuse_cross_attention(module)
     kind = getattr(module.attention.self, "position_embedding_type", None) or "absolute"
     if kind != "absolute":
         raise UnmappedModuleError(
@@ -712,9 +753,10 @@ def _bert_options(module: Any) -> dict[str, Any]:
 
 
 def _bart_options(module: Any) -> dict[str, Any]:
-    """Decoder layers of OPT and BioGPT, encoder layers of BART's kin, pre- or post-norm."""
+    """Decoder layers of OPT and BioGPT, layers of BART's kin, pre- or post-norm."""
     name = type(module).__name__
-    first = name not in _kin("EncoderLayer", "Bart BlenderbotSmall Marian Mvp PLBart").split()
+    family = name.removesuffix("EncoderLayer").removesuffix("DecoderLayer")
+    first = family not in ("Bart", "BlenderbotSmall", "Marian", "Mvp", "PLBart")
     return {
         "norm_first": bool(getattr(module, "do_layer_norm_before", first)),
         "causal": name.endswith("DecoderLayer"),
@@ -900,6 +942,8 @@ _LAYERS = (
         "attention.output.LayerNorm output.LayerNorm",
         "intermediate.intermediate_act_fn",
         norm_first=False,
+        cross="crossattention.self.{name} crossattention.output.dense "
+        "crossattention.output.LayerNorm",
         options=_bert_options,
     ),
     _Layer(
@@ -923,9 +967,11 @@ _LAYERS = (
         gate="mlp.Wi",
     ),
     _Layer(
-        f"{_kin('EncoderLayer', _BART)} OPTDecoderLayer BioGptDecoderLayer",
+        f"{_kin('EncoderLayer', _BART)} {_kin('DecoderLayer', _BART)} OPTDecoderLayer "
+        "BioGptDecoderLayer",
         "self_attn.{letter}_proj self_attn.out_proj fc1 fc2 self_attn_layer_norm final_layer_norm",
         "activation_fn",
+        cross="encoder_attn.{letter}_proj encoder_attn.out_proj encoder_attn_layer_norm",
         options=_bart_options,
     ),
     _Layer(  # before transformers 5
@@ -1034,12 +1080,10 @@ _LAYERS = (
 )
 
 _RELATIVE = "adds learned terms of the distance to the logits"
-_CROSS = "attends to an encoder's output"
 _NOT_COVERED = {
     "T5Block": _RELATIVE,
     "DebertaV2Layer": _RELATIVE,
     "MixtralDecoderLayer": "sends tokens to experts",
-    **dict.fromkeys(_kin("DecoderLayer", "Bart MBart Marian Pegasus Whisper").split(), _CROSS),
 }
 
 
@@ -1058,6 +1102,7 @@ def _same_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 _LIBRARIES = ("torch", "transformers", "curvatlas", "peft")
+_TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def _refuse_other_forwards(module: nn.Module) -> None:
@@ -1065,7 +1110,7 @@ def _refuse_other_forwards(module: nn.Module) -> None:
     for name, part in module.named_modules():
         forward = type(part).forward
         homes = {getattr(forward, "__globals__", {}).get("__name__", "")}
-        if not isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        if not isinstance(module, _TORCH_LAYERS):
             homes.add(type(part).__module__)  # of torch's, a subclass may keep the forward
         known = all(home.partition(".")[0] in _LIBRARIES for home in homes)
         if "forward" in vars(part) or not known:
@@ -1120,6 +1165,39 @@ def _read_encoder_layer(module: Any) -> tuple[BlockSpec, Pick]:
     return spec, pick
 
 
+def _read_decoder_layer(module: Any) -> tuple[BlockSpec, Pick]:
+    """``nn.TransformerDecoderLayer``: ``norm2`` is that of its cross attention."""
+    for part in (module.self_attn, module.multihead_attn):
+        _refuse_attention_extras(part)
+    norms = [map_norm(norm) for norm in (module.norm1, module.norm2, module.norm3)]
+    norm, eps = shared_norm(norms[0], norms[1])
+    shared_norm(norms[0], norms[2])
+    spec = BlockSpec(
+        d_model=module.self_attn.embed_dim,
+        n_heads=module.self_attn.num_heads,
+        d_ff=module.linear1.out_features,
+        norm=norm,
+        eps=eps,
+        norm_first=bool(module.norm_first),
+        activation=activation_name(module.activation),
+        memory_size=module.multihead_attn.embed_dim,
+    )
+    if module.multihead_attn.num_heads != spec.n_heads:
+        raise UnmappedModuleError(
+            "TransformerDecoderLayer with other heads in its cross attention is not in the closed "
+            "form."
+        )
+
+    def pick(values: Mapping[str, Tensor]) -> Picked:
+        paths = {"up": "linear1", "down": "linear2", "norm1": "norm1", "norm2": "norm3"}
+        cross = _pick_attention(values, "multihead_attn.")
+        picked = {f"cross_{name}": value for name, value in cross.items()}
+        picked |= take(values, {**paths, "cross_norm": "norm2"})
+        return picked | _pick_attention(values, "self_attn.")
+
+    return spec, pick
+
+
 def _read_zoo_attention(module: Any) -> tuple[BlockSpec, Pick]:
     """The zoo's attention as the bare attention layer."""
     spec = BlockSpec(
@@ -1165,6 +1243,7 @@ _Reader = tuple[Callable[[nn.Module], bool], Callable[[Any], tuple[BlockSpec, Pi
 _READERS: tuple[_Reader, ...] = (
     (lambda module: _same_forward(module, nn.MultiheadAttention), _read_attention),
     (lambda module: _same_forward(module, nn.TransformerEncoderLayer), _read_encoder_layer),
+    (lambda module: _same_forward(module, nn.TransformerDecoderLayer), _read_decoder_layer),
     (lambda module: _named(module, "curvatlas.zoo", "Attention"), _read_zoo_attention),
     *((layer.matches, layer.read) for layer in _LAYERS),
 )
@@ -1206,6 +1285,8 @@ def read_call(
     arguments = _bound(module, args, kwargs)
     if isinstance(module, nn.TransformerEncoderLayer):
         return _encoder_layer_call(module, spec, arguments)
+    if isinstance(module, nn.TransformerDecoderLayer):
+        return _decoder_layer_call(module, spec, arguments)
     name, x = next(iter(arguments.items()))
     del arguments[name]
     _check_input(module, x, spec)
@@ -1215,6 +1296,15 @@ def read_call(
     if type(module).__module__.startswith("transformers."):
         return _library_call(module, spec, x.detach(), arguments)
     raise UnmappedModuleError(f"calls of {type(module).__name__} are not read.")
+
+
+def memory_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer that ``read_module`` reads is given to attend to, as it is; None: nothing."""
+    arguments = _bound(module, args, kwargs)
+    return next((arguments[name] for name in _MEMORIES if name in arguments), None)
+
+
+_MEMORIES = ("memory", "encoder_hidden_states")  # of torch, of Hugging Face
 
 
 def _bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -1299,6 +1389,7 @@ def _library_call(
     mask = arguments.pop("attention_mask", None)
     tables = arguments.pop("position_embeddings", None)
     causal = arguments.pop("is_causal", None)
+    memory, memory_mask = _library_memory(module, spec, x, arguments, causal=causal)
     _refuse_arguments(module, arguments)
     if implementation not in _IMPLEMENTATIONS:
         raise UnmappedModuleError(
@@ -1320,12 +1411,68 @@ def _library_call(
             masks.append(x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None])
             causal = False
     return BlockCall(
-        x=x, mask=_combined(masks, x), rotation=rotation, causal=causal, keyless="zero"
+        x=x,
+        mask=_combined(masks, x),
+        rotation=rotation,
+        causal=causal,
+        keyless="zero",
+        memory=memory,
+        memory_mask=memory_mask,
     )
 
 
-def _four_axes(module: nn.Module, mask: Any, spec: BlockSpec, x: Tensor) -> Tensor:
-    full = (x.shape[0], spec.n_heads, x.shape[1], x.shape[1])
+def _library_memory(
+    module: nn.Module,
+    spec: BlockSpec,
+    x: Tensor,
+    arguments: dict[str, Any],
+    *,
+    causal: bool | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The encoder's output (n, L', m) that a Hugging Face layer attends to, and its mask."""
+    if spec.memory_size is None:
+        return None, None
+    memory = arguments.pop("encoder_hidden_states", None)
+    mask = arguments.pop("encoder_attention_mask", None)
+    _check_memory(module, memory, spec, x)
+    masks = [] if mask is None else [_four_axes(module, mask, spec, x, keys=memory.shape[1])]
+    if not masks and _implementation(module) == "sdpa" and x.shape[1] > 1:
+        # without a mask the kernel is causal where the attention says so, here too
+        parts = [part for name, part in module.named_modules() if _CROSS.fullmatch(name)]
+        flags = [getattr(part, "is_causal", True) for part in parts] if causal is None else [causal]
+        if any(flags):
+            masks.append(
+                x.new_ones(x.shape[1], memory.shape[1], dtype=torch.bool).tril()[None, None]
+            )
+    return memory.detach(), _combined(masks, x)
+
+
+_CROSS = re.compile(r"encoder_attn|crossattention\.self|layer\.1\.EncDecAttention")
+
+
+def _check_memory(module: nn.Module, memory: Any, spec: BlockSpec, x: Tensor) -> None:
+    if memory is None:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called without an encoder's output: its cross attention "
+            "then does not run, which is not in the hand-written forms."
+        )
+    plain = isinstance(memory, Tensor) and not memory.is_nested and memory.dtype == x.dtype
+    if (
+        not plain
+        or memory.ndim != 3
+        or (len(memory), memory.shape[-1]) != (len(x), spec.memory_size)
+    ):
+        what = tuple(memory.shape) if plain else type(memory).__name__
+        raise UnmappedModuleError(
+            f"{type(module).__name__} attends to {what}: needed is a tensor of {x.dtype} "
+            f"({len(x)}, tokens, {spec.memory_size})."
+        )
+
+
+def _four_axes(
+    module: nn.Module, mask: Any, spec: BlockSpec, x: Tensor, *, keys: int | None = None
+) -> Tensor:
+    full = (x.shape[0], spec.n_heads, x.shape[1], x.shape[1] if keys is None else keys)
     fits = isinstance(mask, Tensor) and mask.ndim == 4
     if not fits or any(a not in (1, b) for a, b in zip(mask.shape, full, strict=True)):
         what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -1377,28 +1524,70 @@ def _encoder_layer_call(module: Any, spec: BlockSpec, arguments: dict[str, Any])
     padding, pairs = arguments.pop("src_key_padding_mask", None), arguments.pop("src_mask", None)
     hinted = bool(arguments.pop("is_causal", False))
     _refuse_arguments(module, arguments)
-    if isinstance(x, Tensor) and not x.is_nested:
-        x = x.unsqueeze(0) if not batched else x.transpose(0, 1) if time_major else x
+    x = _samples_first(x, time_major=time_major)
     _check_input(module, x, spec)
-    n, length, _ = x.shape
-    masks = []
-    if pairs is not None and hinted and padding is None:
-        # torch trusts the hint and does not look at the mask
-        pairs = x.new_ones(length, length, dtype=torch.bool).triu(1)
-    for mask, shapes in (
-        (pairs, {2: (1, 1, length, length), 3: (n, spec.n_heads, length, length)}),
-        (padding, {1: (1, 1, 1, length), 2: (n, 1, 1, length)}),
-    ):
-        if mask is not None:
-            shaped = mask.detach().reshape(shapes[mask.ndim])
-            masks.append(~shaped if shaped.dtype == torch.bool else shaped)
     return BlockCall(
         x=x.detach(),
-        mask=_combined(masks, x),
+        mask=_torch_mask(spec, x, x, pairs, padding, hinted=hinted),
         keyless="zero",
         time_major=time_major and batched,
         batched=batched,
     )
+
+
+def _decoder_layer_call(module: Any, spec: BlockSpec, arguments: dict[str, Any]) -> BlockCall:
+    """``nn.TransformerDecoderLayer``: masks of both attentions, as of the encoder's layer."""
+    x, time_major = arguments.pop("tgt"), not module.self_attn.batch_first
+    batched = isinstance(x, Tensor) and x.ndim == 3
+    memory = arguments.pop("memory")
+    own = [arguments.pop(f"tgt_{name}", None) for name in ("mask", "key_padding_mask")]
+    others = [arguments.pop(f"memory_{name}", None) for name in ("mask", "key_padding_mask")]
+    hints = [bool(arguments.pop(f"{name}_is_causal", False)) for name in ("tgt", "memory")]
+    _refuse_arguments(module, arguments)
+    x, memory = (_samples_first(tokens, time_major=time_major) for tokens in (x, memory))
+    _check_input(module, x, spec)
+    _check_memory(module, memory, spec, x)
+    return BlockCall(
+        x=x.detach(),
+        mask=_torch_mask(spec, x, x, *own, hinted=hints[0]),
+        keyless="zero",
+        time_major=time_major and batched,
+        batched=batched,
+        memory=memory.detach(),
+        memory_mask=_torch_mask(spec, x, memory, *others, hinted=hints[1]),
+    )
+
+
+def _samples_first(x: Any, *, time_major: bool) -> Any:
+    """What a layer of torch takes, (L, d), (n, L, d) or (L, n, d), as (n, L, d)."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        return x
+    return x.unsqueeze(0) if x.ndim == 2 else x.transpose(0, 1) if time_major else x
+
+
+def _torch_mask(
+    spec: BlockSpec,
+    x: Tensor,
+    keys: Tensor,
+    pairs: Tensor | None,
+    padding: Tensor | None,
+    *,
+    hinted: bool,
+) -> Tensor | None:
+    """The masks of queries x (n, L, d) and keys (n, L', m), True where forbidden, or added."""
+    (n, length), others = x.shape[:2], keys.shape[1]
+    masks = []
+    if pairs is not None and hinted and padding is None:
+        # torch trusts the hint and does not look at the mask
+        pairs = x.new_ones(length, others, dtype=torch.bool).triu(1)
+    for mask, shapes in (
+        (pairs, {2: (1, 1, length, others), 3: (n, spec.n_heads, length, others)}),
+        (padding, {1: (1, 1, 1, others), 2: (n, 1, 1, others)}),
+    ):
+        if mask is not None:
+            shaped = mask.detach().reshape(shapes[mask.ndim])
+            masks.append(~shaped if shaped.dtype == torch.bool else shaped)
+    return _combined(masks, x)
 
 
 # ---- whole models ----------------------------------------------------------------------------

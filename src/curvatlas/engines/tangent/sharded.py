@@ -105,6 +105,10 @@ class ShardedChain(Chain):
     ) -> None:
         if any(layer.adapted for layer in reading.layers):
             raise UnmappedModuleError("adapters on weights that are spread are left to autograd.")
+        if reading.has_memory:
+            raise UnmappedModuleError(
+                "an encoder and a decoder whose weights are spread are left to autograd."
+            )
         assert problem.sharded is not None
         self._sharded: ShardedWeights = problem.sharded
         self._verify, self.difference = verify, 0.0

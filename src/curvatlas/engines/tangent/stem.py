@@ -152,20 +152,29 @@ Source = Lookup | Projection
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StemNorm:
-    """The norm behind the sum, its parameters by their names in the model."""
+    """A norm outside the blocks, behind a sum, its parameters by their names in the model."""
 
     norm: Norm
     eps: float
-    parameters: Mapping[str, str]  # "stem_weight", "stem_bias" → parameter
+    parameters: Mapping[str, str]  # "{name}_weight", "{name}_bias" → parameter
     weights: Mapping[str, Tensor]
 
 
 class Stem:
-    """x = norm(base + Σ sources); ``base`` (n, L, d) is what depends on no parameter."""
+    """x = norm(base + Σ sources); ``base`` (n, L, d) is what depends on no parameter.
+
+    ``name``: the prefix of its scratch, and of its norm's weights.
+    """
 
     def __init__(
-        self, base: Tensor, sources: Sequence[Source], norm: StemNorm | None = None
+        self,
+        base: Tensor,
+        sources: Sequence[Source],
+        norm: StemNorm | None = None,
+        *,
+        name: str = "stem",
     ) -> None:
+        self._name = name
         x = base.clone() if sources else base
         for source in sources:
             source.add_value(x)
@@ -174,7 +183,7 @@ class Stem:
         self.norm: Normalization | None = None
         if norm is not None:
             tokens = x.reshape(-1, x.shape[-1])
-            self.norm = Normalization("stem", norm.weights, tokens, norm=norm.norm, eps=norm.eps)
+            self.norm = Normalization(name, norm.weights, tokens, norm=norm.norm, eps=norm.eps)
             x = self.norm.value(Buffers(keep=False)).view(x.shape)
         self.output = x  # (n, L, d)
 
@@ -199,7 +208,8 @@ class Stem:
         moved: Tensor | None = None
         moving = [source for source in self.sources if not dots.keys().isdisjoint(source.names)]
         if moving:
-            moved = space.take("stem.x", count, *self.shape, like=self.output).zero_()
+            key = f"{self._name}.x"
+            moved = space.take(key, count, *self.shape, like=self.output).zero_()
             for source in moving:
                 source.push(dots, moved)
         if self.norm is None or self._plan is None:
