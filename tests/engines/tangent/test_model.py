@@ -176,6 +176,30 @@ class Flattened(nn.Module):
         return logits.transpose(1, 2)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_embeddings_with_a_forward_of_their_own_are_recognised_by_their_values(
+    scaled: bool,
+) -> None:
+    """BART multiplies its tokens by a number, and its positions begin with the third row."""
+    kind, options = ("bart", {"scale_embedding": True}) if scaled else ("opt", {})
+    tokens = {"input_ids": TOKENS, "labels": TOKENS}
+    model, _, loss = family(kind, **options)
+    problem = ca.Problem(model.double().eval(), loss, [tokens])
+    with problem.evaluating():
+        ours = linearised(problem, "total")
+        assert off(problem, ours, "total") < 1e-11
+    assert [type(stem).__name__ for stem in ours.chains[0].stems] == ["Stem"] * (1 + scaled)
+
+
+def test_a_part_that_two_layers_share_has_the_rates_of_both() -> None:
+    model, data, loss = CASES["encoder"]()
+    first, second = model.encoder.layers  # type: ignore[union-attr]
+    second.linear1, second.self_attn = first.linear1, first.self_attn
+    problem = ca.Problem(model.double().eval(), loss, data)
+    with problem.evaluating():
+        assert off(problem, linearised(problem, "total"), "total") < 1e-11
+
+
 def test_what_depends_on_parameters_is_no_patch() -> None:
     """ALBERT projects its embeddings: values alone would take them for data."""
     model, data, loss = CASES["albert"]()

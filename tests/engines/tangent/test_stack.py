@@ -67,7 +67,10 @@ class Model:
             if r.random() < 0.5:
                 options["bias"] = _draw(r, classes)
         self.head = options
-        self.readout = Readout(pooling=self.pooling, norm=self.norm, eps=0.01, **options)
+        self.scale = (1.0, 0.7)[seed % 2]
+        self.readout = Readout(
+            pooling=self.pooling, norm=self.norm, eps=0.01, scale=self.scale, **options
+        )
         self.loss = r.choice(["mse", "cross_entropy"])
         width, tokens = classes or d, 1 if self.pooling else length
         generator = torch.Generator().manual_seed(seed)
@@ -95,6 +98,7 @@ class Model:
             z = z.mean(1, keepdim=True)
         elif self.pooling is not None:
             z = z[:, :1] if self.pooling == "first" else z[:, -1:]
+        z = self.scale * z
         if "weight" in self.head:
             z = z @ self.head["weight"].T
             z = z + self.head["bias"] if "bias" in self.head else z
@@ -177,6 +181,7 @@ def test_neighbours_of_different_kinds_do_not_disturb_each_other(order: str) -> 
     torch.manual_seed(0)
     model.x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     model.keys, model.norm, model.pooling, model.head = None, "none", None, {}
+    model.scale = 1.0
     model.loss, model.targets = "mse", torch.randn(2, 3, 4, dtype=torch.float64)
     blocks = list(zip(model.specs, model.weights, strict=True))
     here = BlockStack(blocks).linearise(model.x, model.targets, include_input=True)

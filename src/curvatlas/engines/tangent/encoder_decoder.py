@@ -29,6 +29,7 @@ from curvatlas.engines.tangent.linear import BackwardPass, Buffers
 from curvatlas.engines.tangent.model import (
     Chain,
     Columns,
+    KnownLayer,
     LayerCall,
     Passed,
     Watch,
@@ -106,15 +107,13 @@ class EncoderDecoderChain(Chain):
     # --- building -------------------------------------------------------------------------------
 
     def _assemble(self, watch: Watch, names: frozenset[str]) -> Tensor:
-        encoder, decoder = watch.calls[: watch.crossing], watch.calls[watch.crossing :]
-        if not decoder:
-            raise UnmappedModuleError("no layer attends to a memory on this batch.")
-        self._encoder_outputs = {call.layer: call.hidden for call in encoder}
+        encoder = watch.calls[: watch.crossing]
+        decoder: Sequence[LayerCall] = watch.calls[watch.crossing :]
+        self._encoder = tuple(call.layer for call in encoder)
         entry = self._entry(watch, decoder)
         stem, calls, plan = self._up_to_memory(watch, encoder, decoder[0], names)
-        moves = bool(calls or plan is not None or not stem.names.isdisjoint(names))
-        if not moves:
-            entry, decoder = self._moving(entry, decoder, names)  # type: ignore[assignment]
+        if not calls and plan is None and stem.names.isdisjoint(names):
+            entry, decoder = self._moving(entry, decoder, names)
         self.stem, self.entry = stem, entry
         self._adapt([*calls, *decoder])
         z = self._linearise(calls, stem.output) if calls else stem.output
@@ -130,9 +129,16 @@ class EncoderDecoderChain(Chain):
 
     def _entry(self, watch: Watch, decoder: Sequence[LayerCall]) -> Stem | AutogradStem:
         """What leads to the decoder's first block."""
-        behind = [call for place, call in watch.others if place == watch.crossing]
-        with self._giving(self._encoder_outputs):
-            return self._stem(decoder[0], behind, [call.layer for call in decoder], name="entry")
+        # Behind the encoder, or before it where both kinds of tokens are embedded first.
+        groups = [watch.others_at(place) for place in dict.fromkeys((watch.crossing, 0))]
+        layers = [call.layer for call in decoder]
+        with self._giving(self._encoder_outputs()):
+            return self._stem(decoder[0], groups, layers, name="entry")
+
+    def _encoder_outputs(self) -> dict[KnownLayer, Tensor]:
+        """What the encoder's layers gave in the model's run."""
+        results = {layer: self._results[layer.path] for layer in self._encoder}
+        return {layer: y[0] if isinstance(y, tuple) else y for layer, y in results.items()}
 
     def _up_to_memory(
         self,
@@ -147,8 +153,7 @@ class EncoderDecoderChain(Chain):
         if not encoder:
             return self._memory_stem(first, memory), [], None
         plan = self._bridge_plan(watch, encoder[-1], first)
-        before = [call for place, call in watch.others if place == 0]
-        stem = self._stem(encoder[0], before, list(self._encoder_outputs))
+        stem = self._stem(encoder[0], [watch.others_at(0)], self._encoder)
         own = frozenset().union(*(call.layer.parameters for call in encoder))
         if stem.names.isdisjoint(names) and own.isdisjoint(names):
             if plan is None or names.isdisjoint(plan.parameters.values()):
@@ -170,8 +175,7 @@ class EncoderDecoderChain(Chain):
         assert memory is not None
         if same_values(axes.tokens(last.hidden), memory):
             return None
-        behind = [call for place, call in watch.others if place == watch.crossing]
-        for call in behind:
+        for call in watch.others_at(watch.crossing):
             if not _gives(call, last.hidden, memory, axes):
                 continue
             with self._end_weights() as weights:
@@ -190,14 +194,14 @@ class EncoderDecoderChain(Chain):
 
         Zeros, because outputs that depend on the encoder past the decoder are then others.
         """
-        outputs = {layer: torch.zeros_like(x) for layer, x in self._encoder_outputs.items()}
+        outputs = {layer: torch.zeros_like(x) for layer, x in self._encoder_outputs().items()}
         others = [layer for layer in self._reading.layers if layer not in outputs]
         with self._giving({**outputs, **dict.fromkeys(others, z)}):
             yield
 
     def _record(self) -> None:
         rate, memory = self.tail.delta, None
-        if self._upstream:
+        if self.crossing or self.stem.names or self.bridge.names:
             memory = torch.zeros_like(self.bridge.memory)
         for index in reversed(range(self.crossing, len(self.blocks))):
             rate = self._record_block(index, rate, memory)
@@ -213,7 +217,7 @@ class EncoderDecoderChain(Chain):
 
     @functools.cached_property
     def _upstream(self) -> frozenset[str]:
-        """The parameters that the memory depends on."""
+        """The parameters that the memory depends on; asked for when all adjoints are recorded."""
         blocks = [layer.parameters for layer in self.layers[: self.crossing]]
         return frozenset().union(self.stem.names, self.bridge.names, *blocks)
 

@@ -7,6 +7,7 @@ the model to rounding. Anything else is left to autograd, which is slower and as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.large_heads import HiddenLogits, plain_linear
 from curvatlas.problem.losses import Loss
 
+_FEW = 4  # modules before the first block of which some may lead elsewhere
 _ROUNDINGS = 2000  # between our values and the model's, relative to the largest of them
 
 
@@ -146,6 +148,20 @@ def _sources(
         source = _source(names, values, call, x)
         if source is not None:
             used.append(source)
+    return next(filter(None, (_fitting(names, values, some, x) for some in _subsets(used))), None)
+
+
+def _subsets(used: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    """All sources, and where they are few, some of them: modules may serve two stems."""
+    fewest = 1 if len(used) <= _FEW else len(used)
+    for count in range(len(used), fewest - 1, -1):
+        yield from itertools.combinations(used, count)
+
+
+def _fitting(
+    names: Names, values: Mapping[str, Tensor], used: Sequence[Source], x: Tensor
+) -> list[Source] | None:
+    """These sources and learned rows beside them, if their sum is x."""
     if not used:
         return None
     modules = {name for source in used for name in source.names} | names.block_parameters
@@ -178,6 +194,8 @@ def _source(
             index=index.reshape(-1),
             padding=module.padding_idx,  # type: ignore[arg-type]
         )
+    if isinstance(module, nn.Embedding):
+        return _varied_lookup(names, values, call, x)
     patches: Tensor | None = None
     if plain_linear(module) and call.given.ndim == 3 and len(call.given) == n:
         patches = call.given
@@ -195,6 +213,34 @@ def _source(
         patches=patches.detach(),
         places=slice(length - patches.shape[1], length),
     )
+
+
+def _varied_lookup(
+    names: Names, values: Mapping[str, Tensor], call: ModuleCall, x: Tensor
+) -> Lookup | None:
+    """An embedding with a forward of its own, by its values: tokens times a number, or positions.
+
+    BART multiplies its tokens; its positions, whatever they are asked for, count from an offset.
+    """
+    module, (n, length, d) = call.module, x.shape
+    name, result = names.name(module, "weight"), call.result.detach()
+    table: Tensor = values[name]
+    padding: Any = module.padding_idx
+    counted = torch.arange(length, device=x.device) + int(getattr(module, "offset", 0))
+    tries = [(counted, None)]
+    if call.given.shape == (n, length) and not call.given.is_floating_point():
+        tries.insert(0, (call.given.reshape(-1), padding))
+    if result.numel() not in (length * d, x.numel()):
+        return None
+    result = result.reshape(-1, length, d)
+    for index, still in tries:
+        if int(index.max()) >= len(table) or len(index) > result[..., 0].numel():
+            continue
+        rows = table[index].view(-1, length, d).expand_as(result)
+        scale = float((rows * result).sum() / rows.square().sum())
+        if same_values(rows * scale, result):
+            return Lookup(parameter=name, table=table, index=index, scale=scale, padding=still)
+    return None
 
 
 def _unfolded(module: nn.Conv2d, images: Tensor) -> Tensor | None:
@@ -333,8 +379,9 @@ def _readouts(
     head: bool,
 ) -> Iterator[tuple[Readout, dict[str, str]]]:
     """Readouts to try, with the names of their parameters in the model."""
-    norms: list[tuple[dict[str, Any], dict[str, str]]] = [({}, {})]
-    heads: list[tuple[dict[str, Any], dict[str, str]]] = [({}, {})]
+    # each with what it gives, or is given
+    norms: list[tuple[dict[str, Any], dict[str, str], Tensor]] = [({}, {}, z)]
+    heads: list[tuple[dict[str, Any], dict[str, str], Tensor]] = [({}, {}, result)]
     for call in calls:
         mapped = _read_norm(call.module)
         if mapped is not None and mapped.size == z.shape[-1]:
@@ -346,18 +393,27 @@ def _readouts(
                 "eps": mapped.eps,
                 **_with_gain(gains, "norm_weight", mapped),
             }
-            norms.insert(0, (norm, parameters))
+            norms.insert(0, (norm, parameters, call.result))
         elif head and plain_linear(call.module) and _reads(call, z, result):
             own = ["weight"] if call.module.bias is None else ["weight", "bias"]
             parameters = {f"head_{o}": names.name(call.module, o) for o in own}
             values = {o: weights[parameters[f"head_{o}"]].detach() for o in own}
-            heads.insert(0, (values, parameters))
+            heads.insert(0, (values, parameters, call.given))
     pooled = result.ndim == 2
     poolings: list[Pooling | None] = ["first", "mean", "last"] if pooled else [None]
-    for head_options, head_names in heads:
-        for norm, norm_parameters in norms:
+    for head_options, head_names, given in heads:
+        for norm, norm_parameters, normed in norms:
+            scale = 1.0 if pooled else _number_between(normed, given)
             for pooling in poolings:
                 yield (
-                    Readout(pooling=pooling, **head_options, **norm),
+                    Readout(pooling=pooling, scale=scale, **head_options, **norm),
                     {**norm_parameters, **head_names},
                 )
+
+
+def _number_between(tokens: Tensor, given: Tensor) -> float:
+    """The number that one tensor is times the other, 1 where there is none."""
+    if tokens.shape != given.shape or torch.equal(tokens, given):
+        return 1.0
+    scale = float((tokens * given).sum() / tokens.square().sum())
+    return scale if same_values(tokens * scale, given) else 1.0

@@ -33,7 +33,8 @@ class Readout:
     """Final norm, pooling and linear head of a stack, in this order; what is None is not there.
 
     ``weight`` (C, d), ``bias`` (C,); ``norm_weight`` and ``norm_bias`` (d,). With a pooling the
-    stack's outputs are (n, 1, C): one prediction a sample.
+    stack's outputs are (n, 1, C): one prediction a sample. ``scale``: a number that the head's
+    input is multiplied by (T5).
     """
 
     weight: Tensor | None = None
@@ -43,6 +44,7 @@ class Readout:
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
     eps: float = 1e-5
+    scale: float = 1.0
     frozen_head: bool = False  # the head is part of the function, not of the parameters
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class LinearisedReadout:
     """A readout at the last block's tokens z (n·L, d)."""
 
     def __init__(self, readout: Readout, z: Tensor, *, samples: int) -> None:
-        self.samples, self.pooling = samples, readout.pooling
+        self.samples, self.pooling, self.scale = samples, readout.pooling, readout.scale
         self.length, self.weights = z.shape[0] // samples, readout.tensors
         _check(self.weights, z)
         self._key = stage_number()
@@ -162,7 +164,9 @@ class LinearisedReadout:
         return self.norm.pull(rate, None if tangent is None else tangent.norm, backward)
 
     def _pool(self, tokens: Tensor) -> Tensor:
-        """(K, n·L, d) → (K, n, d), or unchanged without pooling."""
+        """(K, n·L, d) → (K, n, d), or unchanged without pooling; times the scale."""
+        if self.scale != 1.0:
+            tokens = tokens * self.scale
         if self.pooling is None:
             return tokens
         parts = tokens.view(tokens.shape[0], self.samples, self.length, -1)
@@ -172,6 +176,8 @@ class LinearisedReadout:
 
     def _spread(self, pooled: Tensor) -> Tensor:
         """The adjoint of ``_pool``."""
+        if self.scale != 1.0:
+            pooled = pooled * self.scale
         if self.pooling is None:
             return pooled
         k, n, d = pooled.shape

@@ -334,6 +334,10 @@ class Watch:
                 continue
             if not _same_tensor(before.hidden, after.given):
                 raise UnmappedModuleError(
+    def others_at(self, place: int) -> list[ModuleCall]:
+        """The calls of modules outside the layers, behind so many calls of layers."""
+        return [call for where, call in self.others if where == place]
+
                     f"{after.layer.path} does not take what {before.layer.path} gives."
                 )
         for call in self.calls[crossing + 1 :]:
@@ -444,8 +448,7 @@ class Chain:
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
         z = self._assemble(watch, frozenset(names))
         self.shape = z.shape  # (n, L, d)
-        behind = [c for place, c in watch.others if place == len(watch.calls)]
-        self.tail = self._tail(z, last, behind, outputs, share)
+        self.tail = self._tail(z, last, watch.others_at(len(watch.calls)), outputs, share)
         del self._results, watch
         if bends:
             self._record()
@@ -463,8 +466,7 @@ class Chain:
 
     def _assemble(self, watch: Watch, names: frozenset[str]) -> Tensor:
         """Stem and blocks of a run; the last block's output."""
-        before = [call for place, call in watch.others if place == 0]
-        stem = self._stem(watch.calls[0], before, self._reading.layers)
+        stem = self._stem(watch.calls[0], [watch.others_at(0)], self._reading.layers)
         self.stem, calls = self._moving(stem, watch.calls, names)
         self._adapt(calls)
         return self._linearise(calls, self.stem.output)
@@ -614,9 +616,9 @@ class Chain:
         *,
         name: str = "stem",
     ) -> Stem | AutogradStem:
-        """What leads to the first of some layers, with the modules called on the way."""
+        """What leads to the first of some layers, by one of the groups of modules called before."""
         x = first.call.x.detach()
-        if self._reading.plain_ends:
+        for calls in groups if self._reading.plain_ends else ():
             moves = functools.partial(self._moves, layers)
             with self._end_weights() as weights:
                 stem = recognised_stem(self._reading, weights, calls, x, moves=moves, name=name)
@@ -649,7 +651,7 @@ class Chain:
         self,
         z: Tensor,
         last: LayerCall,
-        calls: Sequence[ModuleCall],
+        groups: Sequence[Sequence[ModuleCall]],
         outputs: Any,
         share: float,
     ) -> Tail:
@@ -771,10 +773,15 @@ class Chain:
         numbers = tangent_numbers(self.layers, *self.shape, blocked=self.blocked)
         return numbers * self.tail.delta.element_size()
 
-    @property
+    @functools.cached_property
     def shared(self) -> bool:
-        """Whether a parameter stands in several blocks."""
-        return len(set(self.layers)) < len(self.layers)
+        """Whether a parameter stands in several blocks and each would write its rate."""
+        written = [
+            name
+            for layer in self.layers
+            for name in {p.parameter for p in layer.places.values() if p.entries is None}
+        ]
+        return len(set(written)) < len(written)
 
     def products(self, columns: Columns, slots: Mapping[Part, Slots]) -> None:
         """Write or add H, H_o or H_f times ``columns``, or several of them, to their slots."""
