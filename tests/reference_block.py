@@ -94,8 +94,15 @@ def turn(x: Tensor, base: float) -> Tensor:
     return torch.cat([z.real, z.imag], dim=-1)
 
 
-def attention(spec: BlockSpec, x: Tensor, w: dict[str, Tensor], keep: Tensor) -> Tensor:
-    """One sample x (L, d); keep (L, L) says who may attend to whom."""
+def attention(
+    spec: BlockSpec,
+    x: Tensor,
+    w: dict[str, Tensor],
+    keep: Tensor,
+    buckets: Tensor | None = None,
+) -> Tensor:
+    """One sample x (L, d); keep (L, L) says who may attend to whom, buckets (L, L) which learned
+    term a pair has."""
     q, k, v = (linear(x, w, name) for name in ("query", "key", "value"))
     q, k = head_norm(spec, q, w, "query"), head_norm(spec, k, w, "key")
     dk, dv, repeats = spec.key_size, spec.value_size, spec.n_heads // spec.kv_heads
@@ -108,6 +115,8 @@ def attention(spec: BlockSpec, x: Tensor, w: dict[str, Tensor], keep: Tensor) ->
         logits = qh @ kh.T * (spec.scale if spec.scale is not None else dk**-0.5)
         if spec.softcap is not None:
             logits = spec.softcap * torch.tanh(logits / spec.softcap)
+        if buckets is not None:
+            logits = logits + w["distance_weight"][buckets, h]
         if spec.softmax:
             weight = torch.exp(logits - logits.detach().amax(-1, keepdim=True)) * keep
             weight = weight / weight.sum(-1, keepdim=True)
@@ -151,10 +160,12 @@ def block(
     keys: Tensor | None = None,
     memory: Tensor | None = None,
     memory_keys: Tensor | None = None,
+    buckets: Tensor | None = None,
 ) -> Tensor:
     """x (n, L, d) → (n, L, d); keys (n, L) True where a token may be attended to.
 
-    memory (n, L', m) and memory_keys (n, L') likewise for cross attention.
+    memory (n, L', m) and memory_keys (n, L') likewise for cross attention; buckets (L, L) are rows
+    of the table of learned terms.
     """
     outputs = []
     for i, sample in enumerate(x):
@@ -166,7 +177,8 @@ def block(
             continue
         if spec.norm_first:
             seen = norm(spec, sample, w, "norm1")
-            y = sample + _behind(spec, attention(spec, seen, w, keep), w, "output_norm")
+            f = attention(spec, seen, w, keep, buckets)
+            y = sample + _behind(spec, f, w, "output_norm")
             if memory is not None:
                 seen, kept = norm(spec, y, w, "cross_norm"), _kept(memory, memory_keys, i)
                 f = cross_attention(spec, seen, memory[i], w, kept)
@@ -176,7 +188,7 @@ def block(
                 seen = norm(spec, sample, w, "norm1") if spec.one_norm else seen
                 y = y + _behind(spec, feed_forward(spec, seen, w), w, "down_norm")
         else:
-            y = norm(spec, sample + attention(spec, sample, w, keep), w, "norm1")
+            y = norm(spec, sample + attention(spec, sample, w, keep, buckets), w, "norm1")
             if memory is not None:
                 f = cross_attention(spec, y, memory[i], w, _kept(memory, memory_keys, i))
                 y = norm(spec, y + f, w, "cross_norm")
@@ -206,6 +218,7 @@ class Case:
     keys: Tensor | None
     memory: Tensor | None = None
     memory_keys: Tensor | None = None
+    buckets: Tensor | None = None
 
     @property
     def moving(self) -> dict[str, Tensor]:
@@ -217,7 +230,8 @@ class Case:
         return [*self.moving.values(), self.x]
 
     def output(self) -> Tensor:
-        return block(self.spec, self.weights, self.x, self.keys, self.memory, self.memory_keys)
+        memory = {"memory": self.memory, "memory_keys": self.memory_keys}
+        return block(self.spec, self.weights, self.x, self.keys, **memory, buckets=self.buckets)
 
 
 def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
@@ -253,6 +267,8 @@ def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
         for name, size in (*sizes.items(), ("output", (d, h * dv))):
             found |= {f"cross_{name}_weight": size, f"cross_{name}_bias": size[:1]}
         found |= {"cross_norm_weight": (d,), "cross_norm_bias": (d,)}
+    if spec.distances is not None:
+        found |= {"distance_weight": (spec.distances, h)}
     return found
 
 
@@ -272,7 +288,7 @@ def random_weights(
     return found
 
 
-_WITHOUT_MEMORY = [name for name in WEIGHT_NAMES if not name.startswith("cross_")]
+_WITHOUT_MEMORY = [name for name in WEIGHT_NAMES if not name.startswith(("cross_", "distance"))]
 
 
 def random_case(seed: int) -> Case:
@@ -368,14 +384,15 @@ def random_form(seed: int) -> Case:
 
 
 def random_cross(seed: int) -> Case:
-    """Any mixture of the options of a block that attends to a memory."""
+    """Any mixture of the options of a block that attends to a memory, or has learned terms too."""
     r = random.Random(2000 + seed)
-    heads = r.choice([1, 2, 4])
+    heads, distances = r.choice([1, 2, 4]), r.choice([None, 3])
+    shared = [g for g in (1, 2, 4) if heads % g == 0 and (distances is None or g == heads)]
     rope = r.random() < 0.3
     spec = BlockSpec(
         d_model=r.choice([4, 6, 8]),
         n_heads=heads,
-        n_kv_heads=r.choice([g for g in (1, 2, 4) if heads % g == 0]),
+        n_kv_heads=r.choice(shared),
         d_k=2 if rope else r.choice([1, 2, 3]),
         d_v=r.choice([1, 2, 3]),
         d_ff=r.choice([3, 5]),
@@ -390,10 +407,12 @@ def random_cross(seed: int) -> Case:
         scale=r.choice([None, 0.7]),
         rope_base=10.0 if rope else None,
         memory_size=r.choice([3, 4]),
+        distances=distances,
     )
     drop = {n for n in WEIGHT_NAMES if n.endswith("bias") and r.random() < 0.4}
     drop |= {n for n in WEIGHT_NAMES if "norm" in n and r.random() < 0.2}
     generator = torch.Generator().manual_seed(seed)
+    buckets = None
     samples, length, others = r.choice([1, 2, 3]), r.choice([1, 3, 5]), r.choice([1, 2, 4])
     x = torch.randn(samples, length, spec.d_model, generator=generator, dtype=torch.float64)
     size = (samples, others, spec.memory_size or 0)
@@ -404,4 +423,6 @@ def random_cross(seed: int) -> Case:
         keys[:, -1] = True
     weights = random_weights(spec, seed, drop=frozenset(drop))
     leaves = x.requires_grad_(True), memory.requires_grad_(True)
-    return Case(spec, weights, leaves[0], None, leaves[1], keys)
+    if distances is not None:
+        buckets = torch.randint(0, distances, (length, length), generator=generator)
+    return Case(spec, weights, leaves[0], None, leaves[1], keys, buckets)

@@ -23,6 +23,7 @@ from curvatlas.engines.tangent.linear import Buffers, squared_distance
 from curvatlas.engines.tangent.model import (
     ModelReading,
     TangentLinearisation,
+    goes_by_blocks,
     kept_pairs,
     pair_numbers,
     read_model,
@@ -306,7 +307,7 @@ def short_sample(problem: Problem, sample: Batch, names: Sequence[str], budget: 
             layers = reading.layers
             _, length, d = token_shape(problem, reading, sample)
             pairs = functools.partial(pair_numbers, layers)
-            blocked = 2 * itemsize * pairs(length) > budget // PAIR_SHARE
+            blocked = goes_by_blocks(layers, length, itemsize, budget // PAIR_SHARE)
 
             def fits(tokens: int) -> bool:
                 tangents = tangent_numbers(layers, 1, tokens, d, blocked=True)

@@ -57,7 +57,7 @@ def _oracle(case: Case, target: Tensor, directions: list[Tensor]) -> dict[str, T
 
 
 def _linearised(case: Case, **options: Any) -> LinearisedBlock:
-    memory = {"memory": case.memory, "memory_mask": case.memory_keys}
+    memory = {"memory": case.memory, "memory_mask": case.memory_keys, "buckets": case.buckets}
     return LinearisedBlock(case.spec, case.weights, case.x, case.keys, **memory, **options)
 
 
@@ -73,6 +73,10 @@ def test_products_equal_double_backward_for_any_mixture_of_options(
 ) -> None:
     for seed in range(start + blocked, start + 20, 1 + blocked):
         case = make(seed)
+        if blocked and case.buckets is not None:
+            with pytest.raises(ValueError, match="no learned terms"):
+                _linearised(case, blocked=True)
+            continue
         count = 1 + seed % 3
         directions = _directions(case, count, seed)
         target = torch.randn_like(case.x.detach())
@@ -114,7 +118,8 @@ def test_any_part_of_a_block_with_memory_moves_and_is_asked_for_alone(start: int
                 row: rate.clone()
                 for row, rate in got.hvp({**zeros, name: value}, **whole)[0].items()
             }
-            for rows in ([name], ["memory"], ["query_weight", "cross_value_weight"]):
+            table = ["distance_weight"] if case.buckets is not None else []
+            for rows in ([name], ["memory"], ["query_weight", "cross_value_weight"], table):
                 found, _ = got.hvp({name: value}, **{**whole, "wanted": rows})
                 for row in rows:
                     scale = float(want[row].norm()) + 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +72,40 @@ def test_encoder_layers_with_any_mask_are_read(mask: str, batch_first: bool) -> 
     assert len(layers) == 2
     for seen in layers:
         assert_same(seen)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", ["none", "padding", "both", "added", "by head", "hinted"])
+def test_decoder_layers_with_any_mask_of_their_memory_are_read(
+    mask: str, batch_first: bool
+) -> None:
+    layer = prepared(
+        nn.TransformerDecoderLayer(
+            WIDTH, 2, 12, norm_first=batch_first, activation="gelu", batch_first=batch_first
+        )
+    )
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.float64)
+    memory = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    options: dict[str, Any] = {}
+    if mask in ("padding", "both", "by head"):
+        options["memory_key_padding_mask"] = torch.arange(4) > torch.tensor([[3], [1], [2]])
+    if mask == "both":
+        options["tgt_key_padding_mask"] = torch.arange(LENGTH) > torch.tensor([[5], [3], [4]])
+        options["tgt_mask"] = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    if mask == "added":
+        options["memory_mask"] = torch.randn(LENGTH, 4, dtype=torch.float64)
+    if mask == "by head":
+        options["memory_mask"] = torch.randn(6, LENGTH, 4, dtype=torch.float64)
+    if mask == "hinted":  # torch does not look at the masks
+        options["tgt_mask"] = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+        options["memory_mask"] = torch.zeros(LENGTH, 4, dtype=torch.bool)
+        options |= {"tgt_is_causal": True, "memory_is_causal": True}
+    given = (x, memory) if batch_first else (x.transpose(0, 1), memory.transpose(0, 1))
+    (seen,) = seen_layers(layer, lambda: layer(*given, **options), [layer])
+    assert_same(seen)
+    part = seen.call.of_samples(slice(1, 3))
+    assert part.memory is not None
+    torch.testing.assert_close(part.memory, memory[1:])
 
 
 def test_a_query_without_keys_mixes_nothing() -> None:
@@ -411,6 +446,47 @@ def test_encoder_layers_of_the_kin_of_bart_are_read(name: str) -> None:
     encoder = prepared(model).encoder  # type: ignore[union-attr]
     batch = _padded("right")
     for seen in seen_layers(model, lambda: encoder(**batch), list(encoder.layers)):
+        assert_same(seen)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Bart", "MBart", "Marian", "Pegasus", "Blenderbot", "M2M100"])
+def test_decoder_layers_of_the_kin_of_bart_are_read(name: str, implementation: str) -> None:
+    sizes = families.BART_SIZES | ({"vocab_size": 60} if name == "Marian" else {})
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config._attn_implementation = implementation
+    model = prepared(getattr(transformers, f"{name}Model")(config))
+    batch = _padded("right")
+    tokens = torch.randint(3, 17, (len(batch["input_ids"]), 3))
+    layers = list(model.decoder.layers)  # type: ignore[union-attr]
+    for options in (batch, {"input_ids": batch["input_ids"]}):  # without a mask too
+        run = partial(model, **options, decoder_input_ids=tokens)
+        for seen in seen_layers(model, run, layers):
+            assert seen.call.memory is not None
+            assert_same(seen)
+
+
+@pytest.mark.huggingface
+def test_decoder_layers_of_whisper_and_of_bert_are_read() -> None:
+    config = transformers.WhisperConfig(
+        **families.BART_SIZES, num_mel_bins=4, max_source_positions=4, max_target_positions=8
+    )
+    whisper = prepared(transformers.WhisperModel(config))
+    sound, tokens = torch.randn(2, 4, 8, dtype=torch.float64), torch.randint(3, 17, (2, 3))
+    run = partial(whisper, sound, decoder_input_ids=tokens)
+    for seen in seen_layers(whisper, run, list(whisper.decoder.layers)):  # type: ignore[union-attr]
+        assert_same(seen)
+    decoder = prepared(
+        transformers.BertModel(
+            transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+        )
+    )
+    tokens = torch.randint(0, TOKENS, (2, 3))
+    memory = torch.randn(2, 5, SIZES["hidden_size"], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    run = partial(decoder, tokens, encoder_hidden_states=memory, encoder_attention_mask=mask)
+    for seen in seen_layers(decoder, run, list(decoder.encoder.layer)):  # type: ignore[union-attr]
         assert_same(seen)
 
 

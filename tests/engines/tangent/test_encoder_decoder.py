@@ -85,7 +85,8 @@ def _describer(**options: Any) -> tuple[nn.Module, Any, str]:
 def _two_stacks(kind: str, **options: Any) -> tuple[nn.Module, Any, None]:
     """A family of two layers in each stack; labels of another length than the input."""
     layers = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers")
-    model, _, _ = family(kind, **dict.fromkeys(layers, 2), **options)
+    options = {"decoder_start_token_id": 1, **dict.fromkeys(layers, 2), **options}
+    model, _, _ = family(kind, **options)
     return _shaken(model), [language(labels=LABELS[:, :6])], None
 
 
@@ -94,6 +95,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "mbart": lambda: _two_stacks("mbart"),
     "marian": lambda: _two_stacks("marian", decoder_vocab_size=19),
     "pegasus": lambda: _two_stacks("pegasus"),
+    "t5": lambda: _two_stacks("t5"),
+    "t5, gated and untied": lambda: _two_stacks(
+        "t5", is_gated_act=True, dense_act_fn="gelu_new", tie_word_embeddings=False
+    ),
+    "umt5": lambda: _two_stacks("umt5"),
     "translator": _translator,
     "translator, pre-norm": lambda: _translator(norm_first=True),
     "translator, time first": lambda: _translator(batch_first=False),
@@ -117,8 +123,17 @@ def test_products_of_two_stacks_are_those_of_double_backward(name: str, part: st
     assert ours.value == pytest.approx(problem.value(), rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["bart", "marian", "t5", "translator"])
+def test_both_stems_and_the_head_are_written_out_by_hand(name: str) -> None:
+    problem = _problem(name)
+    with problem.evaluating():
+        chain = linearised(problem, "total").chains[0]
+    ends = [type(end).__name__ for end in (*chain.stems, chain.tail)]
+    assert ends == ["Stem", "Stem", "ReadoutTail"]
+
+
 @pytest.mark.parametrize("part", EXACT)
-@pytest.mark.parametrize("name", ["mbart", "translator, time first"])
+@pytest.mark.parametrize("name", ["mbart", "t5", "translator, time first"])
 def test_columns_and_rows_of_some_parameters_equal_padded_ones(name: str, part: str) -> None:
     problem = _problem(name)
     names, shapes = problem.parameter_names, problem.layout.shapes
@@ -144,7 +159,7 @@ def test_a_batch_in_several_runs_of_samples_gives_the_same(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("part", EXACT)
-@pytest.mark.parametrize("name", ["bart", "translator, pre-norm"])
+@pytest.mark.parametrize("name", ["bart", "t5", "translator, pre-norm"])
 def test_blocks_that_are_made_anew_give_the_same_and_keep_less(name: str, part: str) -> None:
     problem = _problem(name)
     with problem.evaluating():
@@ -224,7 +239,7 @@ def test_rows_of_the_decoder_alone_need_no_way_back_through_the_encoder(
             assert pulled == blocks
 
 
-@pytest.mark.parametrize("kind", ["bart", "translator, time first"])
+@pytest.mark.parametrize("kind", ["bart", "t5", "translator, time first"])
 def test_the_operators_take_the_passes_by_hand(kind: str) -> None:
     model, data, loss = CASES[kind]()
     problem = ca.Problem(model.eval(), loss, data)  # float32

@@ -164,6 +164,7 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 PROJECTIONS = ("query", "key", "value")
 _MEMORY_PROJECTIONS = ("cross_key", "cross_value")
 MEMORY = "memory"  # what cross attention attends to, among the tangents and rates of weights
+DISTANCE = "distance_weight"
 
 
 class HeadNorm:
@@ -249,8 +250,10 @@ class AttentionStage:
         rotation: Rotation | None = None,
         keyless: Keyless = "refuse",
         blocked: bool = False,
+        buckets: Tensor | None = None,
     ) -> None:
         self.spec, self.samples, self.length = spec, samples, x.shape[0] // samples
+        self._buckets = buckets  # (L, L) rows of the table of learned terms
         self.key_length = self.length
         self._key = stage_number()
         self.together, self.inputs = _projections(weights)
@@ -271,7 +274,7 @@ class AttentionStage:
             device=x.device,
             keyless=keyless,
         )
-        self._attend(tokens, pairs, blocked)
+        self._attend(tokens, pairs, blocked, weights.get(DISTANCE))
         # queries, keys and values go to the heads and back in one copy
         self.alike = (
             self.together is not None
@@ -283,17 +286,48 @@ class AttentionStage:
         if "output_weight" in weights:
             self.output = Linear(["output"], weights)
 
-    def _attend(self, tokens: Mapping[str, Tensor], pairs: LogitMask, blocked: bool) -> None:
+    def _attend(
+        self,
+        tokens: Mapping[str, Tensor],
+        pairs: LogitMask,
+        blocked: bool,
+        table: Tensor | None = None,
+    ) -> None:
         """The core at queries, keys and values as tokens, and what it mixes."""
         fresh = Buffers(keep=False)
         q, k, v = (self._split(tokens[name].unsqueeze(0), name, fresh)[0] for name in PROJECTIONS)
-        self.core = self._core(q, k, v, pairs, blocked)
+        terms = None if table is None else self._terms(table.unsqueeze(0), fresh)[0]
+        self.core = self._core(q, k, v, pairs, blocked, terms)
         width = self.spec.n_heads * self.spec.value_size
         room = q.new_empty(1, self.samples * self.length, width)
         self._mixed = self._merge(self.core.value().unsqueeze(0), "output", room)[0]
 
+    def _terms(self, table: Tensor, space: Buffers) -> Tensor:
+        """Learned terms (K, S, L, L) of the logits, from their table (K, B, H) or its tangent."""
+        assert self._buckets is not None
+        by_pair = table[:, self._buckets].permute(0, 3, 1, 2)  # (K, H, L, L)
+        k, heads, length = by_pair.shape[:3]
+        shape = (k, self.samples * heads, length, length)
+        out = space.take("attention.terms", *shape, like=table)
+        out.view(k, self.samples, heads, length, length).copy_(by_pair.unsqueeze(1))
+        return out
+
+    def _table_rate(self, rates: Tensor) -> Tensor:
+        """The adjoint of ``_terms``: (K, S, L, L) → (K, B, H)."""
+        assert self._buckets is not None
+        k, _, length, _ = rates.shape
+        by_pair = rates.view(k, self.samples, -1, length * length).sum(1).mT  # (K, L·L, H)
+        table = rates.new_zeros(k, self.spec.distances or 0, by_pair.shape[-1])
+        return table.index_add_(1, self._buckets.flatten(), by_pair)
+
     def _core(
-        self, q: Tensor, k: Tensor, v: Tensor, pairs: LogitMask, blocked: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pairs: LogitMask,
+        blocked: bool,
+        terms: Tensor | None,
     ) -> AttentionCore | BlockedCore:
         spec = self.spec
         options: Any = {
@@ -301,12 +335,15 @@ class AttentionStage:
             "softmax": spec.softmax,
             "softcap": spec.softcap,
         }
+        if blocked and terms is not None:
+            raise ValueError("attention by blocks of queries has no learned terms of the logits.")
         if blocked:
             return BlockedCore(q, k, v, mask=pairs, **options)
         bias, allowed = pairs.rows(slice(0, self.length), check=True)
-        return AttentionCore(
-            q, k, v, bias=self._rows_of(bias), allowed=self._rows_of(allowed), **options
-        )
+        added = self._rows_of(bias)
+        if terms is not None:
+            added = terms if added is None else terms + added
+        return AttentionCore(q, k, v, bias=added, allowed=self._rows_of(allowed), **options)
 
     def _rotation(self, tables: Rotation | None, x: Tensor) -> Rotation | None:
         """The turns of the positions: those the call brought, or those of ``rope_base``."""
@@ -368,7 +405,12 @@ class AttentionStage:
         """Ḟ (K, N, d), in the buffer of ``key``, and what ``pull`` needs."""
         directions = count_directions(x_dot, dots)
         heads, norms = self._push_projections(x, x_dot, dots, directions, space)
-        mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
+        if self._buckets is not None and DISTANCE in dots:
+            assert isinstance(self.core, AttentionCore)
+            terms = self._terms(dots[DISTANCE], space)
+            mixed, core = self.core.push(heads[0], heads[1], heads[2], space, bias_dot=terms)
+        else:
+            mixed, core = self.core.push(heads[0], heads[1], heads[2], space)
         tokens: Tensor | None = None
         if mixed is not None:
             buffer = space.take(self._key + "merged", directions, *self._mixed.shape, like=mixed)
@@ -395,7 +437,8 @@ class AttentionStage:
             mixed_dot = None if tangent is None else tangent.mixed_dot
             self.output.rates(rate, self._mixed, mixed_dot, backward)
         needs = self._needs(needs_input, backward)
-        if not any(needs):
+        table = self._buckets is not None and DISTANCE in backward.wanted
+        if not (any(needs) or table):
             return None
         direction = next((t for t in (rate, x_dot, *dots.values()) if t is not None), None)
         if direction is None:
@@ -406,12 +449,12 @@ class AttentionStage:
             buffer = backward.space.take("wide", *shape, like=self._mixed)
             rate = buffer if self.output.pull(rate, dots, buffer) else None
         joint, rates = self._head_rates(needs, directions, backward.space)
-        written = self.core.pull(
-            None if rate is None else self._split(rate, "output", backward.space),
-            None if tangent is None else tangent.core,
-            backward,
-            rates,
-        )
+        output_rate = None if rate is None else self._split(rate, "output", backward.space)
+        core = None if tangent is None else tangent.core
+        if table:
+            written = self._pull_with_table(output_rate, core, backward, rates, directions)
+        else:
+            written = self.core.pull(output_rate, core, backward, rates)
         if not written:
             joint, rates = None, [None, None, None]
         norms = {} if tangent is None else tangent.norms
@@ -422,6 +465,24 @@ class AttentionStage:
         if backward.record:
             self._share_adjoint()
         return pulled
+
+    def _pull_with_table(
+        self,
+        rate: Tensor | None,
+        tangent: CoreTangent | None,
+        backward: BackwardPass,
+        rates: Sequence[Tensor | None],
+        directions: int,
+    ) -> bool:
+        """The core's pull, and from it the rate of the table of learned terms."""
+        assert isinstance(self.core, AttentionCore)
+        room = backward.space.take(
+            "attention.terms", directions, *self.core.A.shape, like=self._mixed
+        )
+        written = self.core.pull(rate, tangent, backward, rates, bias_out=room)
+        if written:
+            backward.give((DISTANCE,), (self.spec.distances or 0,), self._table_rate(room))
+        return written
 
     def _needs(self, needs_input: bool, backward: BackwardPass) -> Sequence[bool]:
         """Which of Rδ_q, Rδ_k, Rδ_v somebody asks for."""
@@ -647,7 +708,7 @@ class CrossAttentionStage(AttentionStage):
         self.together, sources = _projections(weights, _MEMORY_PROJECTIONS)
         self.inputs = {"query": Linear(["cross_query"], weights)}
         self.inputs |= zip(self._joined, sources.values(), strict=True)
-        self.rotation, self.norms, self.alike = None, {}, False
+        self.rotation, self.norms, self.alike, self._buckets = None, {}, False, None
         tokens = {name: layer.value(self._input(name, x)) for name, layer in self.inputs.items()}
         pairs = LogitMask(
             spec=spec,

@@ -11,6 +11,9 @@ The row sums of the textbook form Ȧ ⊙ D + A ⊙ (RD − Rr) collapse because 
 Without softmax A = T on the allowed positions, Ȧ = Ṫ, w = δ_O Vᵀ and Rδ_T = Rδ_O Vᵀ + δ_O V̇ᵀ there.
 Ȧ, and for the outer part Rδ_T, are what torch calls the softmax's backward pass: one fused call.
 
+Learned terms b of the logits, T = s Q Kᵀ + b, move as Ṫ += ḃ, and R ∂ℓ/∂b is the sum of Rδ_T over
+the samples: they enter linearly, behind a cap.
+
 Capped logits T' = κ tanh(T/κ) have the slope g = 1 − (T'/κ)² and the bend ġ = −2 T'/κ² Ṫ'. All of
 the above holds for T'; towards q and k stand w g instead of w and g Rδ_T + ġ w instead of Rδ_T.
 
@@ -193,20 +196,24 @@ class AttentionCore:
         space: Buffers,
         *,
         keep: bool = True,
+        bias_dot: Tensor | None = None,
     ) -> tuple[Tensor | None, CoreTangent]:
-        """Ȯ (K, S, M, dv) and what ``pull`` needs; ``keep=False``: no pull with it will follow."""
-        direction = next((t for t in (q_dot, k_dot, v_dot) if t is not None), None)
+        """Ȯ (K, S, M, dv) and what ``pull`` needs; ``keep=False``: no pull with it will follow.
+
+        ``bias_dot``: ḃ (K, S, M, L) of learned terms of the logits, needed here only.
+        """
+        direction = next((t for t in (q_dot, k_dot, v_dot, bias_dot) if t is not None), None)
         if direction is None:
             return None, _STILL
         shape = (direction.shape[0], *self.A.shape)
         out = space.take("core.query", *shape[:3], self.v.shape[2], like=self.q)
         state = CoreTangent(q_dot, k_dot, v_dot)
-        if keep and (q_dot is not None or k_dot is not None):
+        if keep and (q_dot is not None or k_dot is not None or bias_dot is not None):
             state.weights_dot = space.take(self._key + "weights", *shape, like=self.q)
             if self.slope is not None:
                 state.logits_dot = space.take(self._key + "logits", *shape, like=self.q)
         for tile in self._tiles(shape[0]):
-            self._push_tile(tile, state, out, space)
+            self._push_tile(tile, state, out, bias_dot, space)
         return out, state
 
     def pull(
@@ -215,18 +222,21 @@ class AttentionCore:
         tangent: CoreTangent | None,
         backward: BackwardPass,
         outs: Sequence[Tensor | None],
+        *,
+        bias_out: Tensor | None = None,
     ) -> bool:
         """Rδ_q, Rδ_k, Rδ_v from Rδ_O ``rate`` (K, S, M, dv), those that ``outs`` has room for.
 
-        Whether they were written; else they are zero.
+        Whether they were written; else they are zero. ``bias_out`` (K, S, M, L) takes Rδ_T, before
+        a cap.
         """
         state = tangent if tangent is not None and self.delta is not None else _STILL
-        terms = (rate, state.q_dot, state.k_dot, state.v_dot)
+        terms = (rate, state.q_dot, state.k_dot, state.v_dot, state.weights_dot)
         first = next((t for t in terms if t is not None), None)
         if first is None:
             return False
         for tile in self._tiles(first.shape[0]):
-            self._pull_tile(tile, rate, state, outs, backward.space)
+            self._pull_tile(tile, rate, state, outs, bias_out, backward.space)
         if backward.record:
             assert rate is not None
             self.record(rate[0], self.value())
@@ -260,10 +270,17 @@ class AttentionCore:
             for start in range(0, s, step)
         ]
 
-    def _push_tile(self, tile: _Tile, state: CoreTangent, out: Tensor, space: Buffers) -> None:
+    def _push_tile(
+        self,
+        tile: _Tile,
+        state: CoreTangent,
+        out: Tensor,
+        bias_dot: Tensor | None,
+        space: Buffers,
+    ) -> None:
         target, slots, moving = tile.moving(out), tile.slots, tile.moving
         target.zero_()
-        if state.q_dot is not None or state.k_dot is not None:
+        if state.q_dot is not None or state.k_dot is not None or bias_dot is not None:
             kept = moving(state.weights_dot)
             shape = (*target.shape[:3], self.A.shape[2])
             logits = kept if kept is not None else space.take("core.rate", *shape, like=self.q)
@@ -278,6 +295,8 @@ class AttentionCore:
                 logits *= slots(self.slope)
                 if state.logits_dot is not None:
                     moving(state.logits_dot).copy_(logits)
+            if bias_dot is not None:
+                logits += moving(bias_dot)
             if self.softmax:
                 _softmax_backward(logits, slots(self.A))
             _add_product(target, logits, slots(self.v))
@@ -290,6 +309,7 @@ class AttentionCore:
         rate: Tensor | None,
         state: CoreTangent,
         outs: Sequence[Tensor | None],
+        bias_out: Tensor | None,
         space: Buffers,
     ) -> None:
         rate = tile.moving(rate)
@@ -301,7 +321,7 @@ class AttentionCore:
             if moved is not None:
                 assert self.delta is not None
                 _add_product(out_v, moved.mT, tile.slots(self.delta))
-        if outs[0] is None and outs[1] is None:
+        if outs[0] is None and outs[1] is None and bias_out is None:
             return
         centred, w = None, None
         if state.q_dot is not None or state.k_dot is not None or moved is not None:
@@ -309,6 +329,9 @@ class AttentionCore:
             centred = self._centred(tile, space) if kept is None else tile.slots(kept)
             w = self._adjoint(tile, centred, space)
         e = self._logits_rate(tile, rate, state, centred, space)
+        if bias_out is not None:
+            taken = tile.moving(bias_out)
+            taken.zero_() if e is None else taken.copy_(e)
         if self.slope is not None:
             w = self._through_cap(tile, state, w, e)
         ends = ((outs[0], self.k, state.k_dot), (outs[1], self.q, state.q_dot))

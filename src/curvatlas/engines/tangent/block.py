@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.engines.tangent.attention import (
+    DISTANCE,
     MEMORY,
     AttentionStage,
     AttentionTangent,
@@ -86,6 +87,8 @@ def weight_shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
             width = columns.get(name, spec.memory_size)
             shapes |= {f"cross_{name}_weight": (rows, width), f"cross_{name}_bias": (rows,)}
         shapes |= {"cross_norm_weight": (d,), "cross_norm_bias": (d,)}
+    if spec.distances is not None:
+        shapes |= {DISTANCE: (spec.distances, spec.n_heads)}
     return shapes
 
 
@@ -130,6 +133,8 @@ def _check_form(spec: BlockSpec) -> None:
         raise ValueError("one norm for both sublayers needs them in parallel: parallel=True.")
     if spec.softcap is not None and not (spec.softcap > 0 and spec.softmax):
         raise ValueError("softcap must be positive, and needs softmax attention.")
+    if spec.distances is not None and (spec.kv_heads != spec.n_heads or not spec.softmax):
+        raise ValueError("learned terms of the logits need softmax attention and a key each head.")
     if spec.memory_size is not None:
         others = {
             "parallel": spec.parallel,
@@ -192,6 +197,8 @@ def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
     needed = ["query_weight", "key_weight", "value_weight"]
     if spec.d_ff is not None:
         needed += ["up_weight", "down_weight", *(["gate_weight"] if spec.gated else [])]
+    if spec.distances is not None:
+        needed.append(DISTANCE)
     if spec.memory_size is not None:
         needed += [f"cross_{name}_weight" for name in ("query", "key", "value", "output")]
     if missing := [name for name in needed if name not in weights]:
@@ -486,7 +493,9 @@ def norm_names(name: str) -> frozenset[str]:
     return frozenset((f"{name}_weight", f"{name}_bias"))
 
 
-_ATTENTION = frozenset(WEIGHT_NAMES[:8]) | norm_names("query_norm") | norm_names("key_norm")
+_ATTENTION = frozenset({DISTANCE, *WEIGHT_NAMES[:8]}).union(
+    norm_names("query_norm"), norm_names("key_norm")
+)
 _FEED_FORWARD = frozenset(WEIGHT_NAMES[8:14])
 _CROSS_ATTENTION = frozenset(
     {MEMORY, *(name for name in WEIGHT_NAMES if name.startswith("cross_"))}
@@ -515,7 +524,8 @@ class LinearisedBlock:
     ``blocked``: attention by blocks of queries, whose memory is linear in L.
 
     ``memory`` (n, L', m) is what a block with ``spec.memory_size`` attends to, ``memory_mask`` its
-    mask: (n, L') for padding keys, or of four axes that broadcast to (n, H, L, L').
+    mask: (n, L') for padding keys, or of four axes that broadcast to (n, H, L, L'). ``buckets``
+    (L, L): the row of the table of learned terms of every pair, with ``spec.distances``.
 
     ``space`` is for a caller that makes many products and copies what it keeps: with a keeping
     workspace every result lives in a buffer that the next product overwrites. Neighbours that share
@@ -537,14 +547,18 @@ class LinearisedBlock:
         x_again: Formed | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
+        buckets: Tensor | None = None,
     ) -> None:
         x = x.detach().unsqueeze(0) if x.ndim == 2 else x.detach()
         if mask is not None and mask.ndim == 1:
             mask = mask.unsqueeze(0)
         self._check(spec, weights, x)
         check_memory(spec, x, memory)
+        if (spec.distances is None) != (buckets is None):
+            raise ValueError("spec.distances and buckets belong together: give both or neither.")
         self._memory = None if memory is None else memory.detach()
         self._memory_mask = memory_mask
+        self._buckets = buckets
         self.weights = {name: weights[name].detach() for name in WEIGHT_NAMES if name in weights}
         self.spec, self._rotation, self._keyless = spec, rotation, keyless
         self._blocked = blocked
@@ -784,6 +798,7 @@ class LinearisedBlock:
                 rotation=self._rotation,
                 keyless=self._keyless,
                 blocked=self._blocked,
+                buckets=self._buckets,
             )
 
         def make_cross_attention(tokens: Tensor) -> AttentionStage:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from curvatlas.budget import ResultMemory, give_back, ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
-from curvatlas.engines.tangent.attention import MEMORY, with_joint_projections
+from curvatlas.engines.tangent.attention import DISTANCE, MEMORY, with_joint_projections
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
 from curvatlas.engines.tangent.linear import (
@@ -170,10 +170,34 @@ def read_model(model: nn.Module) -> ModelReading:
         raise UnmappedModuleError(
             f"{type(model).__name__} has no layer that is written out by hand."
         )
+    layers = _with_tables(layers)
     inside = {part for layer in layers for part in layer.module.modules()}
     modules = {module: path for path, module in model.named_modules()}
     hooked = any(module not in inside and _has_hooks(module) for module in modules)
     return ModelReading(model, tuple(layers), aliases, modules, plain_ends=not hooked)
+
+
+def _with_tables(layers: Sequence[KnownLayer]) -> list[KnownLayer]:
+    """The layers with the table of learned terms of their logits, which one keeps for several.
+
+    A place of entries: what several layers have a share in is added to, never written.
+    """
+    complete: list[KnownLayer] = []
+    tables: dict[str, Place] = {}  # by the stack that a layer is in
+    for layer in layers:
+        if layer.spec.distances is not None:
+            stack = layer.path.rpartition(".")[0]
+            if DISTANCE in layer.places:
+                own, weight = layer.places[DISTANCE], next(layer.module.parameters())
+                entries = torch.arange(math.prod(own.shape), device=weight.device)
+                tables[stack] = replace(own, entries=entries)
+            if stack not in tables:
+                raise UnmappedModuleError(
+                    f"{layer.path} adds learned terms to its logits whose table is not found."
+                )
+            layer = replace(layer, places={**layer.places, DISTANCE: tables[stack]})
+        complete.append(layer)
+    return complete
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -310,6 +334,10 @@ class Watch:
         if isinstance(args[0], Tensor) and isinstance(result, Tensor):
             self.others.append((len(self.calls), ModuleCall(module, args[0], result)))
 
+    def others_at(self, place: int) -> list[ModuleCall]:
+        """The calls of modules outside the layers, behind so many calls of layers."""
+        return [call for where, call in self.others if where == place]
+
     @property
     def crossing(self) -> int:
         """How many calls there are before the first one that attends to a memory."""
@@ -334,10 +362,6 @@ class Watch:
                 continue
             if not _same_tensor(before.hidden, after.given):
                 raise UnmappedModuleError(
-    def others_at(self, place: int) -> list[ModuleCall]:
-        """The calls of modules outside the layers, behind so many calls of layers."""
-        return [call for where, call in self.others if where == place]
-
                     f"{after.layer.path} does not take what {before.layer.path} gives."
                 )
         for call in self.calls[crossing + 1 :]:
@@ -611,7 +635,7 @@ class Chain:
     def _stem(
         self,
         first: LayerCall,
-        calls: Sequence[ModuleCall],
+        groups: Sequence[Sequence[ModuleCall]],
         layers: Sequence[KnownLayer],
         *,
         name: str = "stem",
@@ -651,7 +675,7 @@ class Chain:
         self,
         z: Tensor,
         last: LayerCall,
-        groups: Sequence[Sequence[ModuleCall]],
+        calls: Sequence[ModuleCall],
         outputs: Any,
         share: float,
     ) -> Tail:
@@ -1005,8 +1029,8 @@ class TangentLinearisation:
         held: dict[str, Weights] = {}
         shape = token_shape(problem, reading, batch)
         if pair_room is not None:
-            pairs = pair_numbers(reading.layers, shape[1]) * problem.dtype.itemsize
-            blocked = blocked or 2 * pairs > pair_room  # A and its tangent
+            itemsize = problem.dtype.itemsize
+            blocked = blocked or goes_by_blocks(reading.layers, shape[1], itemsize, pair_room)
         make = _chain_of(reading)
         runs = runs_of(problem, reading, batch, shape, blocked=blocked, together=run_samples)
         for piece, share in runs:
@@ -1172,6 +1196,18 @@ def pair_numbers(layers: Sequence[KnownLayer], length: int) -> int:
     """How many numbers the matrices of queries by keys of one sample are, over all blocks."""
     specs = [layer.spec for layer in layers]
     return sum(s.n_heads * (1 if s.memory_size is None else 2) for s in specs) * length**2
+
+
+def goes_by_blocks(
+    layers: Sequence[KnownLayer], length: int, itemsize: int, pair_room: int
+) -> bool:
+    """Whether A and its tangent of one sample take more than ``pair_room`` bytes.
+
+    Learned terms of the logits have no blocks: such models are made anew block by block instead.
+    """
+    if any(layer.spec.distances is not None for layer in layers):
+        return False
+    return 2 * pair_numbers(layers, length) * itemsize > pair_room
 
 
 def kept_pairs(layers: Sequence[KnownLayer], length: int) -> int:

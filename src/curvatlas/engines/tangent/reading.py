@@ -123,6 +123,7 @@ class BlockCall:
     batched: bool = True  # False: the module itself takes and gives (L, d)
     memory: Tensor | None = None  # (n, L', m), what cross attention attends to
     memory_mask: Tensor | None = None  # of four axes, like ``mask``
+    buckets: Tensor | None = None  # (L, L) rows of the table of learned terms of the logits
 
     def spec_for(self, spec: BlockSpec) -> BlockSpec:
         """The layer's description without a causal rule that this call does not have."""
@@ -157,6 +158,7 @@ class BlockCall:
             keyless=self.keyless,
             memory=self.memory,
             memory_mask=self.memory_mask,
+            buckets=self.buckets,
             **options,
         )
 
@@ -405,6 +407,8 @@ class _Layer:
     home: str = "transformers."
     own_mask: bool = False  # the module applies its causal rule itself, a mask comes on top
     call: Callable[[Any, BlockSpec, Tensor, dict[str, Any]], _Extras] | None = None
+    distance: str = ""  # the table of learned terms of the logits, in one layer for several
+    buckets: Callable[[Any, Tensor], Tensor] | None = None  # the table's row of every pair (L, L)
 
     def matches(self, module: nn.Module) -> bool:
         query = self.paths.split()[0].format(name="query", letter="q")
@@ -445,8 +449,9 @@ class _Layer:
         for name in ("query", "key"):
             words[f"{name}_norm"] = self.qk_norm.format(name=name, letter=name[0])
         words["gate"] = self.gate
-        if self.cross:
-            query, *others = self.cross.split()
+        words["distance"] = self.distance
+        query, *others = self.cross.split() or [""]
+        if _found(module, query.format(name="query", letter="q")):
             for name in _PROJECTIONS:
                 words[f"cross_{name}"] = query.format(name=name, letter=name[0])
             words |= zip(("cross_output", "cross_norm"), others, strict=True)
@@ -540,6 +545,8 @@ def _sources(module: nn.Module, path: str) -> dict[str, _Source]:
     part = _value(module, path)
     if isinstance(part, nn.Parameter):
         return {"weight": lambda values: values[path]}
+    if type(part) is nn.Embedding:
+        return {"weight": lambda values: values[f"{path}.weight"]}
     norms = getattr(part, "norms", None)  # one for each head
     plain = plain_linear(part if norms is None else norms[0])
     named = effective_parameters(part)
@@ -763,6 +770,32 @@ def _bart_options(module: Any) -> dict[str, Any]:
     }
 
 
+def _t5_options(module: Any) -> dict[str, Any]:
+    """Logits without a scale and with learned terms by distance, of the stack's first layer."""
+    attention = module.layer[0].SelfAttention
+    return {
+        "causal": bool(module.is_decoder),
+        "scale": 1.0,
+        "distances": int(attention.relative_attention_num_buckets),
+    }
+
+
+def _t5_buckets(module: Any, x: Tensor) -> Tensor:
+    """The row of the table for every query and key of x (n, L, d), as the library counts them."""
+    attention = module.layer[0].SelfAttention
+    positions = torch.arange(x.shape[1], device=x.device)
+    distances = positions[None, :] - positions[:, None]
+    options = {
+        "bidirectional": not attention.is_decoder,
+        "num_buckets": attention.relative_attention_num_buckets,
+        "max_distance": attention.relative_attention_max_distance,
+    }
+    if type(module).__name__ == "UMT5Block":  # which asks its own attributes for them
+        options = {}
+    rows: Tensor = attention._relative_position_bucket(distances, **options)
+    return rows
+
+
 def _refuse_calls(module: nn.Module, spec: BlockSpec) -> None:
     """Raise where a layer alone is not what its model makes of it."""
     lacking = [w for w in spec.special_forms if "call" in w]
@@ -823,6 +856,27 @@ def _refuse_keyless(module: nn.Module, seen: Tensor) -> None:
         )
 
 
+def _t5_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
+    """Terms of the logits come from the layer before, or None: both are those of the table.
+
+    A mask is a large negative number in place of the logit.
+    """
+    arguments.pop("position_bias", None)
+    terms = arguments.pop("encoder_decoder_position_bias", None)
+    plain = terms is None or bool(((terms == 0) | (terms < torch.finfo(terms.dtype).min / 2)).all())
+    if not plain:
+        raise UnmappedModuleError(
+            f"{type(module).__name__} is called with terms of its cross attention's logits: not in "
+            "the hand-written forms."
+        )
+    for name in ("attention_mask", "encoder_attention_mask"):
+        mask = arguments.get(name)
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            _refuse_keyless(module, seen)
+    return [], None
+
+
 def _mpt_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
     """A bias (H, ≥ L or 1, ≥ L) for the last positions, and a mask that is True where forbidden."""
     bias, mask = arguments.pop("position_bias", None), arguments.pop("attention_mask", None)
@@ -854,6 +908,11 @@ def _neighbours_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[st
     if len(cosines) == 1:
         cosines, sines = cosines[0], sines[0]
     return [], Rotation((cosines, sines), interleaved=True)
+
+
+def _fed(name: str) -> str:
+    """A part of T5's feed-forward sublayer: the third of a decoder's layer, else the second."""
+    return "|".join(f"layer.{place}.DenseReluDense.{name}" for place in (2, 1))
 
 
 def _kin(suffix: str, names: str) -> str:
@@ -974,6 +1033,19 @@ _LAYERS = (
         cross="encoder_attn.{letter}_proj encoder_attn.out_proj encoder_attn_layer_norm",
         options=_bart_options,
     ),
+    _Layer(
+        "T5Block MT5Block UMT5Block",
+        "layer.0.SelfAttention.{letter} layer.0.SelfAttention.o "
+        f"{_fed('wi_1')}|{_fed('wi')} {_fed('wo')} "
+        "layer.0.layer_norm layer.2.layer_norm|layer.1.layer_norm",
+        _fed("act"),
+        gate=_fed("wi_0"),
+        cross="layer.1.EncDecAttention.{letter} layer.1.EncDecAttention.o layer.1.layer_norm",
+        distance="layer.0.SelfAttention.relative_attention_bias",
+        options=_t5_options,
+        call=_t5_call,
+        buckets=_t5_buckets,
+    ),
     _Layer(  # before transformers 5
         _kin("Layer", _VIT),
         "attention.attention.{name} attention.output.dense intermediate.dense output.dense "
@@ -1081,7 +1153,6 @@ _LAYERS = (
 
 _RELATIVE = "adds learned terms of the distance to the logits"
 _NOT_COVERED = {
-    "T5Block": _RELATIVE,
     "DebertaV2Layer": _RELATIVE,
     "MixtralDecoderLayer": "sends tokens to experts",
 }
@@ -1418,6 +1489,7 @@ def _library_call(
         keyless="zero",
         memory=memory,
         memory_mask=memory_mask,
+        buckets=None if layer is None or layer.buckets is None else layer.buckets(module, x),
     )
 
 

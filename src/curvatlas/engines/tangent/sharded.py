@@ -105,6 +105,11 @@ class ShardedChain(Chain):
     ) -> None:
         if any(layer.adapted for layer in reading.layers):
             raise UnmappedModuleError("adapters on weights that are spread are left to autograd.")
+        if any(layer.spec.distances is not None for layer in reading.layers):
+            raise UnmappedModuleError(
+                "learned terms of the logits, one table for several layers, are left to autograd "
+                "where weights are spread."
+            )
         if reading.has_memory:
             raise UnmappedModuleError(
                 "an encoder and a decoder whose weights are spread are left to autograd."

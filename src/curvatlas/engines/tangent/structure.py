@@ -55,6 +55,7 @@ WEIGHT_NAMES: tuple[str, ...] = (
     "cross_output_bias",  # (d,)
     "cross_norm_weight",  # (d,) γ of the cross attention's norm
     "cross_norm_bias",  # (d,)
+    "distance_weight",  # (B, H) terms of the logits, by the distance of query and key
 )
 
 Activation = Literal[
@@ -86,6 +87,8 @@ class BlockSpec:
     ``memory_size`` m: a sublayer between the two attends to a memory M (n, L', m), an encoder's
     output that comes with each call. With U of the attention, V = U + Att(n_c(U), M), or post-norm
     V = n_c(U + Att(U, M)); no causal rule and no positions there.
+    ``distances`` B: T_ij^h gets the learned term b[bucket(i, j), h] of a table b (B, H); which
+    bucket a pair of positions is in comes with each call.
     """
 
     d_model: int
@@ -122,6 +125,7 @@ class BlockSpec:
     call_mask: bool = False  # masks hold what only the call's own can tell: biases, windows
     residual: bool = True
     memory_size: int | None = None  # width of the memory that cross attention sees; None: has none
+    distances: int | None = None  # rows of the table of learned terms; None: has none
 
     @property
     def key_size(self) -> int:
@@ -164,6 +168,7 @@ _SPECIAL = {
     "rotary_size": "turns a part of each head",
     "call_mask": "has biases or windows in the masks that come with each call",
     "memory_size": "attends to a memory that comes with each call",
+    "distances": "adds learned terms to its logits in buckets that come with each call",
 }
 
 
