@@ -135,6 +135,24 @@ def _bart(draw: Draw, s: Sizes) -> dict[str, Any]:
     }
 
 
+def _t5(draw: Draw, s: Sizes) -> dict[str, Any]:
+    return {
+        "vocab_size": TOKENS,
+        "d_model": draw.choice([4, 6, 8]),
+        "d_kv": draw.choice([2, 4]),
+        "num_heads": s.heads,
+        "d_ff": s.hidden,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "feed_forward_proj": draw.choice(["relu", "gated-gelu", "gated-silu"]),
+        "relative_attention_num_buckets": draw.choice([4, 8, 32]),
+        "relative_attention_max_distance": draw.choice([5, 128]),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
+
+
 def _few(s: Sizes, **names: str) -> dict[str, Any]:
     """Sizes under a family's own names."""
     values = {"width": s.width, "heads": s.heads, "layers": 2, "hidden": s.hidden}
@@ -249,6 +267,7 @@ LANGUAGE: dict[str, Options] = {
     "MBart": _bart,
     "Marian": _bart,
     "Pegasus": _bart,
+    "T5": _t5,
     "CLIPText": lambda draw, s: s.usual(),
     "SiglipText": lambda draw, s: s.usual(),
 }
@@ -262,7 +281,7 @@ VISION: dict[str, Options] = {
     "SiglipVision": lambda draw, s: s.usual(),
     "MetaClip2Vision": lambda draw, s: s.usual(),
 }
-OTHERS = ("torch encoder", "zoo GPT", "zoo ViT")
+OTHERS = ("torch encoder", "torch translator", "zoo GPT", "zoo ViT")
 FAMILIES = (*LANGUAGE, *VISION, *OTHERS)
 
 
@@ -283,10 +302,12 @@ class Case:
         found = []
         for module in self.model.modules():
             try:
-                read_module(module)
+                spec, _ = read_module(module)
             except UnmappedModuleError:
                 continue
-            found.append(module)
+            # alone, a layer does not have the table of learned terms that another one keeps
+            if spec.distances is None or any(isinstance(m, nn.Embedding) for m in module.modules()):
+                found.append(module)
         return [m for m in found if not isinstance(m, nn.MultiheadAttention)]
 
 
@@ -311,14 +332,17 @@ def drawn_case(draw: Draw, family: str, *, head: str = "Model") -> Case:
     config = getattr(transformers, f"{family}Config")(**options)
     config._attn_implementation = draw.choice(["eager", "sdpa"]) if body._supports_sdpa else "eager"
     model = body(config)
-    encoders = ("BartModel", "MBartModel", "MarianModel", "PegasusModel")
-    if type(model).__name__ in encoders and draw.coin():  # else with its decoder
-        model = model.encoder
+    stacks = LANGUAGE.get(family) in (_bart, _t5)
+    alone = stacks and draw.coin()  # the encoder without its decoder
+    model = model.encoder if alone else model
     adapted = draw.coin(0.3) and _with_lora(draw, model)
     if vision:
         batch = {"pixel_values": torch.randn(sizes.samples, 1, 4, 4, dtype=torch.float64)}
     else:
         batch = _tokens(draw, sizes)
+    if stacks and not alone:
+        shape = (sizes.samples, draw.randint(1, 6))
+        batch["decoder_input_ids"] = torch.randint(2, TOKENS, shape)
     padding = batch["attention_mask"].tolist() if "attention_mask" in batch else None
     what = f"{family} {options} {config._attn_implementation} padding {padding} LoRA {adapted}"
     return Case(prepared(model), batch, what)
@@ -361,7 +385,33 @@ def _with_lora(draw: Draw, model: nn.Module) -> list[str]:
     return targets
 
 
+def _translator(draw: Draw, s: Sizes) -> Case:
+    """Torch's encoder and decoder at inputs of two lengths."""
+    options = {
+        "norm_first": draw.coin(),
+        "batch_first": draw.coin(),
+        "bias": draw.coin(),
+        "activation": draw.choice(["relu", "gelu"]),
+    }
+    model = nn.Transformer(s.width, s.heads, 2, 2, s.hidden, **options)
+    length = draw.randint(1, 6)
+    inputs: dict[str, Tensor] = {
+        "src": torch.randn(s.samples, s.length, s.width, dtype=torch.float64),
+        "tgt": torch.randn(s.samples, length, s.width, dtype=torch.float64),
+    }
+    if not options["batch_first"]:
+        inputs = {name: x.transpose(0, 1) for name, x in inputs.items()}
+    if draw.coin():
+        inputs["tgt_mask"] = torch.ones(length, length, dtype=torch.bool).triu(1)
+    rest = _tokens(draw, s).get("attention_mask")
+    if rest is not None:
+        inputs |= dict.fromkeys(("src_key_padding_mask", "memory_key_padding_mask"), rest == 0)
+    return Case(prepared(model), inputs, f"torch translator {options} {s} {length} {rest}")
+
+
 def _other(draw: Draw, family: str, s: Sizes) -> Case:
+    if family == "torch translator":
+        return _translator(draw, s)
     if family == "torch encoder":
         options = {
             "norm_first": draw.coin(),
@@ -443,7 +493,7 @@ def model_case(seed: int) -> tuple[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = "ForImageClassification" if family in VISION else draw.choice(_HEADS)
-        if family.endswith("Text") or LANGUAGE.get(family) is _bart:
+        if family.endswith("Text") or LANGUAGE.get(family) in (_bart, _t5):
             head = "Model"
         case = drawn_case(draw, family, head=head)
         problem = _problem(draw, case)
