@@ -13,6 +13,7 @@ import curvatlas as ca
 from curvatlas.engines.tangent import model as whole
 from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.reading import UnmappedModuleError
+from curvatlas.engines.tangent.sharded import ShardedLinearisation
 from model_products import EXACT, LABELS, TOKENS, family, language, linearised, off
 
 
@@ -291,3 +292,13 @@ def test_a_decoder_called_without_an_encoder_is_refused_with_the_reason() -> Non
     assert problem.engine is not None
     assert problem.engine.name == "autograd"
     assert "without an encoder's output" in problem.engine.reason
+
+
+@pytest.mark.parametrize(("name", "reason"), [("bart", "a decoder"), ("t5 encoder", "a table")])
+def test_two_stacks_of_spread_weights_are_left_to_autograd(name: str, reason: str) -> None:
+    model, _, _ = CASES[name.split()[0]]()
+    reading = whole.read_model(model.eval() if name == "bart" else model.eval().encoder)
+    problem = ca.Problem(nn.Linear(2, 1), "mse", (torch.zeros(1, 2), torch.zeros(1, 1)))
+    rooms = {"budget": 2**30, "logit_room": None, "pair_room": 2**30}
+    with pytest.raises(UnmappedModuleError, match=reason):
+        ShardedLinearisation(problem, (), reading=reading, bends=True, **rooms)

@@ -105,15 +105,6 @@ class ShardedChain(Chain):
     ) -> None:
         if any(layer.adapted for layer in reading.layers):
             raise UnmappedModuleError("adapters on weights that are spread are left to autograd.")
-        if any(layer.spec.distances is not None for layer in reading.layers):
-            raise UnmappedModuleError(
-                "learned terms of the logits, one table for several layers, are left to autograd "
-                "where weights are spread."
-            )
-        if reading.has_memory:
-            raise UnmappedModuleError(
-                "an encoder and a decoder whose weights are spread are left to autograd."
-            )
         assert problem.sharded is not None
         self._sharded: ShardedWeights = problem.sharded
         self._verify, self.difference = verify, 0.0
@@ -294,6 +285,7 @@ class ShardedLinearisation:
         logit_room: int | None,
         pair_room: int,
     ) -> None:
+        _refuse_stacks(reading)
         assert problem.sharded is not None
         assert problem.shards is not None
         self._sharded = problem.sharded
@@ -453,6 +445,19 @@ class ShardedLinearisation:
                     for chain in self._chains():
                         chain.walk(session, part)
         return total
+
+
+def _refuse_stacks(reading: ModelReading) -> None:
+    """Raise on models that are no single walk from block to block."""
+    if reading.has_memory:
+        raise UnmappedModuleError(
+            "an encoder and a decoder whose weights are spread are left to autograd."
+        )
+    if any(layer.spec.distances is not None for layer in reading.layers):
+        raise UnmappedModuleError(
+            "learned terms of the logits, a table that several layers share, are left to autograd "
+            "where weights are spread."
+        )
 
 
 def _held_bytes(chain: Chain, problem: Problem) -> int:
