@@ -14,9 +14,11 @@ median of five steps, which a single spike does not move) twice its lowest so fa
 never doubles is told and not counted. The monitor measures every five steps without a limit of time
 and is told the training loss.
 
-The rules of the alarms were set on seeds below 200: a first set that was held out, seeds 100 to
-105, had three false alarms in 30 healthy runs, after which slow rises of the rate were left out.
-The seeds here, from 200 on, and the list of faults were fixed before any of them was run.
+The alarms are judged for the third time. The first seeds that were held out, 100 to 105, had three
+false alarms in 30 healthy runs, after which slow rises of the rate were left out. The second, 200
+to 205, had two, after which a rate that comes back to where it was became no news (27 of 33
+divergences were told in time then). That rule was set on seeds 110 to 171. The seeds here, 300 to
+305, and the list of faults were fixed before any of them was run.
 """
 
 from __future__ import annotations
@@ -69,15 +71,15 @@ class Case:
 
 def healthy() -> list[Case]:
     kinds = itertools.product(MODELS, OPTIMIZERS, SCHEDULES)
-    return [Case(m, o, 200, schedule) for m, o, schedule in kinds]
+    return [Case(m, o, 300, schedule) for m, o, schedule in kinds]
 
 
 def divergent() -> list[Case]:
     faults = [
-        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (201, 202)),
-        ("no norm", 10.0, 203),
-        ("no warm-up", 10.0, 204),
-        ("batch", 10.0, 205),
+        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (301, 302)),
+        ("no norm", 10.0, 303),
+        ("no warm-up", 10.0, 304),
+        ("batch", 10.0, 305),
     ]
     pairs = list(itertools.product(MODELS, OPTIMIZERS))
     return [
@@ -289,8 +291,9 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
         "warned_in_time": warned,
         "warned_in_time_interval": _rounded(share_interval(warned, len(counted))),
         "faults_that_did_not_double": len(faults) - len(counted),
-        "how_the_rules_were_set": "The rules were set on seeds below 200; "
-        "none of these runs was looked at before.",
+        "how_the_rules_were_set": "This is the third judgement: on two earlier sets of seeds 3 and "
+        "2 of 30 healthy runs raised an alarm, and the rules were mended on other seeds. None of "
+        "these runs was looked at before.",
         "and_alarmed": sum(bool(row["alarms"]) for row in faults if row["doubled_at"] is None),
     }
     keep(

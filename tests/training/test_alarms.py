@@ -50,17 +50,17 @@ def test_the_edge_is_noted_once_and_an_alarm_needs_it_twice_far_beyond() -> None
 
 
 def test_a_run_that_begins_beyond_its_edge_was_not_warmed_up() -> None:
-    plain = [snapshot_at(5 * i, edge=32.0, sharpness=32.0) for i in range(3)]
+    plain = [snapshot_at(5 * i, edge=22.0, sharpness=22.0) for i in range(3)]
     assert names(plain[0], []) == ["edge_of_stability", "spike_ahead"]
     assert names(plain[1], plain[:1]) == []  # said once
-    late = snapshot_at(25, edge=32.0, sharpness=32.0)
+    late = snapshot_at(25, edge=22.0, sharpness=22.0)
     assert names(late, []) == ["edge_of_stability"]
     # the running means of the first steps are no metric yet; P = I needs none
-    assert names(snapshot_at(5, edge=32.0), []) == []
-    assert names(snapshot_at(15, edge=32.0), []) == ["edge_of_stability", "spike_ahead"]
+    assert names(snapshot_at(5, edge=22.0), []) == []
+    assert names(snapshot_at(15, edge=22.0), []) == ["edge_of_stability", "spike_ahead"]
     guide = {"edge_is_law": False}
-    assert names(snapshot_at(15, edge=140.0, **guide), []) == ["edge_of_stability"]
-    assert names(snapshot_at(15, edge=160.0, **guide), []) == ["edge_of_stability", "spike_ahead"]
+    assert names(snapshot_at(15, edge=90.0, **guide), []) == ["edge_of_stability"]
+    assert names(snapshot_at(15, edge=110.0, **guide), []) == ["edge_of_stability", "spike_ahead"]
 
 
 def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
@@ -120,10 +120,56 @@ def test_curvature_gives_way_to_a_rate_that_rises_slowly() -> None:
     assert watch(*slow, 1.1 * slow[-1]).alarm(91, 1.1 * slow[-1], [last]) is not None
 
 
-def test_a_restart_goes_back_to_the_highest_rate_and_not_beyond() -> None:
-    at_the_edge = snapshot_at(20, edge=25.0, learning_rate=0.1)
-    falling = [0.1 - 0.005 * i for i in range(15)]
-    assert watch(*falling, 0.1).alarm(36, 0.1, [at_the_edge]) is None
+FALLING = [0.1 - 0.006 * i for i in range(16)]  # settles on 0.1 and leaves it, down to 0.01
+
+
+def test_a_rate_that_comes_back_to_where_it_was_is_no_news() -> None:
+    """Curvature that grew while the rate was low must stand twice as far beyond the edge."""
+    grown = snapshot_at(20, edge=6.0, edge_threshold=20.0, learning_rate=0.01)
+    for rate in (0.1, 0.12):
+        assert watch(*FALLING, rate).alarm(36, rate, [grown]) is None  # 3.0 and 3.6 of the edge
+    event = watch(*FALLING, 0.13).alarm(36, 0.13, [grown])  # more than the run has known
+    assert event is not None
+    assert event.evidence["limit"] == pytest.approx(2.5)
+    far = snapshot_at(20, edge=11.0, edge_threshold=20.0, learning_rate=0.01)
+    event = watch(*FALLING, 0.1).alarm(36, 0.1, [far])
+    assert event is not None
+    assert event.evidence["limit"] == pytest.approx(5.0)
+    # without the way down it is a jump
+    assert watch(*[0.01] * 12, 0.1).alarm(36, 0.1, [grown]) is not None
+
+
+def test_a_return_lasts_twenty_steps_and_is_one_to_a_known_rate_only() -> None:
+    back = watch(*FALLING)
+    assert not back.returning
+    told = []
+    for _ in range(30):
+        back.see(0.1)
+        told.append(back.returning)
+    assert told == [True] * 20 + [False] * 10
+    # a run that settles beyond what it knew does not make that jump a return
+    assert not watch(*FALLING, *[0.5] * 12).returning
+    # the same from stored snapshots, several steps each
+    resumed = RateWatch(Thresholds())
+    for rate, steps in ((0.1, 12), (0.02, 5), (0.1, 5)):
+        resumed.see(rate, steps)
+    assert resumed.returning
+
+
+def test_while_a_rate_returns_a_loss_must_stay_up() -> None:
+    falling = [2.4, 2.2, 2.0, 1.8, 1.62, 1.45, 1.31, 1.2]
+
+    def told(*values: float) -> list[str]:
+        looks = list(enumerate(values))
+        return [event.name for event in loss_events(looks, Thresholds(), returning=True)]
+
+    assert losses(*falling, 3.0) == ["loss_spike"]
+    assert told(*falling, 3.0) == []
+    assert told(*falling, 3.0, 2.0) == ["loss_rising"]
+    calm = [with_roles(i, query=1.0, value=1.0) for i in range(4)]
+    exploded = with_roles(4, loss=2.0, query=50.0, value=1.0)
+    assert names(exploded, calm) == ["exploding_block"]
+    assert not list(events_of(exploded, calm, Thresholds(), returning=True))
 
 
 def test_a_warm_up_may_meet_the_edge_but_not_go_on_to_twice_the_rate() -> None:

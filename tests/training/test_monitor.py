@@ -192,6 +192,16 @@ def test_a_bad_batch_is_told_at_its_own_step() -> None:
     assert monitor.events[0].evidence["usual"] == pytest.approx(1.1)
 
 
+def test_a_batch_is_not_blamed_for_a_rate_that_returns() -> None:
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), every=1000, budget=1.0)
+    for rate, losses in ((0.1, [1.0, 1.1] * 15), (0.01, [1.0] * 5), (0.1, [1.0, 5.0, 1.0])):
+        for loss in losses:
+            monitor.step(learning_rate=rate, loss=loss)
+    assert monitor.events == []
+    monitor.step(learning_rate=0.1, loss=float("nan"))
+    assert [(e.step, e.name) for e in monitor.events] == [(38, "bad_batch")]
+
+
 def test_a_key_bias_is_below_the_rounding_of_a_real_run() -> None:
     model = zoo.reference_vit(d_model=4, d_ff=4)
     data = tuple(zoo.digits().train.take(16))

@@ -78,7 +78,7 @@ class Thresholds:
 
     edge: float = 1.0  # λmax(P⁻¹H) over the optimizer's threshold
     spike_ahead: float = 2.5  # times the edge, twice in a row, or twice that once
-    first_steps: float = 1.5  # times the edge, in the first steps: there was no warm-up
+    first_steps: float = 1.0  # times the edge, in the first steps: there was no warm-up
     rising_rate: float = 1.1  # times the rate that the run had settled on, at the edge
     rising_warm_up: float = 2.0  # times the rate at which a rising one first met the edge
     loss_rising: float = 1.25  # times the lowest loss so far, and beyond what it used to scatter
@@ -93,9 +93,11 @@ _NEAR = 0.9  # of the threshold: at the edge
 _YOUNG = 10  # steps in which running means of gradients are too short to be a metric
 _FIRST = 15  # steps that a warm-up keeps far below the edge
 _GUIDE = 5.0  # times a law's limit: where an edge that is a guide only is passed for certain
-_GUIDE_RISE = 1.25  # times the settled rate, where the edge is a guide only
 _FAST = 1.08  # times the highest rate of ten steps ago: curvature gives way to slower rises
 _SETTLED = 10  # steps without a higher rate: warm-up is over
+_LEFT = 0.5  # of the settled rate: below it the run has left that rate
+_KNOWN = 1.25  # times a rate that was left: up to here a higher one is a return to it
+_RETURNING = 20  # steps after a return in which curvature and loss find their place again
 _RECENT = 8  # snapshots whose curvature a raised rate is held against
 TRAINING_LOOKS = 50  # training losses, one a step, that tell their scatter
 _BATCH_SCATTER = 6.0  # standard deviations: every step is looked at
@@ -105,11 +107,15 @@ Look = tuple[int, float]  # step and loss on the monitor's data
 
 
 def events_of(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+    snapshot: Snapshot,
+    earlier: Sequence[Snapshot],
+    thresholds: Thresholds,
+    *,
+    returning: bool = False,
 ) -> Iterator[Event]:
-    """What is new in this snapshot compared with those before it."""
+    """What is new in this snapshot compared with those before it; returning: as in loss_events."""
     yield from _stability(snapshot, earlier, thresholds)
-    yield from _blocks(snapshot, earlier, thresholds)
+    yield from _blocks(snapshot, earlier, thresholds, returning=returning)
 
 
 def _grown(snapshot: Snapshot) -> bool:
@@ -168,9 +174,14 @@ class RateWatch:
     """Every step, free: is the rate raised beyond what the curvature measured so far allows?
 
     A warm-up raises the rate before the run has settled: only then may the edge be met on the way
-    up. Later a rate above the highest one that lasted (a restart goes back to it, not beyond)
-    moves the edge by as much: what counts is where the curvature of the last snapshots would stand
-    at the new rate. A slow rise is no matter: at the edge curvature gives way as fast.
+    up. Later a rate above the highest one that lasted moves the edge by as much: what counts is
+    where the curvature of the last snapshots would stand at the new rate. A slow rise is no matter:
+    at the edge curvature gives way as fast.
+
+    A rate that the run held, left for less than half of it and comes back to is no news in itself.
+    Curvature grew while the rate was low and gives way to it again, often with one jump of the
+    loss: a return is an alarm where that curvature stands twice as far beyond the edge, or where
+    the loss stays up.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -179,16 +190,25 @@ class RateWatch:
         self.settled: float | None = None  # the highest rate that was not raised for a while
         self.said = 0.0  # the rate of the last alarm
         self.recent: deque[float] = deque(maxlen=_SETTLED)  # the highest rate, step by step
+        self.left: float | None = None  # the settled rate when the rate last was below half of it
+        self.back = 0  # steps since then
+        self.returning = False  # the rate is back where the run had settled before, and new there
 
     def see(self, rate: float, steps: int = 1) -> None:
         """Take note of a rate that was used for so many steps."""
         self.recent.extend([self.highest] * min(steps, _SETTLED))
+        self.back += steps
         if rate > self.highest * (1 + 1e-6):
             self.highest, self.lasted = rate, 0
             steps -= 1
         self.lasted += steps
         if self.lasted >= _SETTLED:
             self.settled = self.highest
+        if self.settled is not None and rate < _LEFT * self.settled:
+            self.left, self.back = self.settled, 0
+        self.returning = (
+            self.left is not None and rate <= _KNOWN * self.left and 0 < self.back <= _RETURNING
+        )
 
     def alarm(self, step: int, rate: float, snapshots: Sequence[Snapshot]) -> Event | None:
         """An alarm, once for every half that the rate rises further."""
@@ -196,7 +216,7 @@ class RateWatch:
         if not grown or rate < 1.5 * self.said:
             return None
         event = self._jumped(step, rate, grown[-1])
-        if event is None and rate >= _FAST * self.recent[0]:
+        if event is None and rate >= _FAST * self.recent[0] and not self.returning:
             event = self._raised(step, rate, grown)
         if event is not None:
             self.said = rate
@@ -205,6 +225,8 @@ class RateWatch:
     def _jumped(self, step: int, rate: float, last: Snapshot) -> Event | None:
         """Since the last snapshot, by so much that its curvature is far beyond the edge."""
         limit = self.thresholds.edge * self.thresholds.spike_ahead
+        if self.returning:
+            limit *= 2
         before = last.edge_ratio or 0.0
         now = _at(last, rate)
         if not (last.edge_is_law and before < limit <= now):
@@ -254,8 +276,13 @@ def _at(snapshot: Snapshot, rate: float) -> float:
     return (snapshot.edge_ratio or 0.0) * rate / (snapshot.learning_rate or math.inf)
 
 
-def loss_events(looks: Sequence[Look], thresholds: Thresholds) -> Iterator[Event]:
-    """Rising or jumping losses, measured against how much the losses changed before."""
+def loss_events(
+    looks: Sequence[Look], thresholds: Thresholds, *, returning: bool = False
+) -> Iterator[Event]:
+    """Rising or jumping losses, measured against how much the losses changed before.
+
+    returning: the rate is (see ``RateWatch``), so that one jump of the loss is expected.
+    """
     step, loss = looks[-1]
     earlier = [value for _, value in looks[:-1]]
     if len(earlier) < _LOOKS:
@@ -270,7 +297,7 @@ def loss_events(looks: Sequence[Look], thresholds: Thresholds) -> Iterator[Event
         evidence = {"loss": loss, "limit": rise, "before": earlier[-1], "lowest": lowest}
         yield alarm("loss_rising", step, message, evidence)
     jump = usual * max(thresholds.loss_spike, math.exp(scatter))
-    if not loss <= jump and not earlier[-1] > jump:
+    if not loss <= jump and not earlier[-1] > jump and not returning:
         message = told.format("usually", usual)
         yield alarm("loss_spike", step, message, {"loss": loss, "limit": jump, "usual": usual})
 
@@ -303,7 +330,7 @@ def _scatter(losses: Sequence[float]) -> float:
 
 
 def _blocks(
-    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds
+    snapshot: Snapshot, earlier: Sequence[Snapshot], thresholds: Thresholds, *, returning: bool
 ) -> Iterator[Event]:
     """Roles whose gradient explodes and leads the others, or dies while the others live.
 
@@ -314,6 +341,7 @@ def _blocks(
     if len(earlier) < 3:
         return
     rising = not snapshot.loss <= thresholds.loss_spike * min(s.loss for s in earlier)
+    jumped = rising and not returning  # with a rate that returns every gradient jumps once
     past = [*earlier, snapshot]
     for role, norm in snapshot.role_gradient.items():
         norms = [s.role_gradient.get(role, math.nan) for s in past]
@@ -325,7 +353,7 @@ def _blocks(
         if not usual_share > snapshot.rounding:
             continue
         most, least = thresholds.exploding * usual, thresholds.dead * usual_share
-        if rising and norm > most and shares[-1] > _LEADING and norm > 3 * max(norms[:-1]):
+        if jumped and norm > most and shares[-1] > _LEADING and norm > 3 * max(norms[:-1]):
             message = f"the gradient of {role} is {norm:.3g}, usually {usual:.3g}"
             evidence = {"gradient": norm, "limit": most, "usual": usual, "share": shares[-1]}
             yield alarm("exploding_block", snapshot.step, message, evidence)

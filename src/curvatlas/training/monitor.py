@@ -418,7 +418,9 @@ class Monitor:
         if loss is not None:
             value = loss.item() if isinstance(loss, Tensor) else float(loss)
             self._training.append((now, value))
-            self._report(list(batch_events(self._training, self.thresholds)), None)
+            # with a rate that returns the loss jumps once, whatever the batch
+            if not self._rates.returning or not math.isfinite(value):
+                self._report(list(batch_events(self._training, self.thresholds)), None)
         if now % self.every:
             return None
         try:
@@ -490,7 +492,8 @@ class Monitor:
         try:
             with leaving_no_trace(self._measuring.problem.model):
                 self.looks.append((now, self._measuring.problem.value()))
-            self._report(list(loss_events(self.looks, self.thresholds)), None)
+            returning = self._rates.returning
+            self._report(list(loss_events(self.looks, self.thresholds, returning=returning)), None)
         finally:
             self._look_cost = time.perf_counter() - began
             self.spent += self._look_cost
@@ -509,9 +512,10 @@ class Monitor:
             if snapshot.maps is not None:
                 self._map_cost, self._map_spent = mapping, self._map_spent + mapping
             self.looks.append((snapshot.step, snapshot.loss))
+            returning = self._rates.returning
             events = [
-                *events_of(snapshot, self.snapshots, self.thresholds),
-                *loss_events(self.looks, self.thresholds),
+                *events_of(snapshot, self.snapshots, self.thresholds, returning=returning),
+                *loss_events(self.looks, self.thresholds, returning=returning),
             ]
             self.snapshots.append(snapshot)
             self._report(events, snapshot)
