@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import curvatlas as ca
 from curvatlas.training.alarms import RateWatch, Thresholds, events_of, loss_events
 from curvatlas.training.snapshot import Snapshot
 
@@ -61,6 +63,23 @@ def test_a_run_that_begins_beyond_its_edge_was_not_warmed_up() -> None:
     guide = {"edge_is_law": False}
     assert names(snapshot_at(15, edge=90.0, **guide), []) == ["edge_of_stability"]
     assert names(snapshot_at(15, edge=110.0, **guide), []) == ["edge_of_stability", "spike_ahead"]
+
+
+def test_an_optimizer_that_limits_its_own_rate_raises_a_note_and_no_alarm() -> None:
+    held = {"edge": 200.0, "edge_is_law": False, "rate_limited": True}
+    (event,) = events_of(snapshot_at(12, **held), [], Thresholds())
+    assert (event.name, event.alarm) == ("edge_of_stability", False)
+    assert "guide" in event.message
+    watched = watch(*[0.1] * 12, 0.8)
+    assert watched.alarm(31, 0.8, [snapshot_at(20, **held)]) is None
+    assert watched.alarm(31, 0.8, [snapshot_at(20, **{**held, "rate_limited": False})]) is not None
+
+
+def test_the_page_takes_no_metric_of_the_first_steps_for_one(tmp_path: Path) -> None:
+    snapshots = (snapshot_at(0, edge=999.0), snapshot_at(20, edge=15.0))
+    history = ca.CurvatureHistory(snapshots=snapshots, events=(), skipped=0, overhead=0.0)
+    page = history.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "nearest at step 20, with <strong>75%</strong>" in page
 
 
 def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:
@@ -141,19 +160,20 @@ def test_a_rate_that_comes_back_to_where_it_was_is_no_news() -> None:
 
 def test_a_return_lasts_twenty_steps_and_is_one_to_a_known_rate_only() -> None:
     back = watch(*FALLING)
-    assert not back.returning
+    assert not back.returned(15)
     told = []
-    for _ in range(30):
+    for step in range(16, 46):
         back.see(0.1)
-        told.append(back.returning)
+        told.append(step in back.returned(step))
+        assert back.returned(step) == range(16, 36)
     assert told == [True] * 20 + [False] * 10
     # a run that settles beyond what it knew does not make that jump a return
-    assert not watch(*FALLING, *[0.5] * 12).returning
+    assert not watch(*FALLING, *[0.5] * 12).returned(27)
     # the same from stored snapshots, several steps each
     resumed = RateWatch(Thresholds())
     for rate, steps in ((0.1, 12), (0.02, 5), (0.1, 5)):
         resumed.see(rate, steps)
-    assert resumed.returning
+    assert resumed.returned(21) == range(17, 37)
 
 
 def test_while_a_rate_returns_a_loss_must_stay_up() -> None:
@@ -161,15 +181,28 @@ def test_while_a_rate_returns_a_loss_must_stay_up() -> None:
 
     def told(*values: float) -> list[str]:
         looks = list(enumerate(values))
-        return [event.name for event in loss_events(looks, Thresholds(), returning=True)]
+        return [event.name for event in loss_events(looks, Thresholds(), returned=range(20))]
 
     assert losses(*falling, 3.0) == ["loss_spike"]
     assert told(*falling, 3.0) == []
     assert told(*falling, 3.0, 2.0) == ["loss_rising"]
     calm = [with_roles(i, query=1.0, value=1.0) for i in range(4)]
-    exploded = with_roles(4, loss=2.0, query=50.0, value=1.0)
+    exploded = with_roles(4, loss=2.1, query=50.0, value=1.0)
     assert names(exploded, calm) == ["exploding_block"]
-    assert not list(events_of(exploded, calm, Thresholds(), returning=True))
+    assert not list(events_of(exploded, calm, Thresholds(), returned=range(3, 23)))
+
+
+@pytest.mark.parametrize("end", [24, 43])
+def test_while_a_rate_returns_curvature_must_stay_beyond_the_edge(end: int) -> None:
+    earlier = [snapshot_at(20 + i) for i in range(3)]
+    told = []
+    for step in (23, 24, 25):
+        far = snapshot_at(step, edge=110.0)
+        events = events_of(far, earlier, Thresholds(), returned=range(23, end))
+        told.append([event.name for event in events])
+        earlier.append(far)
+    assert told == [["edge_of_stability"], ["spike_ahead"], []]
+    assert names(snapshot_at(23, edge=110.0), earlier[:3]) == ["edge_of_stability", "spike_ahead"]
 
 
 def test_a_warm_up_may_meet_the_edge_but_not_go_on_to_twice_the_rate() -> None:
@@ -198,12 +231,12 @@ def test_a_raised_rate_is_said_again_only_where_it_rose_by_half() -> None:
 def test_losses_alarm_when_they_rise_beyond_their_usual_scatter() -> None:
     falling = [2.4, 2.2, 2.0, 1.8, 1.62, 1.45, 1.31, 1.2]
     assert losses(*falling) == []
-    assert losses(*falling, 1.7) == []  # once may be chance
-    assert losses(*falling, 1.7, 1.7) == ["loss_rising"]
-    assert losses(*falling, 1.7, 1.7, 1.7) == []  # said once
+    assert losses(*falling, 1.9) == []  # once may be chance
+    assert losses(*falling, 1.9, 1.9) == ["loss_rising"]
+    assert losses(*falling, 1.9, 1.9, 1.9) == []  # said once
     assert losses(*falling, 3.0) == ["loss_spike"]
     assert losses(*falling, math.nan) == ["loss_spike"]
-    assert losses(*falling, 1.7, 1.7, loss_rising=2.0) == []
+    assert losses(*falling, 1.9, 1.9, loss_rising=2.0) == []
     noisy = [2.0, 1.3, 2.1, 1.2, 1.9, 1.3, 2.0]
     assert losses(*noisy, 1.8, 1.9) == []
 
@@ -216,7 +249,7 @@ def with_roles(step: int, loss: float = 1.0, **norms: float) -> Snapshot:
 def test_blocks_alarm_when_they_explode_and_lead_or_die_alone() -> None:
     calm = [with_roles(i, query=1.0, value=1.0, key_bias=1e-8) for i in range(4)]
     exploded = {"query": 50.0, "value": 1.0, "key_bias": 1e-8}
-    assert names(with_roles(4, loss=2.0, **exploded), calm) == ["exploding_block"]
+    assert names(with_roles(4, loss=2.1, **exploded), calm) == ["exploding_block"]
     assert names(with_roles(4, loss=0.9, **exploded), calm) == []  # it begins to learn
     # a block that grows with all the others, or that stays small, does not explode
     small = [with_roles(i, query=1e-3, value=1.0) for i in range(4)]

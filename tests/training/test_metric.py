@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,7 +202,9 @@ def test_parameters_that_the_optimizer_does_not_have_stand_still() -> None:
     assert monitor.measure().edge == pytest.approx(want, rel=1e-4)
 
 
-def test_an_unknown_optimizer_has_the_plain_edge_and_the_history_says_so() -> None:
+def test_an_unknown_optimizer_has_the_plain_edge_and_history_and_page_say_so(
+    tmp_path: Path,
+) -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -209,10 +212,21 @@ def test_an_unknown_optimizer_has_the_plain_edge_and_the_history_says_so() -> No
     model = vit()
     odd = Odd(model.parameters(), lr=0.1, momentum=0.9)
     monitor = ca.Monitor(model, "cross_entropy", digits(), budget=1.0, optimizer=odd)
-    snapshot = monitor.measure()
+    snapshot = monitor.measure(step=0)
+    monitor.measure(step=1)
+    page = monitor.history.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "plain gradient descent: <strong>the metric of Odd is not known</strong>" in page
     assert snapshot.metric == "plain (the metric of Odd is not known)"
     assert snapshot.edge == snapshot.sharpness
     assert snapshot.edge_threshold == pytest.approx(20.0)
+
+
+def test_the_curvature_aware_optimizer_tells_that_it_limits_its_own_rate() -> None:
+    for adapts in (True, False):
+        model = vit()
+        optimizer = ca.CurvatureAwareOptimizer(model, curvature_adaptation=adapts)
+        monitor = ca.Monitor(model, "cross_entropy", digits(), budget=1.0, optimizer=optimizer)
+        assert monitor.measure().rate_limited == adapts
 
 
 def test_before_the_first_step_adam_has_the_plain_edge() -> None:

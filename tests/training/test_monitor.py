@@ -187,8 +187,8 @@ def test_a_bad_batch_is_told_at_its_own_step() -> None:
         monitor.step(loss=torch.tensor(1.0 + 0.1 * (step % 3), requires_grad=True))
     monitor.step(loss=5.0)
     monitor.step(loss=float("nan"))
-    monitor.step()
-    assert [(e.step, e.name) for e in monitor.events] == [(40, "bad_batch")]
+    monitor.step(loss=float("nan"))
+    assert [(e.step, e.name) for e in monitor.events] == [(40, "bad_batch"), (41, "not_finite")]
     assert monitor.events[0].evidence["usual"] == pytest.approx(1.1)
 
 
@@ -199,7 +199,7 @@ def test_a_batch_is_not_blamed_for_a_rate_that_returns() -> None:
             monitor.step(learning_rate=rate, loss=loss)
     assert monitor.events == []
     monitor.step(learning_rate=0.1, loss=float("nan"))
-    assert [(e.step, e.name) for e in monitor.events] == [(38, "bad_batch")]
+    assert [(e.step, e.name) for e in monitor.events] == [(38, "not_finite")]
 
 
 def test_a_key_bias_is_below_the_rounding_of_a_real_run() -> None:
@@ -208,6 +208,16 @@ def test_a_key_bias_is_below_the_rounding_of_a_real_run() -> None:
     snapshot = ca.Monitor(model, "cross_entropy", data, budget=1.0).measure()
     share = snapshot.role_gradient["key_bias"] / snapshot.gradient_norm
     assert share < snapshot.rounding < snapshot.role_gradient["query"] / snapshot.gradient_norm
+
+
+def test_a_model_that_changed_needs_a_new_monitor() -> None:
+    model = network().eval()
+    monitor = ca.Monitor(model, "cross_entropy", batch(), every=1, budget=1.0)
+    model[0] = nn.Linear(model[0].in_features, model[0].out_features + 1, dtype=torch.float64)
+    assert monitor.step() is None
+    (event,) = monitor.events
+    assert event.name == "not_measured"
+    assert event.message.endswith("make a new Monitor.")
 
 
 def test_a_measurement_that_fails_is_an_event_and_training_goes_on(monkeypatch: Any) -> None:
@@ -229,6 +239,9 @@ def test_a_tracker_that_fails_is_an_event_and_the_others_go_on(tmp_path: Path) -
         def write(self, snapshot: Snapshot, events: Any) -> None:
             raise OSError("no space left")
 
+        def close(self) -> None:
+            raise OSError("the server is gone")
+
     lines = LinesTracker(tmp_path / "lines.jsonl")
     monitor = ca.Monitor(
         network().eval(), "cross_entropy", batch(), budget=1.0, trackers=[Broken(), lines]
@@ -237,6 +250,8 @@ def test_a_tracker_that_fails_is_an_event_and_the_others_go_on(tmp_path: Path) -
     assert [event.name for event in monitor.events] == ["tracker_failed"]
     assert "no space left" in monitor.events[0].message
     assert len(lines.path.read_text().splitlines()) == 1
+    monitor.close()
+    assert "the server is gone" in monitor.events[1].message
 
 
 def test_the_loss_is_looked_at_between_measurements(monkeypatch: Any) -> None:
@@ -319,14 +334,19 @@ def test_a_loss_that_turns_bad_mid_training_is_an_event_and_measuring_goes_on_af
     first = next(model.parameters())
     kept = first.detach().clone()
     monitor.step()
-    with torch.no_grad():
-        first.fill_(math.nan)
-    monitor.step()
-    with torch.no_grad():
-        first.copy_(kept)  # as after going back to a checkpoint
-    monitor.step()
-    assert [event.name for event in monitor.events] == ["not_finite"]
-    assert [s.step for s in monitor.snapshots] == [0, 2]
+    for _ in range(2):
+        with torch.no_grad():
+            first.fill_(math.nan)
+        monitor.step()
+        monitor.step()  # the same again is not said again
+        with torch.no_grad():
+            first.copy_(kept)  # as after going back to a checkpoint
+        monitor.step()
+    assert [(event.step, event.name) for event in monitor.events] == [
+        (1, "not_finite"),
+        (4, "not_finite"),
+    ]
+    assert [s.step for s in monitor.snapshots] == [0, 3, 6]
     assert monitor.snapshots[1].sharpness == pytest.approx(monitor.snapshots[0].sharpness, rel=1e-2)
 
 

@@ -10,7 +10,7 @@ from curvatlas.report.markup import Markup, number, tag
 from curvatlas.results import brief
 from curvatlas.runs.loading import LoadedRun
 
-_LARGEST = 200_000  # numbers of one tensor; eigenvectors of large models stay in the run folder
+LARGEST_TENSOR = 200_000  # numbers; eigenvectors of large models stay in the run folder
 PARTS = {"total": "H", "outer": "H_o", "functional": "H_f"}
 PART_WORDS = {
     "total": "the whole Hessian",
@@ -85,7 +85,7 @@ class Section:
 def contents_of(run: LoadedRun) -> Contents:
     """The run as plain dictionaries."""
     entries = (
-        Entry(name=name, content=brief(result, largest=_LARGEST))
+        Entry(name=name, content=brief(result, largest=LARGEST_TENSOR))
         for name, result in run.results.items()
     )
     return Contents(manifest=asdict(run.manifest), entries=tuple(entries))

@@ -14,8 +14,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from curvatlas import __version__
 from curvatlas.files import read_bytes, write_bytes
-from curvatlas.report.contents import Contents, Section, contents_of, subject_name
+from curvatlas.report.contents import (
+    LARGEST_TENSOR,
+    Contents,
+    Entry,
+    Section,
+    contents_of,
+    subject_name,
+)
 from curvatlas.report.markup import Markup, join, tag
 from curvatlas.report.sections.atlas import atlas, propagation
 from curvatlas.report.sections.compression import compression
@@ -26,6 +34,7 @@ from curvatlas.report.sections.landscape import landscape, scaling
 from curvatlas.report.sections.setting import cautions, others, reproduction, subject
 from curvatlas.report.sections.spectrum import spectrum
 from curvatlas.report.sections.training import dynamics, training
+from curvatlas.results import Result, brief
 from curvatlas.runs.loading import LoadedRun, load
 
 # in reading order; a section that the run has no data for gives None
@@ -74,6 +83,24 @@ def write_report(
         from curvatlas.report.paper import write_figures
 
         write_figures(loaded, target.parent / "figures")
+    return target
+
+
+def write_history(history: Result, output: str | os.PathLike[str], *others: Result) -> Path:
+    """The page of a monitored training that has no run folder; returns where it is.
+
+    history: a ``CurvatureHistory``;  others: what belongs beside it, such as its ``EarlyBlocks``.
+    """
+    entries = tuple(
+        Entry(name=result.kind, content=brief(result, largest=LARGEST_TENSOR))
+        for result in (history, *others)
+    )
+    section = dynamics(Contents(manifest={}, entries=entries))
+    if section is None:
+        raise ValueError("a page of training needs at least two snapshots.")
+    page = page_of("Curvature over training", "", [section], {"version": __version__})
+    target = Path(output)
+    write_bytes(target, page.encode("utf-8"))
     return target
 
 
@@ -127,7 +154,7 @@ def page_of(title: str, meta: str, sections: list[Section], manifest: dict[str, 
     )
     body = tag(
         "body",
-        tag("a", "Skip to the findings", href="#findings", class_="skip"),
+        tag("a", "Skip to the findings", href=f"#{_first_read(sections)}", class_="skip"),
         _header(title, meta, sections),
         tag("main", [_section(section) for section in sections]),
         tag("footer", tag("p", f"Made by {made}.")),
@@ -135,6 +162,12 @@ def page_of(title: str, meta: str, sections: list[Section], manifest: dict[str, 
         Markup(f"<script>{script}</script>"),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _first_read(sections: list[Section]) -> str:
+    """The section that says what was found; pages of one section begin with it."""
+    names = [section.identifier for section in sections]
+    return "findings" if "findings" in names or not names else names[0]
 
 
 def _header(title: str, meta: str, sections: list[Section]) -> Markup:

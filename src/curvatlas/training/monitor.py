@@ -149,6 +149,7 @@ class Measuring:
             edge_interval=edge_interval,
             edge_threshold=metric.threshold,
             edge_is_law=metric.law or not self.optimizers,
+            rate_limited=any(getattr(o, "limits_own_rate", False) for o in self.optimizers),
             rounding=min(1.0, 100 * torch.finfo(operator.dtype).eps),
             metric=metric.name + (f" ({metric.note})" if metric.note else ""),
             most_negative=float(ends.values.min()),
@@ -320,7 +321,8 @@ def _failure(step: int, error: Exception) -> Event:
     """A measurement that failed: an alarm where the loss is no number, else a note."""
     if isinstance(error, NonFiniteError):
         return alarm("not_finite", step, _told(error), {"loss": nan, "limit": nan})
-    return _note(step, "not_measured", _told(error))
+    # what helps the user of a problem helps the one of a monitor by the other name
+    return _note(step, "not_measured", _told(error).replace("a new Problem", "a new Monitor"))
 
 
 class Monitor:
@@ -394,6 +396,7 @@ class Monitor:
         self._training: deque[Look] = deque(maxlen=TRAINING_LOOKS)  # of ``step(loss=...)``
         self._look_cost, self._look_spent = 0.0, 0.0
         self._rates = RateWatch(self.thresholds)
+        self._failing: str | None = None  # what the last measurement or look failed of
         self.steps = 0
         self.skipped = 0
         self._costs: deque[float] = deque(maxlen=3)  # seconds of the last measurements
@@ -419,7 +422,7 @@ class Monitor:
             value = loss.item() if isinstance(loss, Tensor) else float(loss)
             self._training.append((now, value))
             # with a rate that returns the loss jumps once, whatever the batch
-            if not self._rates.returning or not math.isfinite(value):
+            if now not in self._rates.returned(now) or not math.isfinite(value):
                 self._report(list(batch_events(self._training, self.thresholds)), None)
         if now % self.every:
             return None
@@ -435,8 +438,12 @@ class Monitor:
                 self._look(now)
         except Exception as error:
             # A diverged run, a model changed under the monitor or rounding that swamps the second
-            # derivative is news, not a reason to stop somebody's training loop.
-            self._report([_failure(now, error)], None)
+            # derivative is news, not a reason to stop somebody's training loop. It is said once: a
+            # run that stays so would fill its history with it.
+            event = _failure(now, error)
+            if event.message != self._failing:
+                self._report([event], None)
+            self._failing = event.message
         return None
 
     def _affords(self, cost: float) -> bool:
@@ -492,8 +499,8 @@ class Monitor:
         try:
             with leaving_no_trace(self._measuring.problem.model):
                 self.looks.append((now, self._measuring.problem.value()))
-            returning = self._rates.returning
-            self._report(list(loss_events(self.looks, self.thresholds, returning=returning)), None)
+            returned = self._rates.returned(now)
+            self._report(list(loss_events(self.looks, self.thresholds, returned=returned)), None)
         finally:
             self._look_cost = time.perf_counter() - began
             self.spent += self._look_cost
@@ -512,12 +519,13 @@ class Monitor:
             if snapshot.maps is not None:
                 self._map_cost, self._map_spent = mapping, self._map_spent + mapping
             self.looks.append((snapshot.step, snapshot.loss))
-            returning = self._rates.returning
+            returned = self._rates.returned(now)
             events = [
-                *events_of(snapshot, self.snapshots, self.thresholds, returning=returning),
-                *loss_events(self.looks, self.thresholds, returning=returning),
+                *events_of(snapshot, self.snapshots, self.thresholds, returned=returned),
+                *loss_events(self.looks, self.thresholds, returned=returned),
             ]
             self.snapshots.append(snapshot)
+            self._failing = None
             self._report(events, snapshot)
         finally:  # a measurement that fails is paid for as well
             cost = time.perf_counter() - began
@@ -536,9 +544,11 @@ class Monitor:
                     tracker.notify(events)
             except Exception as error:
                 step = self.steps - 1 if snapshot is None else snapshot.step
-                who = type(tracker).__name__
-                told = f"{who} failed ({_told(error)}): its records have a gap here"
-                self.events.append(_note(step, "tracker_failed", told))
+                self._tracker_failed(step, tracker, error, "its records have a gap here")
+
+    def _tracker_failed(self, step: int, tracker: Tracker, error: Exception, means: str) -> None:
+        told = f"{type(tracker).__name__} failed ({_told(error)}): {means}"
+        self.events.append(_note(step, "tracker_failed", told))
 
     def _optimizers(self) -> list[Optimizer]:
         return [] if self.optimizer is None else unwrapped(self.optimizer)
@@ -572,7 +582,10 @@ class Monitor:
     def close(self) -> None:
         """Close the trackers; the history stays."""
         for tracker in self.trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:
+                self._tracker_failed(self.steps - 1, tracker, error, "may lack its last records")
 
     # --- stopping and going on --------------------------------------------------------------------
 

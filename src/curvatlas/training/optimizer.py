@@ -558,6 +558,11 @@ class CurvatureAwareOptimizer(Optimizer):
         )
 
     @property
+    def limits_own_rate(self) -> bool:
+        """Whether rates are held to the curvature met: the monitor need not warn of them."""
+        return self.curvature_adaptation
+
+    @property
     def learning_rates(self) -> list[float]:
         """The rate each group's last step really used: ``lr`` or the measured limit."""
         return [used_rate(group) for group in self.param_groups]

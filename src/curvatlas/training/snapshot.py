@@ -48,6 +48,7 @@ class Snapshot(Result):
     edge_interval: Interval | None = None  # certain, from the residual
     edge_threshold: float | None = None  # above it the optimizer's own update grows
     edge_is_law: bool = True  # False: a guide (Muon turns with the gradient; P unknown): no alarms
+    rate_limited: bool = False  # the optimizer holds its own rate to the curvature: no alarms
     metric: str = "plain"  # whose P; "plain (…)": P = I, and why
     rounding: float = 1e-5  # share of the gradient below which a role's is rounding
     maps: Atlas | None = None  # H, H_o and H_f role by role and layer by layer, with intervals
@@ -114,6 +115,19 @@ class CurvatureHistory(Result):
         """The maps over training as small multiples on one colour scale."""
         return film_figure(self, view=view, part=part)
 
+    def write_page(self, output: str | os.PathLike[str]) -> Path:
+        """One HTML page that works from disk: curves, events, and the maps with a slider.
+
+        With maps at two steps or more it says whether early dominant blocks predict movement.
+        """
+        from curvatlas.report.html import write_history
+
+        try:
+            answers = [self.early_blocks()]
+        except ValueError:  # no maps, or too few blocks for a rank correlation
+            answers = []
+        return write_history(self, output, *answers)
+
     def early_blocks(self, *, seed: int = 0) -> EarlyBlocks:
         """Do the blocks that dominate the first map predict which weights move?"""
         return early_blocks(self, seed=seed)
@@ -167,6 +181,9 @@ class EarlyBlocks(Result):
             return "no: per weight, shuffled blocks do as well"
         more = "more" if self.per_weight.value > 0 else "less"
         return f"yes: weights of blocks with more curvature early on move {more}"
+
+    def _derived(self) -> dict[str, Any]:
+        return {"answer": self.answer}
 
     def __str__(self) -> str:
         return "\n".join(

@@ -31,6 +31,7 @@ from curvatlas.report.contents import (
 )
 from curvatlas.report.markup import Markup, join, number, sentence, switch, table, tag
 from curvatlas.report.sections.atlas import interval_notes
+from curvatlas.training.alarms import YOUNG
 
 _MOST_POINTS = 400
 
@@ -109,7 +110,15 @@ _CHARTS = {
     "role_trace": ("Curvature by role", "tr H[role, role]", "A point where measured."),
     "role_gradient": ("Gradient by role", "‖∇L‖ of the role", "A point where measured."),
 }
-_BOOKKEEPING = ("step", "products", "seconds", "map_seconds", "rounding", "edge_is_law")
+_BOOKKEEPING = (
+    "step",
+    "products",
+    "seconds",
+    "map_seconds",
+    "rounding",
+    "edge_is_law",
+    "rate_limited",
+)
 
 
 def _labels(name: str) -> tuple[str, str, str]:
@@ -146,10 +155,15 @@ def _course(records: list[dict[str, Any]]) -> Iterator[Markup]:
         before, after = (with_interval(*end) for end in ends)
         steps = f"over steps {first['step']} to {last['step']}"
         yield sentence(f"{words} went from {{}} to {{}} {steps}.", before, after)
+    metric, _, reason = str(last.get("metric") or "").partition(" (")
+    if metric == "plain" and reason:
+        plain = "The edge of stability is the one of plain gradient descent: {}."
+        yield sentence(plain, reason.removesuffix(")"))
     ratios = [
         (value / limit, record["step"])
         for record in records
         if (value := quantity(record, "edge")[0]) is not None
+        and (record["step"] >= YOUNG or value == quantity(record, "sharpness")[0])
         and (limit := quantity(record, "edge_threshold")[0])
     ]
     over = [step for ratio, step in ratios if ratio > 1]
@@ -362,7 +376,9 @@ def _early_blocks(content: dict[str, Any]) -> Markup:
     lead += f"movement until step {content.get('until')}."
     head: list[object] = ["Spearman's ρ of", "ρ (95 %)", "shuffled blocks (95 %)", "p"]
     title = tag("h3", "Do early dominant blocks predict which weights move?")
-    return join(title, tag("p", lead), table(head, rows))
+    answer = content.get("answer")
+    said = tag("p", f"{capitalised(answer)}.") if isinstance(answer, str) else None
+    return join(title, said, tag("p", lead), table(head, rows))
 
 
 def _events(content: dict[str, Any]) -> Markup | None:
