@@ -14,11 +14,19 @@ median of five steps, which a single spike does not move) twice its lowest so fa
 never doubles is told and not counted. The monitor measures every five steps without a limit of time
 and is told the training loss.
 
-The alarms are judged for the third time. The first seeds that were held out, 100 to 105, had three
-false alarms in 30 healthy runs, after which slow rises of the rate were left out. The second, 200
-to 205, had two, after which a rate that comes back to where it was became no news (27 of 33
-divergences were told in time then). That rule was set on seeds 110 to 171. The seeds here, 300 to
-305, and the list of faults were fixed before any of them was run.
+A run without a fault is healthy if its loss (that median) never stands half above its lowest so
+far; one that goes off by itself is told and not counted, and the alarms of all runs whose loss did
+not double are told as well.
+
+The alarms are judged for the fourth time; every set of seeds was fixed before it was run, and after
+it the rules were mended, on seeds other than those of the next. Seeds 100 to 105: three false
+alarms in 30 runs, after which slow rises of the rate were left out. 200 to 205: two, after which a
+rate that comes back to where it was became no news. 300 to 305: two, three runs of one seed that
+alarmed before their fault, and 31 of 34 divergences told in time. One false alarm was a restart
+whose curvature stood beyond the edge for one snapshot, the other a run that went from a loss of
+1.60 to 2.79 by itself and did not come back, which the definition of a healthy run had not
+foreseen. After that jumps of the loss are told from twice instead of 1.5 times on, and a loss that
+stays up from 1.5 instead of 1.25 times on. The seeds here are 400 to 405.
 """
 
 from __future__ import annotations
@@ -50,6 +58,7 @@ RATES = {"SGD": 0.1, "AdamW": 8e-3, "Muon": 0.02}
 SCHEDULES = ("constant", "cosine", "long warm-up", "restart", "raised")
 WARM_UP, LONG, HEALTHY, STEPS, RAMP, EVERY = 20, 80, 60, 180, 100, 5
 LEAD = 10
+WENT_OFF = 1.5  # times the lowest loss so far: such a run is not healthy
 
 
 @dataclass(frozen=True)
@@ -71,15 +80,15 @@ class Case:
 
 def healthy() -> list[Case]:
     kinds = itertools.product(MODELS, OPTIMIZERS, SCHEDULES)
-    return [Case(m, o, 300, schedule) for m, o, schedule in kinds]
+    return [Case(m, o, 400, schedule) for m, o, schedule in kinds]
 
 
 def divergent() -> list[Case]:
     faults = [
-        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (301, 302)),
-        ("no norm", 10.0, 303),
-        ("no warm-up", 10.0, 304),
-        ("batch", 10.0, 305),
+        *(("rate", factor, seed) for factor in (10.0, 5.0, 3.0) for seed in (401, 402)),
+        ("no norm", 10.0, 403),
+        ("no warm-up", 10.0, 404),
+        ("batch", 10.0, 405),
     ]
     pairs = list(itertools.product(MODELS, OPTIMIZERS))
     return [
@@ -213,6 +222,16 @@ def doubled(losses: list[float], begins: int) -> int | None:
     return None if math.isfinite(losses[-1]) else len(losses) - 1
 
 
+def largest_rise(losses: list[float]) -> float:
+    """The largest loss over the lowest one before it, medians of five."""
+    lowest, largest = math.inf, 0.0
+    for step in range(4, len(losses)):
+        loss = statistics.median(losses[step - 4 : step + 1])
+        largest = max(largest, loss / lowest)
+        lowest = min(lowest, loss)
+    return largest if math.isfinite(losses[-1]) else math.inf
+
+
 def watch(case: Case, *, steps: int) -> dict[str, Any]:
     """What happened in one run, in plain numbers."""
     losses, monitor = run(case, steps=steps)
@@ -226,6 +245,7 @@ def row(
     alarms = [event for event in events if event.alarm]
     at = doubled(losses, case.begins)
     first = next((e for e in alarms if e.step >= case.begins), None)
+    rise = largest_rise(losses)
     ratios = [s.edge_ratio for s in snapshots if s.step >= 10 and s.edge_ratio is not None]
     return {
         **asdict(case),
@@ -234,6 +254,7 @@ def row(
         "last_loss": round(losses[-1], 4) if math.isfinite(losses[-1]) else "not finite",
         "largest_edge_ratio": round(max(ratios, default=math.nan), 2),
         "doubled_at": at,
+        "largest_rise": round(rise, 2) if math.isfinite(rise) else "not finite",
         "first_alarm": None if first is None else f"{first.step}: {first.name}",
         "lead": None if first is None or at is None else at - first.step,
         "early_alarms": sum(e.step < case.begins for e in alarms),
@@ -266,7 +287,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
-    healthy_runs = [row for row in calm if row["doubled_at"] is None]
+    healthy_runs = [row for row in calm if _stayed(row)]
+    not_doubled = [row for row in calm if row["doubled_at"] is None]
     counted = [row for row in faults if row["doubled_at"] is not None]
     false = sum(bool(row["alarms"]) for row in healthy_runs)
     early = sum(row["early_alarms"] > 0 for row in faults)
@@ -282,6 +304,12 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
     ]  # fmt: skip
     summary = {
         "healthy_runs": len(healthy_runs),
+        "runs_with_a_false_alarm": false,
+        "went_off_by_themselves": len(calm) - len(healthy_runs),
+        "alarms_where_the_loss_did_not_double": {
+            "runs": len(not_doubled),
+            "alarmed": sum(bool(row["alarms"]) for row in not_doubled),
+        },
         "false_alarms": {
             kind: sum(any(kind in event for event in _listed(row)) for row in healthy_runs)
             for kind in kinds
@@ -291,15 +319,22 @@ def _keep(calm: list[dict[str, Any]], faults: list[dict[str, Any]]) -> None:
         "warned_in_time": warned,
         "warned_in_time_interval": _rounded(share_interval(warned, len(counted))),
         "faults_that_did_not_double": len(faults) - len(counted),
-        "how_the_rules_were_set": "This is the third judgement: on two earlier sets of seeds 3 and "
-        "2 of 30 healthy runs raised an alarm, and the rules were mended on other seeds. None of "
-        "these runs was looked at before.",
+        "how_the_rules_were_set": "This is the fourth judgement, on seeds that nothing was set "
+        "on. On the three sets before it 3, 2 and 2 of 30 runs without a fault raised an alarm, "
+        "each time the rules were mended on seeds other than the next, and after the third a run "
+        "whose loss rises by half by itself was no longer called healthy.",
         "and_alarmed": sum(bool(row["alarms"]) for row in faults if row["doubled_at"] is None),
     }
     keep(
         "alarms",
         {"requirements": requirements, "summary": summary, "healthy": calm, "faults": faults},
     )
+
+
+def _stayed(row: dict[str, Any]) -> bool:
+    """Whether the loss of a run never stood half above its lowest."""
+    rise = row["largest_rise"]
+    return not isinstance(rise, str) and rise < WENT_OFF
 
 
 def _listed(row: dict[str, Any]) -> list[str]:
