@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from curvatlas.budget import default_budget, give_back, limit_bytes, parse_bytes, readable
 from curvatlas.engines.kept import kept_samples
 from curvatlas.engines.tangent.model import (
-    pair_numbers,
+    goes_by_blocks,
     read_model,
     run_length,
     tangent_numbers,
@@ -311,10 +311,11 @@ def _way_of(model: LayeredModel, budget: int) -> _Way:
             one, length, d = token_shape(problem, reading, next(problem.batches()))
     except UnmappedModuleError:
         return _Way(run=model.batch, blocked=False, record=False)
-    size = problem.dtype.itemsize * max(model.depth / _SHORT, 1.0)
-    blocked = 2 * pair_numbers(reading.layers, length) * size > budget // PAIR_SHARE
-    sample = tangent_numbers(reading.layers, one, length, d, blocked=blocked) * size / one
-    tangents = model.batch * sample
+    deeper = max(model.depth / _SHORT, 1.0)
+    room = int(budget / PAIR_SHARE / deeper)
+    blocked = goes_by_blocks(reading.layers, length, problem.dtype.itemsize, room)
+    numbers = tangent_numbers(reading.layers, one, length, d, blocked=blocked) / one
+    tangents = model.batch * numbers * deeper * problem.dtype.itemsize
     return _Way(
         run=run_length(model.batch, tangents),
         blocked=blocked,
