@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
 LARGE = "SmolLM2-135M"
 DEVICE = {"operations_per_second": 60e12, "memory": 80e9, "link_bytes_per_second": 25e9}
 BASIS, TOKENS = 20, 65_536
-ASKED = {"8 B": (2048, (8, 16, 32, 64)), "70 B": (512, (64, 128, 256, 512))}
+ASKED = {"8 B": (2048, (8, 16, 32, 64)), "70 B": (1024, (64, 128, 256))}
 
 
 def problem_of(name: str) -> Any:

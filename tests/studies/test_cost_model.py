@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvatlas as ca
+from curvatlas.planning import LiveBytes
 from curvatlas.studies.cost_model import (
     LLAMA_1B,
     LLAMA_8B,
@@ -33,12 +34,12 @@ SHAPES = [
 SAMPLES, LENGTH = 4, 16
 
 
-def problem_of(shape: TransformerShape) -> ca.Problem:
+def problem_of(shape: TransformerShape, samples: int = SAMPLES, length: int = LENGTH) -> ca.Problem:
     torch.manual_seed(0)
-    tokens = torch.randint(0, shape.vocabulary, (SAMPLES, LENGTH + 1))
+    tokens = torch.randint(0, shape.vocabulary, (samples, length + 1))
     if not shape.gated:
         config = GPTConfig(
-            vocabulary=shape.vocabulary, context=LENGTH, d_model=shape.width, d_ff=shape.hidden,
+            vocabulary=shape.vocabulary, context=length, d_model=shape.width, d_ff=shape.hidden,
             n_heads=shape.heads, n_layers=shape.layers, tied=shape.tied,
         )  # fmt: skip
         batch: Any = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -49,7 +50,7 @@ def problem_of(shape: TransformerShape) -> ca.Problem:
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.key_value_heads, tie_word_embeddings=shape.tied,
     )  # fmt: skip
-    ids = tokens[:, :LENGTH]
+    ids = tokens[:, :length]
     batch = {"input_ids": ids, "labels": ids}
     return ca.Problem(transformers.LlamaForCausalLM(llama).eval(), "cross_entropy", batch)
 
@@ -100,6 +101,24 @@ def test_operations_and_memory_are_those_of_the_engine(
         with MatrixProducts() as counter:
             plain @ vector
         assert counter.operations == pytest.approx(task.operations, **near)
+
+
+@pytest.mark.parametrize("quantity", ["H", "H_o"])
+@pytest.mark.parametrize("mode", ["kept", "recomputed"])
+def test_the_peak_of_many_tokens_is_counted(quantity: Any, mode: Any) -> None:
+    shape = TransformerShape(layers=6, width=64, hidden=256, heads=4, vocabulary=50)
+    samples, length = 16, 64
+    problem = problem_of(shape, samples, length)
+    operator = KINDS[quantity](problem, engine="tangent", checks=False)
+    operator.linearise_with(recompute=mode == "recomputed", record=False)
+    with LiveBytes() as live:
+        operator @ torch.randn(problem.size)
+        operator @ torch.randn(problem.size)
+    task = Task(
+        shape=shape, quantity=quantity, tokens=samples * length, length=length, mode=mode,
+        run=samples,
+    )  # fmt: skip
+    assert live.peak == pytest.approx(task.kept_bytes + task.passing_bytes, rel=0.25)
 
 
 def test_published_sizes_come_out() -> None:

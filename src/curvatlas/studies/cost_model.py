@@ -127,30 +127,37 @@ class Task:
         """Peak of one device: weights, column and product, a station, its samples, its basis."""
         shape, size = self.shape, self.itemsize
         spread = (3 * size + 2 * self.basis) * shape.parameters / self.devices
-        tangents = shape.tangent_numbers(min(self.run, self.own_samples) * self.length) * size
-        return (
-            spread
-            + STATIONS * shape.largest_station * size
-            + self.kept_bytes
-            + (TRANSIENT * tangents)
-        )
+        station = STATIONS * shape.largest_station * size
+        return spread + station + self.kept_bytes + self.passing_bytes
 
     @property
     def kept_bytes(self) -> float:
-        """Of the samples' activations: those that stay, and of a run or block made anew."""
-        shape, size, own = self.shape, self.itemsize, self.own_samples * self.length
-        held = HELD_OUTER if self.quantity == "H_o" else HELD
-        run = held * shape.tangent_numbers(min(self.run, self.own_samples) * self.length) * size
-        inside = {
-            "kept": held * shape.tangent_numbers(own) * size,
-            "passing": self._inputs(own) + run,
-            "recomputed": self._inputs(own) + run / shape.layers,
-        }[self.mode]
-        return inside + HELD_LOGITS * own * shape.vocabulary * size
+        """Of the samples, from product to product: all that is linearised, or blocks' inputs."""
+        shape, own = self.shape, self.own_samples * self.length
+        numbers = HELD_LOGITS * own * shape.vocabulary
+        if self.mode == "kept":
+            numbers += self._held * shape.tangent_numbers(own)
+        else:  # with their adjoints; counted, twice as much
+            numbers += 4.0 * own * shape.layers * shape.width
+        return numbers * self.itemsize
 
-    def _inputs(self, tokens: int) -> float:
-        """Bytes of the blocks' inputs and their adjoints."""
-        return 2.0 * tokens * self.shape.layers * self.shape.width * self.itemsize
+    @property
+    def passing_bytes(self) -> float:
+        """Of a run on its way: its tangents, and what is linearised for it."""
+        shape, tokens = self.shape, min(self.run, self.own_samples) * self.length
+        tangents = shape.tangent_numbers(tokens)
+        numbers = {
+            "kept": TRANSIENT * tangents,
+            "passing": (self._held + TRANSIENT) * tangents,
+            # those between the blocks, and of one block all
+            "recomputed": 2.0 * tokens * shape.layers * shape.width
+            + (self._held + TRANSIENT) * tangents / shape.layers,
+        }[self.mode]
+        return numbers * self.itemsize
+
+    @property
+    def _held(self) -> float:
+        return HELD_OUTER if self.quantity == "H_o" else HELD
 
 
 @dataclass(frozen=True, kw_only=True)
