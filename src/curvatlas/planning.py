@@ -199,7 +199,8 @@ class _Trial:
         self.preparing = 0  # bytes beside the weights while the engine is chosen and checked
         self.working = 0  # bytes beside weights and vectors while products are made
         self.held = 0  # of them what stays from product to product
-        self.first = 0.0  # seconds until the first product is there
+        self.checking = 0.0  # seconds until the engine is chosen and checked
+        self.first = 0.0  # seconds of the first product, for which samples are linearised
 
     def count(self) -> None:
         """What there is of tensors, at the most."""
@@ -219,8 +220,8 @@ class _Trial:
         if self._operator is None:
             started = time.perf_counter()
             self._operator = self._made()
-            self._once(self._operator)
-            self.first = time.perf_counter() - started
+            self.checking = time.perf_counter() - started
+            self.first = self._once(self._operator)
             if self._options["record"]:
                 self._once(self._operator)
                 self._once(self._operator)
@@ -251,7 +252,8 @@ class Cost:
 
     engine: str
     seconds: float  # a later product
-    linearising: float  # the first one beside that: choosing, checking, linearising
+    linearising: float  # what the first one takes beside that
+    checking: float  # seconds until the engine is chosen and checked
     preparing: float  # bytes beside the weights until the engine is chosen
     sample: float  # bytes that a sample keeps
     beside: float  # bytes that a product takes beside what is kept and vectors
@@ -296,6 +298,7 @@ def _cost(model: LayeredModel, way: _Way, quantity: str, *, recompute: bool, cou
         engine=trials[-1].problem.engine.name,
         seconds=whole(lambda t: t.later) * share,
         linearising=whole(lambda t: max(t.first - t.later, 0.0)) * share,
+        checking=whole(lambda t: t.checking),
         preparing=whole(lambda t: t.preparing),
         sample=whole(lambda t: t.held) / samples,
         beside=whole(lambda t: max(t.working - t.held, 0)),
@@ -483,14 +486,15 @@ def _here(model: LayeredModel, limit: int) -> tuple[list[PlannedOption], str]:
     piece, stays = _kept_here(model, kept, budget)
 
     def option(words: tuple[str, str], h: Cost, samples: int, again: bool, **more: float) -> Any:
-        peak = max(h.preparing, samples * h.sample + h.beside) + _VECTORS * vector
+        working = samples * h.sample + h.beside + _VECTORS * vector
+        peak = max(h.preparing + vector, working)
         memory = int(model.weight_bytes + _GAPS * peak)
         name, how = words
         return PlannedOption(
             name=name,
             how=how,
             seconds={"H": h.seconds + (h.linearising if again else 0.0), **more},
-            first_seconds=h.seconds + h.linearising,
+            first_seconds=h.checking + h.linearising + h.seconds,
             memory=memory,
             limit=limit,
         )
