@@ -468,7 +468,7 @@ def test_decoder_layers_of_the_kin_of_bart_are_read(name: str, implementation: s
 
 
 @pytest.mark.huggingface
-def test_decoder_layers_of_whisper_and_of_bert_are_read() -> None:
+def test_decoder_layers_of_whisper_bert_and_gpt2_are_read() -> None:
     config = transformers.WhisperConfig(
         **families.BART_SIZES, num_mel_bins=4, max_source_positions=4, max_target_positions=8
     )
@@ -477,17 +477,28 @@ def test_decoder_layers_of_whisper_and_of_bert_are_read() -> None:
     run = partial(whisper, sound, decoder_input_ids=tokens)
     for seen in seen_layers(whisper, run, list(whisper.decoder.layers)):  # type: ignore[union-attr]
         assert_same(seen)
-    decoder = prepared(
-        transformers.BertModel(
-            transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
-        )
+    bert = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    gpt2 = transformers.GPT2Config(
+        n_embd=SIZES["hidden_size"],
+        n_head=2,
+        n_layer=2,
+        vocab_size=TOKENS,
+        add_cross_attention=True,
+        scale_attn_by_inverse_layer_idx=True,
     )
-    tokens = torch.randint(0, TOKENS, (2, 3))
     memory = torch.randn(2, 5, SIZES["hidden_size"], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    run = partial(decoder, tokens, encoder_hidden_states=memory, encoder_attention_mask=mask)
-    for seen in seen_layers(decoder, run, list(decoder.encoder.layer)):  # type: ignore[union-attr]
-        assert_same(seen)
+    tokens = torch.randint(0, TOKENS, (2, 3))
+    for kind, config, path in (
+        ("Bert", bert, "encoder.layer"),
+        ("GPT2", gpt2, "h"),
+    ):
+        decoder = prepared(getattr(transformers, f"{kind}Model")(config))
+        run = partial(decoder, tokens, encoder_hidden_states=memory, encoder_attention_mask=mask)
+        layers = list(decoder.get_submodule(path).children())
+        for seen in seen_layers(decoder, run, layers):
+            assert seen.call.memory is not None
+            assert_same(seen)
 
 
 @pytest.mark.huggingface

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import curvatlas as ca
@@ -91,6 +92,22 @@ def _two_stacks(kind: str, **options: Any) -> tuple[nn.Module, Any, None]:
     return _shaken(model), [language(labels=LABELS[:, :6])], None
 
 
+def _captions() -> tuple[nn.Module, Any, None]:
+    """Two families in one model: images in, GPT-2's tokens out."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    images = transformers.ViTConfig(
+        **sizes, intermediate_size=12, image_size=8, patch_size=4, num_channels=1
+    )
+    text = transformers.GPT2Config(
+        **sizes, vocab_size=19, n_positions=16, is_decoder=True, add_cross_attention=True
+    )
+    both = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)
+    both.pad_token_id, both.decoder_start_token_id = 0, 1
+    batch = {"pixel_values": torch.randn(3, 1, 8, 8, dtype=torch.float64), "labels": TOKENS[:, :5]}
+    return _shaken(transformers.VisionEncoderDecoderModel(both)), [batch], None
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "bart": lambda: _two_stacks("bart"),
     "mbart": lambda: _two_stacks("mbart"),
@@ -101,6 +118,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
         "t5", is_gated_act=True, dense_act_fn="gelu_new", tie_word_embeddings=False
     ),
     "umt5": lambda: _two_stacks("umt5"),
+    "vit and gpt2": _captions,
     "translator": _translator,
     "translator, pre-norm": lambda: _translator(norm_first=True),
     "translator, time first": lambda: _translator(batch_first=False),

@@ -444,7 +444,7 @@ def test_hugging_face_variants_outside_the_closed_form_are_refused() -> None:
     llama = _llama(rope_parameters=stretched)
     with pytest.raises(UnmappedModuleError, match="rotary positions"):
         map_module(llama.model.layers[0])
-    with pytest.raises(UnmappedModuleError, match="cross attention"):
+    with pytest.raises(UnmappedModuleError, match="attends to a memory"):
         map_module(_gpt2(add_cross_attention=True).transformer.h[0])
     with pytest.raises(UnmappedModuleError, match="dropout"):
         map_module(_bert().train().encoder.layer[0])

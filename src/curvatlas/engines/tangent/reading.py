@@ -400,7 +400,8 @@ class _Layer:
     gate: str = ""  # with the path of ``up``: the gate's rows, then those of ``up``
     qk_norm: str = ""
     after: str = ""  # norms, or gains, behind the two sublayers
-    cross: str = ""  # query (with {name} or {letter}), output and norm of cross attention
+    # query (with {name} or {letter}, or with the fused key and value behind it), output and norm
+    cross: str = ""
     grouped: bool = False  # fused rows are, for each key, its queries, itself, its value
     norm_first: bool = True
     options: Callable[[Any], dict[str, Any]] = lambda module: {}
@@ -452,9 +453,11 @@ class _Layer:
         words["distance"] = self.distance
         query, *others = self.cross.split() or [""]
         if _found(module, query.format(name="query", letter="q")):
+            fused = others[:-2]
             for name in _PROJECTIONS:
-                words[f"cross_{name}"] = query.format(name=name, letter=name[0])
-            words |= zip(("cross_output", "cross_norm"), others, strict=True)
+                word = fused[0] if fused and name != "query" else query
+                words[f"cross_{name}"] = word.format(name=name, letter=name[0])
+            words |= zip(("cross_output", "cross_norm"), others[-2:], strict=True)
         found = {name: _found(module, word) for name, word in words.items()}
         needed = (*_PROJECTIONS, "up", "down", "norm1", "norm2")
         if lacking := [words[n] for n in needed if found[n] is None and words[n] != "-"]:
@@ -521,6 +524,7 @@ def _picker(module: nn.Module, spec: BlockSpec, paths: Mapping[str, str], *, gro
             else torch.split(value, [spec.n_heads * spec.key_size, keys, keys])
         ),
         ("gate", "up"): lambda value: value.chunk(2),
+        ("cross_key", "cross_value"): lambda value: value.chunk(2),
     }
     plan: list[tuple[_Source, tuple[str, ...], _Split]] = []
     for path, names in together.items():
@@ -691,7 +695,6 @@ def _zoo_block_options(module: Any) -> dict[str, Any]:
 
 def _gpt2_options(module: Any) -> dict[str, Any]:
     """Logits with or without a scale, and one that falls with depth."""
-    _refuse_cross_attention(module)
     attention, config = module.attn, module.attn.config
     scale = attention.head_dim**-0.5 if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
@@ -814,13 +817,6 @@ def _refuse_special_forms(module: nn.Module, spec: BlockSpec) -> None:
         )
 
 
-def _refuse_cross_attention(module: Any) -> None:
-    if hasattr(module, "crossattention"):
-        raise UnmappedModuleError(
-            f"{type(module).__name__} has cross attention: the closed form is for self-attention."
-        )
-
-
 def _bloom_call(module: Any, spec: BlockSpec, x: Tensor, arguments: dict[str, Any]) -> _Extras:
     """A bias (n·H, 1, L) is added to the logits."""
     alibi = arguments.pop("alibi", None)
@@ -939,6 +935,7 @@ _LAYERS = (
         "GPT2Block",
         "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj ln_1 ln_2",
         "mlp.act",
+        cross="crossattention.q_attn crossattention.c_attn crossattention.c_proj ln_cross_attn",
         options=_gpt2_options,
     ),
     _Layer(
@@ -1519,7 +1516,7 @@ def _library_memory(
     return memory.detach(), _combined(masks, x)
 
 
-_CROSS = re.compile(r"encoder_attn|crossattention\.self|layer\.1\.EncDecAttention")
+_CROSS = re.compile(r"encoder_attn|crossattention(\.self)?|layer\.1\.EncDecAttention")
 
 
 def _check_memory(module: nn.Module, memory: Any, spec: BlockSpec, x: Tensor) -> None:
