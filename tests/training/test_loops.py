@@ -239,6 +239,9 @@ def _ranks(rank: int, world: int, port: int, folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(
         json.dumps([(s.step, s.sharpness, s.edge) for s in monitor.snapshots])
     )
+    # Work that holds no Python object comes last: gloo's thread would wait for the interpreter to
+    # let go of one, and the group's end for that thread.
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
