@@ -15,7 +15,7 @@ from curvatlas import zoo
 from curvatlas.engines.tangent.feed_forward import FeedForwardStage
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import DifferentiationError, OutOfMemory
-from curvatlas.operators import engine as choosing
+from curvatlas.operators import curvature, engine as choosing
 
 TOKENS = torch.randint(0, 17, (5, 9), generator=torch.Generator().manual_seed(0))
 BATCH = (TOKENS[:, :-1], TOKENS[:, 1:])
@@ -70,6 +70,39 @@ def test_views_of_roles_are_the_same(rows: str, columns: str) -> None:
     views = [ca.Hessian(problem, engine=e)[rows, columns] for e in ("tangent", "autograd")]  # type: ignore[arg-type]
     vectors = torch.randn(views[0].shape[1], 2, dtype=torch.float64)
     torch.testing.assert_close(views[0] @ vectors, views[1] @ vectors, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ["auto", "autograd"])
+def test_an_operator_and_its_batches_are_probed_once_at_the_same_weights(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    probe = curvature.probe_batch
+
+    def counted(problem: ca.Problem) -> Any:
+        probed.append(problem)
+        return probe(problem)
+
+    monkeypatch.setattr(curvature, "probe_batch", counted)
+    problem = _problem(data=[(BATCH[0][:2], BATCH[1][:2]), (BATCH[0][2:], BATCH[1][2:])])
+    operator = ca.Hessian(problem, engine=engine)
+    vector = torch.randn(problem.size, dtype=torch.float64)
+    product = operator @ vector
+    operator.release()
+    assert torch.equal(operator @ vector, product)
+    together = sum(share * (part @ vector) for share, part in operator.per_batch())
+    torch.testing.assert_close(together, product, rtol=1e-12, atol=1e-14)
+    assert len(probed) == 1
+    with torch.no_grad():
+        next(problem.model.parameters()).mul_(1.5)
+    fresh = ca.Hessian(problem, engine=engine) @ vector
+    assert torch.equal(operator @ vector, fresh)
+    assert len(probed) == 3
+    operator.release()
+    problem.model.train()
+    problem.model.blocks[0].register_module("more", nn.Dropout(0.5))  # type: ignore[index, union-attr]
+    with pytest.raises(ValueError, match="dropout is active in"):
+        operator @ vector
 
 
 def test_float32_agrees_to_rounding_and_the_choice_is_said() -> None:

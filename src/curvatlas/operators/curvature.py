@@ -35,6 +35,7 @@ from curvatlas.errors import NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
 from curvatlas.operators.engine import (
     ByHand,
+    Choice,
     Engine,
     Probe,
     ShortSample,
@@ -108,6 +109,8 @@ class CurvatureOperator(LinearOperator):
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
         self._spread: SpreadProducts | None = None
+        # Engines by what they follow: weights that are the same need no second probe.
+        self._choices: dict[tuple[str, ...], Choice] = {}
         self._results = ResultMemory()
         self._late = LateChecks() if problem.deferring else None
 
@@ -428,6 +431,14 @@ class CurvatureOperator(LinearOperator):
         if self.dtype.itemsize < 4:
             self.problem.check()  # half precision is refused, with or without checks
         self.problem.sample_axes.room = self.budget
+        # Not where weights are spread: all processes have to meet as often as one of them does.
+        version = None if self.problem.sharded is not None else self.problem.weights_version()
+        followed = (self.engine, *names)
+        choice = self._choices.get(followed)
+        if choice is not None and choice.version == version:
+            if self.checks:
+                self.problem.check()  # the mode may be another one
+            return self._keep(names, choice)
         short = ShortSample(sample=probe_batch(self.problem))
         if self._autograd_only() is None:
             short = short_sample(self.problem, short.sample, names, self.budget)
@@ -473,17 +484,30 @@ class CurvatureOperator(LinearOperator):
             by_hand = self._tangent(probe, names)
         del probe
         self._give_back()
-        if by_hand is None:
-            by_hand = ByHand(
-                linearise=self._compiled(), sample_bytes=held, weight_bytes=0, transient=TRANSIENT
-            )
+        choice = Choice(
+            version=version,
+            by_hand=None if by_hand is None else by_hand.anew(),
+            probe_bytes=held,
+            probe_samples=self.problem.units(sample),
+        )
+        if version is not None:
+            self._choices[followed] = choice
+        return self._keep(names, choice)
+
+    def _keep(self, names: list[str], choice: Choice) -> KeptLinearisations:
+        by_hand = choice.used() or ByHand(
+            linearise=self._compiled(),
+            sample_bytes=choice.probe_bytes,
+            weight_bytes=0,
+            transient=TRANSIENT,
+        )
         return KeptLinearisations(
             self.problem,
             names,
             by_hand.linearise,
             budget=max(self.budget - by_hand.weight_bytes, 1),
             probe_bytes=by_hand.sample_bytes,
-            probe_samples=self.problem.units(sample),
+            probe_samples=choice.probe_samples,
             transient=by_hand.transient,
         )
 
@@ -583,7 +607,11 @@ class CurvatureOperator(LinearOperator):
         ]
 
     def _on(self, problem: Problem) -> CurvatureOperator:
-        return type(self)(problem, engine=self.engine, budget=self.budget, checks=False)
+        part = type(self)(problem, engine=self.engine, budget=self.budget, checks=False)
+        # The same formulas at the same weights: what was probed here holds for every batch, whose
+        # outputs are held to the model's own all the same.
+        part._choices = self._choices
+        return part
 
     def release(self) -> None:
         """Free the kept graphs; the next product builds them anew."""

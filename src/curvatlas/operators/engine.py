@@ -74,6 +74,25 @@ class ByHand:
     weight_bytes: int  # of copies of weights, however many samples there are
     transient: float  # what a product needs beside a linearisation, in sizes of that
 
+    def anew(self) -> ByHand:
+        """The same with a workspace of its own, which holds nothing yet."""
+        assert isinstance(self.linearise, functools.partial)
+        return replace(self, linearise=functools.partial(self.linearise, space=Buffers(keep=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The engine that an operator has chosen, and at which weights it was probed."""
+
+    version: tuple[bytes, bytes] | None  # of the weights
+    by_hand: ByHand | None  # None: autograd
+    probe_bytes: int  # that autograd holds of the probe
+    probe_samples: int
+
+    def used(self) -> ByHand | None:
+        """What computes, with memory of its own."""
+        return None if self.by_hand is None else self.by_hand.anew()
+
 
 def _at_full_length(ours: TangentLinearisation, probe: Probe, reading: ModelReading) -> int:
     """Bytes that the whole sample would hold, beside copies of weights."""

@@ -111,7 +111,7 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
+def _without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """No hooks of FSDP2, since full parameters are passed in, and none on gradients.
 
     What a backward hook records or rescales belongs to the user's training: the loss, and so its
@@ -125,7 +125,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
             hooks.clear()
 
     try:
-        for module in model.modules():
+        for module in modules:
             take(module._backward_hooks)
             take(module._backward_pre_hooks)
             if _is_fully_sharded(module):
@@ -414,8 +414,10 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
     scope = next((s for s in reversed(open_scopes) if s.model is model), None)
     versions = _versions(values)
-    with _without_hooks(model), scope.one_call() if scope else contextlib.nullcontext():
-        outputs = called_with(model, values, *arguments_of(model, inputs))
+    named = list(model.named_modules())  # one walk for all that look through the model
+    hooks = _without_hooks(module for _, module in named)
+    with hooks, scope.one_call() if scope else contextlib.nullcontext():
+        outputs = called_with(model, values, *arguments_of(model, inputs), named=named)
     changed = [n for n, a, b in zip(values, versions, _versions(values), strict=True) if a != b]
     if changed:
         raise ProblemError(
@@ -438,29 +440,38 @@ def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mappin
 
 
 def called_with(
-    module: nn.Module, values: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    module: nn.Module,
+    values: Mapping[str, Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    named: Sequence[tuple[str, nn.Module]] | None = None,
 ) -> Any:
     """``module(*args, **kwargs)`` with parameters replaced by name, wherever they are used.
 
     ``torch.func.functional_call`` leaves a replacement behind in a module that is registered under
     two names (shared layers, soft prompts on a model's own embedding), instead of its parameter.
+    named: ``module.named_modules()`` where the caller has them.
     """
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+    named = list(module.named_modules()) if named is None else named
+    if any(isinstance(part, torch.jit.ScriptModule) for _, part in named):
         return torch.func.functional_call(module, dict(values), tuple(args), dict(kwargs))
-    with _replaced(module, values):
+    with _replaced(named, values):
         return module(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the module's parameters are replaced by name, wherever in it they are used."""
-    by_parameter = {
-        id(parameter): values[name]
-        for name, parameter in module.named_parameters()
-        if name in values
-    }
-    parts = [part._parameters for part in module.modules() if part._parameters]
-    kept = [(held, dict(held)) for held in parts]
+def _replaced(
+    named: Sequence[tuple[str, nn.Module]], values: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Inside, the modules' parameters are replaced by their first name, wherever they are used."""
+    kept = [(part._parameters, dict(part._parameters)) for _, part in named if part._parameters]
+    by_parameter: dict[int, Tensor | None] = {}
+    for prefix, part in named:
+        for own_name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in by_parameter:
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                by_parameter[id(parameter)] = values.get(name, parameter)
     try:
         for held, own in kept:
             held.update({name: by_parameter.get(id(p), p) for name, p in own.items()})  # type: ignore[misc]
@@ -511,7 +522,7 @@ def block_by_block(
         own = places[block]
         with present(own.values()) as weights:
             values = {name: weights[whole] for name, whole in own.items()}
-            with _replaced(block, values):
+            with _replaced(list(block.named_modules()), values):
                 return forward(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
