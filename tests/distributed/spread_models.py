@@ -132,18 +132,17 @@ def by_budget(problem: ca.Problem, first: ca.Hessian) -> dict[str, Tensor]:
 
 
 def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> None:
-    """The products of every family; of one that fails, why, on both ranks."""
+    """The products of every family; of one that fails, why."""
     join_group(rank, world, port)
     for name in names():
         file = Path(folder, f"{name} {rank}")
-        told = ["", ""]
         try:
             torch.save(every_product(name), f"{file}.pt")
         except Exception:
-            told[rank] = traceback.format_exc()
-        dist.all_gather_object(told, told[rank])
-        if any(told):
-            Path(f"{file}.txt").write_text("\n".join(told))
+            Path(f"{file}.txt").write_text(traceback.format_exc())
+        # Last before the group goes, as it holds no Python object: gloo's thread would wait for the
+        # interpreter to let go of one, and the group's end for that thread.
+        dist.barrier()
     dist.destroy_process_group()
 
 
