@@ -328,6 +328,12 @@ def unknown_layers(rank: int) -> None:
         got = ca.Hessian(problem) @ right
     assert any("every process gathers all weights" in str(w.message) for w in caught)
     assert float((got - want).norm() / want.norm()) < 1e-12
+    shards, operator = problem.shards, ca.Hessian(problem, engine="autograd")
+    assert shards is not None
+    own = shards.take(want)
+    assert float((operator.sharded_matvec(shards.take(right), shards) - own).norm()) < 1e-10
+    two = torch.stack([shards.take(right)] * 2, 1)
+    assert float((operator.sharded_columns(two) - own.unsqueeze(1)).norm()) < 1e-10
     ca.Hessian(problem, engine="tangent") @ right
 
 

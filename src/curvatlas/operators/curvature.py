@@ -344,10 +344,13 @@ class CurvatureOperator(LinearOperator):
 
         Where the weights are spread (``shards`` is not None); all processes call it together.
         """
+        if not self._by_stations():
+            assert self.shards is not None
+            # autograd's products are whole in every process, which takes its own entries
+            images = [LinearOperator.sharded_matvec(self, c, self.shards) for c in columns.T]
+            return torch.stack(images, 1)
         if self.before_product is not None:
             self.before_product()
-        if not self._by_stations():
-            return super().sharded_columns(columns)
         self.products += columns.shape[1]
         parallel.agree(
             self.problem.mark(), columns.shape[1], columns, self.problem.refuse_differing_ranks
