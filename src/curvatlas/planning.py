@@ -36,9 +36,9 @@ from curvatlas.engines.tangent.model import (
     run_length,
     tangent_numbers,
     token_shape,
-    worth_recording,
 )
 from curvatlas.engines.tangent.reading import UnmappedModuleError, read_module
+from curvatlas.engines.tangent.tape import MOST_CALLS
 from curvatlas.operators.curvature import CurvatureOperator, GaussNewton, Hessian
 from curvatlas.operators.engine import PAIR_SHARE
 from curvatlas.problem import Problem
@@ -49,6 +49,7 @@ from curvatlas.studies.cost_model import Device, Task, TransformerShape
 _SHORT, _LONG = 2, 4  # layers of the two trials
 _ROUNDS = 4  # products timed of each
 _RUNS = 2  # runs of samples in a trial: the first one writes the product, the others add to it
+_CALLS = 160  # of torch, for a layer and a run of samples
 _VECTORS = 3  # the vector, its product, and the product before that the caller still has
 _TRIAL_VECTORS = 9  # of a trial's own size: weights, the checks' four and a product's three
 _GAPS = 1.07  # resident bytes for a byte of tensors: what the allocator cannot reuse (measured)
@@ -319,11 +320,9 @@ def _way_of(model: LayeredModel, budget: int) -> _Way:
     blocked = goes_by_blocks(reading.layers, length, problem.dtype.itemsize, room)
     numbers = tangent_numbers(reading.layers, one, length, d, blocked=blocked) / one
     tangents = model.batch * numbers * deeper * problem.dtype.itemsize
-    return _Way(
-        run=run_length(model.batch, tangents),
-        blocked=blocked,
-        record=worth_recording(tangents),
-    )
+    run = run_length(model.batch, tangents)
+    calls = _CALLS * model.depth * math.ceil(model.batch / run)
+    return _Way(run=run, blocked=blocked, record=calls < MOST_CALLS)
 
 
 # --- the plan -------------------------------------------------------------------------------------

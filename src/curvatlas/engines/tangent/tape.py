@@ -36,7 +36,7 @@ _PLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
-_MOST_CALLS = 30_000  # of about two kilobytes each: where a product has more, Python is little
+MOST_CALLS = 30_000  # of about two kilobytes each: where a product has more, Python is little
 
 
 class UnrecordableError(Exception):
@@ -141,8 +141,8 @@ class _Listener(TorchFunctionMode):
         kept = tuple(None if i in places else value for i, value in enumerate(args))
         named = {key: None if key in places else value for key, value in kwargs.items()}
         self._tape.calls.append(_Call(func, kept, named, tuple(cut), into))
-        if len(self._tape.calls) > _MOST_CALLS:
-            raise UnrecordableError(f"more than {_MOST_CALLS} calls")
+        if len(self._tape.calls) > MOST_CALLS:
+            raise UnrecordableError(f"more than {MOST_CALLS} calls")
         return result
 
     def _pieces(self, value: Any) -> int | list[int] | None:
