@@ -133,7 +133,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
 
 def projections() -> list[dict[str, Any]]:
     """Devices that nobody has here, counted."""
-    from curvatlas.studies.cost_model import LLAMA_8B, LLAMA_70B, Device, Task
+    from curvatlas.cost_model import LLAMA_8B, LLAMA_70B, Device, Task
 
     device, shapes = Device(**DEVICE), {"8 B": LLAMA_8B, "70 B": LLAMA_70B}
     rows = []

@@ -54,8 +54,8 @@ def plan(result: Result) -> list[str]:
     rows = []
     for row in result["rows"]:
         size = f"{row['planned_parameters'] / 1e6:.3g} M"
-        times = [f"{1e3 * row[key]:.3g} ms" for key in ("planned_seconds", "seconds")]
-        bytes_ = [f"{row[key] / 1e6:.3g} MB" for key in ("planned_memory", "memory")]
+        times = [f"{row[key]:.3g} s" for key in ("planned_seconds", "seconds")]
+        bytes_ = [f"{row[key] / 1e9:.3g} GB" for key in ("planned_memory", "memory")]
         rows.append((row["model"], size, "time", *times, f"{row['seconds_ratio'] - 1:+.0%}"))
         rows.append(("", "", "memory", *bytes_, f"{row['memory_ratio'] - 1:+.0%}"))
     return table(head, rows)

@@ -30,6 +30,8 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("zoo", "runs"),
     ("scaling",),
     ("report",),
+    ("cost_model",),
+    ("planning",),
     ("surveying",),
     ("studies",),
     ("cli",),

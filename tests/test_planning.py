@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import curvatlas as ca
 from curvatlas import cli, planning
+from curvatlas.cost_model import Device
 from curvatlas.engines.kept import KeptLinearisations, kept_samples
 from curvatlas.planning import LiveBytes, layered, shape_of
 from curvatlas.problem.checkpointing import shortened
-from curvatlas.studies.cost_model import Device
 from curvatlas.zoo.models import GPT, GPTConfig
 
 

@@ -199,7 +199,10 @@ def test_dear_steps_come_last_and_each_says_how_many_there_are(tmp_path: Path) -
     plan = ca.plan_survey(_problem())
     names = [step.name for step in plan.steps]
     assert [text.split(": ")[1].rsplit(", about", 1)[0] for text in steps] == names
-    free = [step.seconds for step in plan.steps[3:] if step.name not in _WAITING]
+    effort = {"eigenvalues": 5, "products": 300, "products_asked": None, "density_products": 150}
+    ordered = surveying._ordered(_problem(), tuple(surveying._SYMBOLS), skip=(), work={}, **effort)
+    assert [step.words for step in ordered] == names
+    free = [step.gradients for step in ordered[3:] if step.words not in _WAITING]
     assert free == sorted(free)
     assert plan.seconds == pytest.approx(sum(step.seconds for step in plan.steps))
 

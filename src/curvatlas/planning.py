@@ -9,7 +9,7 @@ Their tensors are counted as they come and go, so that the memory is that of the
 the allocator's gaps; their products are timed in turn. A model of up to four layers is its own
 trial. Nothing is assumed of the machine, and nothing of the engine but that a layer is a layer.
 
-Devices that are not at hand are counted instead (``studies.cost_model``).
+Devices that are not at hand are counted instead (``cost_model``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from curvatlas.budget import default_budget, give_back, limit_bytes, parse_bytes, readable
+from curvatlas.cost_model import Device, Task, TransformerShape
 from curvatlas.engines.kept import kept_samples
 from curvatlas.engines.tangent.model import (
     goes_by_blocks,
@@ -44,7 +45,6 @@ from curvatlas.operators.engine import PAIR_SHARE
 from curvatlas.problem import Problem
 from curvatlas.problem.checkpointing import block_stacks, shortened
 from curvatlas.results import Result
-from curvatlas.studies.cost_model import Device, Task, TransformerShape
 
 _SHORT, _LONG = 2, 4  # layers of the two trials
 _ROUNDS = 4  # products timed of each
@@ -334,7 +334,7 @@ class PlannedOption(Result):
 
     name: str
     how: str  # what to write
-    seconds: Mapping[str, float]  # quantity → one later product
+    seconds: dict[str, float]  # quantity → one later product
     first_seconds: float | None  # until the first product with H is there; None: not known
     memory: int  # bytes beside the libraries, at the peak
     limit: int  # bytes there are

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import os
 import time as clocks
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -608,13 +608,11 @@ def _ordered(
     density_products: int,
     skip: Collection[str],
     work: dict[str, Callable[[str], object]],
-    gradients: Mapping[str, float] = _GRADIENTS,
 ) -> list[_Step]:
     """The steps after the subject: both ends of every spectrum, then the others by their cost.
 
-    A step that needs another's result comes after it. ``gradients``: that a product costs.
+    A step that needs another's result comes after it.
     """
-    both = _MAP_GRADIENTS * gradients["total"] / _GRADIENTS["total"]
     blocks = len(blocks_of(problem.anatomy, biases=False)) if "map" not in skip else 0
     # what estimates took on ViTs and GPTs, trained and not: benchmarks and the tests' surveys
     ends = {part: min(products, (6 if part == "outer" else 13) * eigenvalues) for part in operators}
@@ -628,17 +626,17 @@ def _ordered(
     known = any(p.sublayer in ("attention", "ffn", "norm") for p in problem.anatomy)
     steps: list[_Step] = []
 
-    def add(kind: str, part: str, words: str, count: int, cost: float) -> _Step:
+    def add(kind: str, part: str, words: str, count: int, gradients: float) -> _Step:
         name = kind if kind in ("atlas", "propagation", "advice") else f"{part}.{kind}"
-        return _Step(name, words, count, cost, lambda: work[kind](part))
+        return _Step(name, words, count, gradients, lambda: work[kind](part))
 
     first = [
-        add("eigenpairs", p, f"ends of the spectrum of {_SYMBOLS[p]}", n, n * gradients[p])
+        add("eigenpairs", p, f"ends of the spectrum of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
         for p, n in ends.items()
     ]
     if "trace" not in skip:
         steps += [
-            add("trace", p, f"trace of {_SYMBOLS[p]}", n, n * gradients[p])
+            add("trace", p, f"trace of {_SYMBOLS[p]}", n, n * _GRADIENTS[p])
             for p, n in traces.items()
         ]
     if "propagation" not in skip and known:
@@ -647,10 +645,10 @@ def _ordered(
         steps.append(add("propagation", "", words, count, (6 * layers + 3) * _FLOW_GRADIENTS))
     if blocks:
         count = products_asked or min(5 * blocks, max(_PRODUCTS, 5 * blocks))
-        steps.append(add("atlas", "", "map over pairs of roles", count, count * both))
+        steps.append(add("atlas", "", "map over pairs of roles", count, count * _MAP_GRADIENTS))
     if "density" not in skip:
         steps += [
-            add("density", p, f"density of {_SYMBOLS[p]}", density, density * gradients[p])
+            add("density", p, f"density of {_SYMBOLS[p]}", density, density * _GRADIENTS[p])
             for p in operators
         ]
         if "advice" not in skip:
@@ -702,13 +700,12 @@ def plan_survey(
     vector = problem.size * problem.dtype.itemsize
     limit = memory_plan(None if memory is None else parse_bytes(memory), vector)
     costs = product_costs(problem, budget=limit.graphs)
-    seconds = []
+    measured = []
     for _ in range(2):  # the first one also loads what libraries need
         started = clocks.perf_counter()
         problem.gradient()
-        seconds.append(clocks.perf_counter() - started)
-    gradient = min(seconds)
-    curved = costs.seconds["H"] / gradient
+        measured.append(clocks.perf_counter() - started)
+    gradient = min(measured)
     steps = _ordered(
         problem,
         tuple(_SYMBOLS),
@@ -718,20 +715,24 @@ def plan_survey(
         density_products=density_products,
         skip=left_out,
         work={},
-        gradients={
-            "total": curved,
-            "outer": costs.seconds["H_o"] / gradient,
-            "functional": curved,
-        },
     )
+    # The steps' counts in gradients are those of any model: here is what products really take.
+    curved = costs.seconds["H"] / _GRADIENTS["total"]
+    unit = {
+        "total": curved,
+        "functional": curved,
+        "atlas": curved,
+        "outer": costs.seconds["H_o"] / _GRADIENTS["outer"],
+    }
+    taken = [s.gradients * unit.get(s.name.split(".")[0], gradient) for s in steps]
     basis = max(_basis_rows(eigenvalues), min(30 + 3 * density_products // 10, 60) + 30)
     expected = min(costs.memory, limit.graphs) + min(basis * vector, limit.vectors)
     return SurveyPlan(
         steps=tuple(
-            PlannedStep(name=s.words, products=s.products, seconds=s.gradients * gradient)
-            for s in steps
+            PlannedStep(name=step.words, products=step.products, seconds=seconds)
+            for step, seconds in zip(steps, taken, strict=True)
         ),
-        seconds=gradient * sum(step.gradients for step in steps),
+        seconds=sum(taken),
         gradient_seconds=gradient,
         memory=int(expected),
         memory_limit=limit.total,

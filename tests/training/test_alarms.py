@@ -78,7 +78,7 @@ def test_an_optimizer_that_limits_its_own_rate_raises_a_note_and_no_alarm() -> N
 def test_the_page_takes_no_metric_of_the_first_steps_for_one(tmp_path: Path) -> None:
     snapshots = (snapshot_at(0, edge=999.0), snapshot_at(20, edge=15.0))
     history = ca.CurvatureHistory(snapshots=snapshots, events=(), skipped=0, overhead=0.0)
-    page = history.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    page = ca.training_page(history, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "nearest at step 20, with <strong>75%</strong>" in page
 
 

@@ -128,7 +128,7 @@ def test_the_film_and_the_answer_come_from_a_stored_history(tmp_path: Path) -> N
         first.view("block")["head.weight", "head.weight"]
     )
     assert "shuffled" in str(answer)
-    page = history.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    page = ca.training_page(history, tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<input type="range" min="0" max="2"' in page
     assert answer.to_dict()["answer"].partition(":")[2].strip() in page
     with pytest.raises(ValueError, match="maps=True"):

@@ -214,7 +214,7 @@ def test_an_unknown_optimizer_has_the_plain_edge_and_history_and_page_say_so(
     monitor = ca.Monitor(model, "cross_entropy", digits(), budget=1.0, optimizer=odd)
     snapshot = monitor.measure(step=0)
     monitor.measure(step=1)
-    page = monitor.history.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
+    page = ca.training_page(monitor.history, tmp_path / "page.html").read_text(encoding="utf-8")
     assert "plain gradient descent: <strong>the metric of Odd is not known</strong>" in page
     assert snapshot.metric == "plain (the metric of Odd is not known)"
     assert snapshot.edge == snapshot.sharpness

@@ -52,8 +52,8 @@ def plan(
 ) -> None:
     """Say what products will take: time, memory, and which option makes them fit."""
     from curvatlas.budget import parse_bytes
+    from curvatlas.cost_model import Device
     from curvatlas.planning import plan as make_plan
-    from curvatlas.studies.cost_model import Device
 
     device = None
     counts: list[int] = []

@@ -7,6 +7,7 @@ forbids the browser to load or run anything else, whatever a name in the run may
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from curvatlas.report.sections.spectrum import spectrum
 from curvatlas.report.sections.training import dynamics, training
 from curvatlas.results import Result, brief
 from curvatlas.runs.loading import LoadedRun, load
+from curvatlas.training.snapshot import CurvatureHistory
 
 # in reading order; a section that the run has no data for gives None
 SECTIONS: tuple[Callable[[Contents], Section | None], ...] = (
@@ -86,14 +88,17 @@ def write_report(
     return target
 
 
-def write_history(history: Result, output: str | os.PathLike[str], *others: Result) -> Path:
+def training_page(history: CurvatureHistory, output: str | os.PathLike[str]) -> Path:
     """The page of a monitored training that has no run folder; returns where it is.
 
-    history: a ``CurvatureHistory``;  others: what belongs beside it, such as its ``EarlyBlocks``.
+    One HTML file that works from disk: curves, events, and the maps with a slider. With maps at two
+    steps or more it says whether early dominant blocks predict movement.
     """
+    results: list[Result] = [history]
+    with contextlib.suppress(ValueError):  # no maps, or too few blocks for a rank correlation
+        results.append(history.early_blocks())
     entries = tuple(
-        Entry(name=result.kind, content=brief(result, largest=LARGEST_TENSOR))
-        for result in (history, *others)
+        Entry(name=result.kind, content=brief(result, largest=LARGEST_TENSOR)) for result in results
     )
     section = dynamics(Contents(manifest={}, entries=entries))
     if section is None:

@@ -115,19 +115,6 @@ class CurvatureHistory(Result):
         """The maps over training as small multiples on one colour scale."""
         return film_figure(self, view=view, part=part)
 
-    def write_page(self, output: str | os.PathLike[str]) -> Path:
-        """One HTML page that works from disk: curves, events, and the maps with a slider.
-
-        With maps at two steps or more it says whether early dominant blocks predict movement.
-        """
-        from curvatlas.report.html import write_history
-
-        try:
-            answers = [self.early_blocks()]
-        except ValueError:  # no maps, or too few blocks for a rank correlation
-            answers = []
-        return write_history(self, output, *answers)
-
     def early_blocks(self, *, seed: int = 0) -> EarlyBlocks:
         """Do the blocks that dominate the first map predict which weights move?"""
         return early_blocks(self, seed=seed)

@@ -26,7 +26,7 @@ Mode = Literal["kept", "passing", "recomputed"]
 UNITS: dict[Quantity, int] = {"gradient": 3, "H": 6, "H_o": 4, "H_f": 6}
 AGAIN: dict[Mode, tuple[int, int]] = {"kept": (0, 0), "passing": (2, 1), "recomputed": (5, 2)}
 # What a sample keeps linearised: in sizes of the tangents of one column (3.0 to 3.8 on GPTs and
-# Llamas, H_o 2.0 to 2.5), and in vocabularies for its token (tests/studies/test_cost_model.py).
+# Llamas, H_o 2.0 to 2.5), and in vocabularies for its token (tests/test_cost_model.py).
 HELD, HELD_OUTER, HELD_LOGITS = 3.5, 2.3, 2.0
 TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents
 STATIONS = 6.5  # what there is of the largest station at once (engines/tangent/sharded)

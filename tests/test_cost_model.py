@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvatlas as ca
-from curvatlas.planning import LiveBytes
-from curvatlas.studies.cost_model import (
+from curvatlas.cost_model import (
     LLAMA_1B,
     LLAMA_8B,
     LLAMA_70B,
@@ -21,6 +20,7 @@ from curvatlas.studies.cost_model import (
     Task,
     TransformerShape,
 )
+from curvatlas.planning import LiveBytes
 from curvatlas.zoo.models import GPT, GPTConfig
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
