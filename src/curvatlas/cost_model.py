@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from curvatlas.budget import readable
+from curvatlas.engines.tangent.sharded import STATIONS, TRANSIENT
 
 Quantity = Literal["gradient", "H", "H_o", "H_f"]
 Mode = Literal["kept", "passing", "recomputed"]
@@ -28,8 +29,6 @@ AGAIN: dict[Mode, tuple[int, int]] = {"kept": (0, 0), "passing": (2, 1), "recomp
 # What a sample keeps linearised: in sizes of the tangents of one column (3.0 to 3.8 on GPTs and
 # Llamas, H_o 2.0 to 2.5), and in vocabularies for its token (tests/test_cost_model.py).
 HELD, HELD_OUTER, HELD_LOGITS = 3.5, 2.3, 2.0
-TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents
-STATIONS = 6.5  # what there is of the largest station at once (engines/tangent/sharded)
 WALKS = 5  # vectors of P numbers that a run sends: weights and columns twice, rows once
 
 

@@ -454,12 +454,18 @@ class ProductCosts:
 def product_costs(problem: Problem, *, budget: int) -> ProductCosts:
     """Of H and H_o, with all samples kept linearised or some at a time, as the budget allows."""
     model = layered(problem)
-    way = _way_of(model, budget)
-    costs = {name: _cost(model, way, name, recompute=False, count=name == "H") for name in KINDS}
-    h = costs["H"]
-    piece, stays = _kept_here(model, h, budget)
-    seconds = {n: c.seconds + (0.0 if stays else c.linearising) for n, c in costs.items()}
+    h, piece, _, seconds = _as_it_is(model, _way_of(model, budget), budget)
     return ProductCosts(seconds=seconds, memory=piece * h.sample + h.beside)
+
+
+def _as_it_is(
+    model: LayeredModel, way: _Way, budget: int
+) -> tuple[Cost, int, bool, dict[str, float]]:
+    """Of H, the samples linearised at a time, whether they stay, and seconds by quantity."""
+    costs = {name: _cost(model, way, name, recompute=False, count=name == "H") for name in KINDS}
+    piece, stays = _kept_here(model, costs["H"], budget)
+    seconds = {n: c.seconds + (0.0 if stays else c.linearising) for n, c in costs.items()}
+    return costs["H"], piece, stays, seconds
 
 
 def _kept_here(model: LayeredModel, h: Cost, budget: int) -> tuple[int, bool]:
@@ -479,12 +485,11 @@ def _here(model: LayeredModel, limit: int) -> tuple[list[PlannedOption], str]:
     """What the machine at hand can do, from trials on it."""
     budget = min(default_budget(), limit)
     vector, way = model.vector_bytes, _way_of(model, budget)
-    cost = functools.partial(_cost, model, way)
-    kept = cost("H", recompute=False, count=True)
-    outer = cost("H_o", recompute=False, count=False)
-    piece, stays = _kept_here(model, kept, budget)
+    kept, piece, stays, seconds = _as_it_is(model, way, budget)
 
-    def option(words: tuple[str, str], h: Cost, samples: int, again: bool, **more: float) -> Any:
+    def option(
+        words: tuple[str, str], h: Cost, samples: int, seconds: dict[str, float]
+    ) -> PlannedOption:
         working = samples * h.sample + h.beside + _VECTORS * vector
         peak = max(h.preparing + vector, working)
         memory = int(model.weight_bytes + _GAPS * peak)
@@ -492,18 +497,17 @@ def _here(model: LayeredModel, limit: int) -> tuple[list[PlannedOption], str]:
         return PlannedOption(
             name=name,
             how=how,
-            seconds={"H": h.seconds + (h.linearising if again else 0.0), **more},
+            seconds=seconds,
             first_seconds=h.checking + h.linearising + h.seconds,
             memory=memory,
             limit=limit,
         )
 
-    h_o = outer.seconds + (0.0 if stays else outer.linearising)
-    options = [option(_words(piece, stays), kept, piece, not stays, H_o=h_o)]
+    options = [option(_words(piece, stays), kept, piece, seconds)]
     if kept.engine == "tangent":  # autograd's own checkpoints are chosen when a Problem is made
-        lean = cost("H", recompute=True, count=True)
+        lean = _cost(model, way, "H", recompute=True, count=True)
         words = ("blocks computed anew", "Problem(…, checkpoint_activations=True)")
-        options.append(option(words, lean, model.samples, False))
+        options.append(option(words, lean, model.samples, {"H": lean.seconds}))
     return options, kept.engine
 
 

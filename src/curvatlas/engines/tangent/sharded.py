@@ -54,10 +54,10 @@ from curvatlas.problem.evaluation import called_with
 from curvatlas.problem.sharding import Route, Session, ShardedWeights, Station, Vectors, Walk
 
 _PLANNED = 0.85  # of the budget; the rest is what the allocator cannot reuse
-_TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents: measured 1.1
+TRANSIENT = 1.2  # what a column takes on its way, in sizes of its tangents: measured 1.1
 # What is there of the largest station: weights and tangents of it and of the next one, its rows,
 # those that are being summed, and what comes of them.
-_STATIONS = 6.5
+STATIONS = 6.5
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 
 
@@ -320,7 +320,7 @@ class ShardedLinearisation:
     @property
     def _room(self) -> float:
         """Bytes of the budget for what is kept of samples and for their tangents."""
-        return self._budget - _STATIONS * self._largest
+        return self._budget - STATIONS * self._largest
 
     def verified(self, sample: Batch) -> float:
         """The largest difference of a block by hand from double backward, on one sample."""
@@ -359,9 +359,9 @@ class ShardedLinearisation:
         together = min(self._at_once, everything)
         if self._mode is None:
             self._mode = "kept"
-            if not problem.held or held * everything + _TRANSIENT * together > room:
+            if not problem.held or held * everything + TRANSIENT * together > room:
                 self._mode = "passing"
-                per_sample = (held + _TRANSIENT) * largest
+                per_sample = (held + TRANSIENT) * largest
                 self._run_units = int((room - inputs) // per_sample)
                 if self._run_units < 1:
                     self._mode, self._run_units = "recomputed", 1
