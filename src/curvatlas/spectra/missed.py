@@ -19,8 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.special import erfinv
-from scipy.stats import beta
+from scipy.special import betainc, erfinv
 
 from curvatlas.spectra.eigen_result import Which
 from curvatlas.spectra.krylov import Array, KrylovBasis, RitzPairs
@@ -150,7 +149,7 @@ def _edges(reported: Array, which: str) -> list[tuple[float, float]]:
 def _beyond(alphas: Array, betas: Array, edge: float, outside_nodes: bool, n: int) -> float:
     if not outside_nodes:
         return 1.0
-    return float(beta.cdf(christoffel(alphas, betas, edge), 0.5, max(n - 1, 1) / 2))
+    return float(betainc(0.5, max(n - 1, 1) / 2, christoffel(alphas, betas, edge)))
 
 
 _SHORT_SEARCH = 4  # products, and one more for each 50: a search expected to end by then is made
