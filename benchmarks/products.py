@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import curvatlas as ca
 from harness.cases import CASES, Case, gpt_12_layers
 from harness.contestants import ONE_BY_ONE, contestants, references
 from harness.results import RESULTS, keep, requirement
-from harness.timing import Contestant, interleave
+from harness.timing import Contestant, clocked, interleave
 
 COLUMNS = 8
 LAST_LAYER_ROLES = ("query", "key", "value", "output", "up", "down")
@@ -47,7 +48,73 @@ def compare(case: Case, *, rounds: int, wide: int) -> dict[str, Any]:
         "inputs": list(case.inputs.shape),
         "gradient_seconds": round(seconds, 5),
         "rows": rows,
+        "matrix_products_alone": matrix_products_alone(case, columns, rounds=rounds, wide=wide),
     }
+
+
+_MATRIX_PRODUCTS = frozenset(("addmm_", "baddbmm_", "mm", "bmm", "matmul"))
+
+
+def matrix_products_alone(
+    case: Case, columns: torch.Tensor, *, rounds: int, wide: int
+) -> list[dict[str, Any]]:
+    """What the matrix products of our H·v and H_o·v take without anything between them.
+
+    Nothing that makes the same matrix products can be faster. ``per_second``: their operations, of
+    which a product of two square matrices of 1024 makes ``square_per_second``.
+    """
+    model = case.clone()
+    problem = ca.Problem(model.model, "cross_entropy", (model.inputs, model.targets))
+    entrants, operations = [], []
+    for quantity, kind in (("H", ca.Hessian), ("H_o", ca.GaussNewton)):
+        for count in (1, COLUMNS):
+            operator, some = kind(problem), columns[:, :count]
+            for _ in range(3):
+                operator @ some  # the second one is written down
+            repeat, flops = _repeated(operator, some)
+            operations.append(flops)
+            entrants.append(Contestant("matrix products alone", "", quantity, count, repeat))
+    seconds = interleave(case.gradient, entrants, rounds=rounds, wide=wide)
+    square = torch.randn(1024, 1024)
+    best = min(clocked(lambda: square @ square)[0] for _ in range(20))
+    return [
+        {
+            **entrant.summary(),
+            "per_second": round(
+                flops / (entrant.summary()["gradients"] * seconds) / count / 1e9, 1
+            ),
+            "square_per_second": round(2 * 1024**3 / best / 1e9, 1),
+        }
+        for entrant, flops in zip(entrants, operations, strict=True)
+        for count in (entrant.columns,)
+    ]
+
+
+def _repeated(
+    operator: ca.LinearOperator, columns: torch.Tensor
+) -> tuple[Callable[[], None], float]:
+    """(the matrix products of ``operator @ columns`` again, their operations)."""
+    linear = next(iter(operator._full))[1]  # type: ignore[attr-defined]
+    tape = next(tape for tape in linear._tapes._tapes.values() if tape is not None)
+    vectors = [columns.T.contiguous(), torch.empty(columns.shape[::-1])]
+    views = tape.views(*vectors)
+    calls = [call for call in tape.calls if call.function.__name__ in _MATRIX_PRODUCTS]
+
+    def repeat() -> None:
+        for call in calls:
+            call.repeat(views)
+
+    return repeat, sum(_operations(call, views) for call in calls)
+
+
+def _operations(call: Any, views: Sequence[torch.Tensor]) -> float:
+    """2 a b c of a product (a, b) × (b, c), for every one of a batch."""
+    given = list(call.args)
+    for place, index in call.cut:
+        if not isinstance(place, str):
+            given[place] = views[index]
+    left, right = given[-2:]
+    return 2.0 * max(left.numel() * right.shape[-1], right.numel() * left.shape[-2])
 
 
 def _difference(entrant: Contestant, exact: dict[str, torch.Tensor]) -> float:
@@ -169,6 +236,12 @@ def _show(
                 f"  {row['name']:36s} {row['quantity']:4s} ×{row['columns']}  "
                 f"{row['gradients']:6.2f} ({low:.2f}-{high:.2f}, processor "
                 f"{row['processor_gradients']:.2f})   difference {row['difference']:.1e}"
+            )
+        for row in result["matrix_products_alone"]:
+            speed = f"{row['per_second']} of {row['square_per_second']} GFlop/s"
+            print(
+                f"  {row['name']:36s} {row['quantity']:4s} ×{row['columns']}  "
+                f"{row['gradients']:6.2f}, {speed}"
             )
     for row in (views or {"rows": []})["rows"]:
         print(f"  {row['name']:36s} {row['of_full']:.3f} of a full product")

@@ -155,12 +155,31 @@ def _products(result: dict[str, Any]) -> list[str]:
             )
         ]
         lines += [*table(("", "columns", "way", "gradients", "difference"), rows), ""]
+        lines += _floor(case.get("matrix_products_alone", []))
     views = result.get("last_layer")
     if views:
         rows = [(row["name"], f"{row['of_full']:.3f}") for row in views["rows"]]
         lines += [f"### One role of the last of {views['layers']} layers", ""]
         lines += [*table(("block of H", "of a full product"), rows), ""]
     return lines
+
+
+def _floor(rows: list[dict[str, Any]]) -> list[str]:
+    """What our matrix products take alone: no way of making them is faster than that."""
+    if not rows:
+        return []
+    cells = [
+        (
+            row["quantity"],
+            str(row["columns"]),
+            f"{row['gradients']:.2f}",
+            f"{row['per_second']:.0f} of {row['square_per_second']:.0f}",
+        )
+        for row in rows
+    ]
+    head = ("", "columns", "gradients", "GFlop/s, of a square product's")
+    said = "The matrix products of our ways alone, without anything between them:"
+    return [said, "", *table(head, cells), ""]
 
 
 def readme_table(result: dict[str, Any], *, case: str = "GPT 1.06 M") -> str:

@@ -82,7 +82,17 @@ def projections(result: Result) -> list[str]:
 
 def compiled(result: Result) -> list[str]:
     """What compiling a product gives, and what it takes."""
-    head = ("model", "product", "kept graph", "compiled", "compiling", "pays after", "difference")
+    head = (
+        "model",
+        "product",
+        "kept graph",
+        "compiled",
+        "compiling",
+        "pays after",
+        "difference",
+        "by hand",
+        "by hand, compiled",
+    )
     rows = [
         (
             row["model"],
@@ -92,6 +102,8 @@ def compiled(result: Result) -> list[str]:
             f"{row['compile_seconds']:.0f} s",
             "never" if row["pays_after"] is None else f"{row['pays_after']:,} products",
             f"{row['difference']:.0e}",
+            f"{row['by_hand_gradients']:.2f}",
+            f"{row['by_hand_compiled_gradients']:.2f} ({row['by_hand_compile_seconds']:.0f} s)",
         )
         for row in result["rows"]
     ]

@@ -70,8 +70,9 @@ class CurvatureOperator(LinearOperator):
         its product right on one sample. ``problem.engine`` says which one it was, and why.
     budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
     checks: probe symmetry, gradient paths, randomness and finiteness on first use.
-    compile: run products as compiled code (docs/scale.md); "auto": where ``expected_products`` pay
-        for a minute or more of compiling.
+    compile: run autograd's products as compiled code (docs/scale.md), "auto": where
+        ``expected_products`` pay for a minute or more of compiling. Hand-written passes stay as
+        they are: compiled they are slower.
     """
 
     linearisation: type[Linearisation]
@@ -545,8 +546,6 @@ class CurvatureOperator(LinearOperator):
             return "engine='autograd' was asked for"
         if self.part is None:
             return f"{type(self).__name__} has no hand-written passes"
-        if self._compile is not False:
-            return "compile= runs autograd's products"
         return None
 
     def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import curvatlas as ca
 import oracles
+from curvatlas import zoo
 from curvatlas.engines.autograd import compiled
 from curvatlas.operators.curvature import CurvatureOperator
 
@@ -101,3 +102,17 @@ def test_a_compiled_product_that_differs_is_given_up(monkeypatch: pytest.MonkeyP
 def test_a_wrong_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="compile is True, False or 'auto'"):
         ca.Hessian(problem()[2], compile="always")  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_understood_is_computed_by_hand_and_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "_compiled", lambda *_: pytest.fail("was compiled"))
+    model = zoo.reference_gpt().double().eval()
+    tokens = torch.randint(model.config.vocabulary, (2, 5))
+    given = ca.Problem(model, "cross_entropy", (tokens, tokens))
+    vector = torch.randn(given.size, dtype=torch.float64)
+    operator, plain = ca.Hessian(given, compile=True), ca.Hessian(given)
+    for _ in range(3):
+        assert torch.equal(operator @ vector, plain @ vector)
+    assert given.engine.name == "tangent"

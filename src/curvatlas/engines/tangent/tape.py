@@ -88,16 +88,20 @@ class Tape:
 
     def play(self, *vectors: Tensor) -> None:
         """The same as ``run(*vectors)``."""
-        starts = [vector.storage_offset() for vector in vectors]
-        views = [
-            vectors[p.number].as_strided(p.size, p.stride, starts[p.number] + p.offset)
-            for p in self._pieces
-        ]
+        views = self.views(*vectors)
         for call in self.calls:
             if call.cut or call.into is not None:
                 call.repeat(views)
             else:
                 call.function(*call.args, **call.kwargs)
+
+    def views(self, *vectors: Tensor) -> list[Tensor]:
+        """The pieces of the vectors that calls take."""
+        starts = [vector.storage_offset() for vector in vectors]
+        return [
+            vectors[p.number].as_strided(p.size, p.stride, starts[p.number] + p.offset)
+            for p in self._pieces
+        ]
 
     def piece(self, piece: _Piece) -> int:
         """The number of a view of one of the vectors."""
