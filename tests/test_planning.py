@@ -74,6 +74,7 @@ def test_live_bytes_counts_what_is_alive_and_no_views() -> None:
 
 def test_memory_drawn_out_from_four_layers_is_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curvatlas.engines.tangent.model.ONE_RUN_BYTES", 2**18)
+    monkeypatch.setattr("curvatlas.engines.tangent.model.RUN_SHARE", 0.0)
     problem, budget = gpt_problem(7, samples=40), 2**30
     model = layered(problem)
     way = planning._way_of(model, budget)

@@ -171,6 +171,7 @@ def test_columns_and_rows_of_some_parameters_equal_padded_ones(name: str, part: 
 def test_a_batch_in_several_runs_of_samples_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _problem("bart")  # labels are ignored in different numbers
     monkeypatch.setattr(whole, "ONE_RUN_BYTES", 1)
+    monkeypatch.setattr(whole, "RUN_SHARE", 0.0)
     with problem.evaluating():
         ours = linearised(problem, "total")
         assert len(ours.chains) == 2

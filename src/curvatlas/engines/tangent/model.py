@@ -1184,6 +1184,7 @@ def _chain_of(reading: ModelReading) -> type[Chain]:
 
 
 ONE_RUN_BYTES = 2**24  # of tangents: a batch below goes through in one run
+RUN_SHARE = 0.5  # the same of the weights' own bytes: every run reads all weights twice
 _LEAST_TRANSIENT = 0.2  # of what a linearisation holds
 _IN_FLIGHT = 2**27  # bytes of tangents that several columns may take together
 
@@ -1251,22 +1252,24 @@ def runs_of(
     shape: tuple[int, int, int],
     *,
     blocked: bool = False,
-    alone: int | None = None,
-    at_once: int = 2**26,
+    alone: float | None = None,
+    at_once: float | None = None,
     together: int | None = None,
 ) -> list[tuple[Batch, float]]:
     """The batch in runs of samples that go through together, each with its share of the loss.
 
     Activations of all are kept side by side, the tangents of a product for one at a time: one run
-    below ``alone`` bytes (None: ``ONE_RUN_BYTES``), where smaller products would cost more than the
-    memory is worth; two from there on (half the tangents for about 5 % of time); more where two
-    would pass ``at_once``. ``together``: so many samples a run, whatever their size.
+    below ``alone`` bytes (None: ``ONE_RUN_BYTES``, or half of the weights' own), where smaller
+    products would cost more than the memory is worth; two from there on (half the tangents for
+    about 5 % of time); more where two would pass ``at_once``. ``together``: so many samples a run,
+    whatever their size.
     """
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
     samples = batch.samples
     size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
-    step = together or run_length(samples, size, alone=alone, at_once=at_once)
+    weights = sum(t.numel() * t.itemsize for t in problem.own_tensors())
+    step = together or run_length(samples, size, weights, alone=alone, at_once=at_once)
     if step >= samples:
         return [(batch, 1.0)]
     pieces = [
@@ -1279,12 +1282,18 @@ def runs_of(
 
 
 def run_length(
-    samples: int, tangents: float, *, alone: int | None = None, at_once: int = 2**26
+    samples: int,
+    tangents: float,
+    weights: float,
+    *,
+    alone: float | None = None,
+    at_once: float | None = None,
 ) -> int:
     """How many of a batch's samples go through together, by the bytes of all their tangents."""
-    if tangents < (ONE_RUN_BYTES if alone is None else alone):
+    if tangents < (max(ONE_RUN_BYTES, RUN_SHARE * weights) if alone is None else alone):
         return samples
-    count = int(min(samples, max(2, -(-tangents // at_once))))
+    most = max(2**26, RUN_SHARE * weights) if at_once is None else at_once
+    count = int(min(samples, max(2, -(-tangents // most))))
     return -(-samples // count)
 
 
