@@ -6,6 +6,7 @@ import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import curvatlas as ca
+from curvatlas import parallel
 from curvatlas.engines.tangent.sharded import _PLANNED, Mode, ShardedLinearisation
+from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import sharding
+from curvatlas.spectra import vectors
 from distributed.workers import join_group, model_and_data
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
@@ -106,6 +112,16 @@ def straight_messages() -> Iterator[None]:
         sharding._LARGE_MESSAGE = large
 
 
+@contextlib.contextmanager
+def drawn_in_small_blocks() -> Iterator[None]:
+    """Inside, few of the random numbers that all processes have to go through lie in memory."""
+    drawn, vectors._DRAWN = vectors._DRAWN, 64
+    try:
+        yield
+    finally:
+        vectors._DRAWN = drawn
+
+
 def linearised(operator: ca.Hessian) -> ShardedLinearisation:
     assert operator._spread is not None
     assert operator._spread._linear is not None
@@ -174,6 +190,12 @@ def every_product(name: str) -> dict[str, Tensor]:
     return results
 
 
+def number(estimate: ca.Estimate) -> Tensor:
+    """The value with its interval and its cost."""
+    numbers = estimate.value, *estimate.interval, estimate.products
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
 def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tensor]:
     """Every estimator once, cheaply."""
     h, h_o = ca.Hessian(problem), ca.GaussNewton(problem)
@@ -185,14 +207,111 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
         "eigenvalues": pairs.values,
         "participation": (pairs.vectors**4).sum(0),
         "nodes": density.nodes,
-        "trace": torch.tensor(ca.trace(h, max_products=8, data_error=False).value),
-        "frobenius": torch.tensor(ca.frobenius_norm(h, max_products=8, data_error=False).value),
-        "spectral": torch.tensor(ca.spectral_norm(h, max_products=30).value),
+        "trace": number(ca.trace(h, max_products=8, data_error=False)),
+        "frobenius": number(ca.frobenius_norm(h, max_products=8, data_error=False)),
+        "spectral": number(ca.spectral_norm(h, max_products=30)),
         "diagonal": ca.diagonal(h, max_products=6).value,
         "trace of H_o": torch.tensor(ca.trace(h_o, data_error=False).value),
         "diagonal of H_o": ca.diagonal(h_o).value,
         "solve": ca.solve(h_o, right, damping=0.5, rtol=1e-8).value,
     }
+
+
+SIZE = 3000  # of an operator whose products cost nothing
+
+
+def ranges_of(world: int) -> tuple[tuple[parallel.Range, ...], ...]:
+    """Rows of parameters of 700, 37, 2000 and the rest, as FSDP2 gives them to processes."""
+    ends = [0, 700, 737, 2737, SIZE]
+    cuts = [[a + (b - a) * r // world for r in range(world + 1)] for a, b in pairwise(ends)]
+    return tuple(tuple((cut[r], cut[r + 1]) for cut in cuts) for r in range(world))
+
+
+class Spectrum(LinearOperator):
+    """diag(λ) + u uᵀ with a bulk and outliers; spread over the processes where there are several.
+
+    The products are its own and make no whole vector.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, psd: bool = False) -> None:
+        tags = Tags(symmetric=True, psd=psd)
+        super().__init__((SIZE, SIZE), dtype=dtype, tags=tags)
+        draw = torch.Generator().manual_seed(7)
+        values = torch.rand(SIZE, generator=draw, dtype=torch.float64) - (0.0 if psd else 0.2)
+        values[::400] *= 30.0
+        one = torch.randn(SIZE, generator=draw, dtype=torch.float64) / SIZE**0.5
+        self._shards = None
+        if dist.is_initialized():
+            ranges = ranges_of(dist.get_world_size())
+            self._shards = parallel.Shards(SIZE, dist.get_rank(), ranges)
+            values, one = self._shards.take(values), self._shards.take(one)
+        self._values, self._one = values.to(dtype), one.to(dtype)
+
+    @property
+    def shards(self) -> parallel.Shards | None:
+        return self._shards
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        if self._shards is not None and len(columns) == SIZE:  # whole: what small operators take
+            local = self.sharded_columns(self._shards.take(columns))
+            return torch.stack([self._shards.gathered(c) for c in local.T.contiguous()], 1)
+        inner = self._one @ columns
+        if self._shards is not None:
+            self._shards.summed(inner)
+        return self._values.unsqueeze(1) * columns + self._one.unsqueeze(1) * inner
+
+    def sharded_columns(self, columns: Tensor) -> Tensor:
+        self.products += columns.shape[1]
+        return self._columns(columns)
+
+    def sharded_matvec(self, part: Tensor, shards: parallel.Shards) -> Tensor:
+        return self.sharded_columns(part.unsqueeze(1)).squeeze(1)
+
+
+def little_memory(op: Spectrum) -> int:
+    """Room for twenty vectors as they are held."""
+    return 20 * op.dtype.itemsize * (SIZE if op.shards is None else op.shards.largest)
+
+
+# Estimators whose vectors stay spread, and how their results are compared.
+SPREAD: dict[str, Callable[[Spectrum], Tensor]] = {
+    "trace": lambda op: number(ca.trace(op, rtol=0.02)),
+    "trace in little memory": lambda op: number(ca.trace(op, rtol=0.02, memory=little_memory(op))),
+    "frobenius": lambda op: number(ca.frobenius_norm(op, rtol=0.03)),
+    "spectral": lambda op: number(ca.spectral_norm(op)),
+    "eigenvalues": lambda op: ca.eigenpairs(op, k=2, shard=True).values,
+}
+DEFINITE = ()  # of them, those that need a positive definite operator
+# What the recorder has to see: eigenvectors, gathered at the end.
+GATHERED: dict[str, Callable[[Spectrum], Tensor]] = {
+    "whole eigenvectors": lambda op: ca.eigenpairs(op, k=2).vectors.abs(),
+}
+
+
+class Longest(TorchDispatchMode):
+    """The longest axis of any tensor that is made inside."""
+
+    length = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # another shape of the same memory may be longer: that of K columns, one after the other
+        if not func.is_view:
+            made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            self.length = max([self.length, *(n for tensor in made for n in tensor.shape)])
+        return result
+
+
+def of_spectra() -> dict[str, Tensor]:
+    """Every estimator on operators that cost nothing; where it is spread, how long its tensors."""
+    results = {}
+    for dtype in (torch.float64, torch.float32):
+        for name, estimate in {**SPREAD, **GATHERED}.items():
+            op = Spectrum(dtype, psd=name in DEFINITE)
+            with Longest() as seen:
+                results[f"{name}, {dtype}"] = estimate(op)
+            results[f"longest {name}, {dtype}"] = torch.tensor(seen.length)
+    return results
 
 
 def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) -> None:
@@ -203,6 +322,8 @@ def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) ->
     operator = ca.Hessian(problem)
     part = ca.eigenpairs(operator, k=2, which="both", tol=1e-8, max_products=120, shard=True)
     torch.save(part.vectors.contiguous(), Path(folder, f"vectors {rank}.pt"))
+    with drawn_in_small_blocks():
+        torch.save(of_spectra(), Path(folder, f"spectra {rank}.pt"))
     dist.destroy_process_group()
 
 

@@ -49,20 +49,48 @@ def test_products_of_a_spread_model_are_those_of_one_process(name: str, products
     assert lengths == problem.size * (2 if name == "gpt 2" else 1)  # whole in each replica
 
 
-def test_every_estimator_gives_the_numbers_of_one_process(tmp_path: Path) -> None:
-    start(spread_models.every_estimator, tmp_path, "")
-    first, second = load(tmp_path, "estimates")
+@pytest.fixture(scope="module")
+def estimates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("estimates")
+    start(spread_models.every_estimator, folder, "")
+    return folder
+
+
+def test_every_estimator_gives_the_numbers_of_one_process(estimates: Path) -> None:
+    first, second = load(estimates, "estimates")
     model, _, loss, data = spread_models.case("gpt")
     problem = ca.Problem(model, loss, data)
     for name, value in spread_models.estimates(problem).items():
         assert torch.equal(first[name], second[name]), name
-        assert oracles.relative_error(first[name], value) < 1e-6, name
-    parts = [torch.load(tmp_path / f"vectors {rank}.pt", weights_only=True) for rank in (0, 1)]
+        assert oracles.relative_error(first[name], value) < 1e-9, name
+    parts = [torch.load(estimates / f"vectors {rank}.pt", weights_only=True) for rank in (0, 1)]
     lengths = [len(part) for part in parts]
     assert sum(lengths) == problem.size
     assert max(lengths) < 0.6 * problem.size
     gram = sum(part.T @ part for part in parts)
     assert float((gram - torch.eye(4, dtype=torch.float64)).abs().max()) < 1e-10
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Tensor]:
+    return spread_models.of_spectra()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", [*spread_models.SPREAD, *spread_models.GATHERED])
+def test_spread_vectors_give_the_numbers_of_whole_ones(
+    name: str, dtype: torch.dtype, estimates: Path, alone: dict[str, Tensor]
+) -> None:
+    first, second = load(estimates, "spectra")
+    key = f"{name}, {dtype}"
+    assert torch.equal(first[key], second[key])
+    allowed = 1e-10 if dtype == torch.float64 else 1e-5
+    assert oracles.relative_error(first[key].double(), alone[key].double()) < allowed
+    for longest in (first[f"longest {key}"], second[f"longest {key}"]):
+        if name in spread_models.GATHERED:  # so that the recorder is seen to see
+            assert int(longest) >= spread_models.SIZE
+        else:
+            assert int(longest) < 0.6 * spread_models.SIZE
 
 
 def test_a_stopped_estimate_goes_on_from_every_ranks_piece(tmp_path: Path) -> None:

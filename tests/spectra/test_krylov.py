@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.parallel import Shards
-from curvatlas.spectra import krylov
+from curvatlas.spectra import vectors
 from curvatlas.spectra.krylov import Rows
 
 
@@ -21,7 +21,7 @@ def drawn(size: int, start: int, stop: int, *, seed: int = 3) -> Tensor:
 def test_parts_of_a_random_vector_are_those_of_the_whole_one(
     processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(krylov, "_DRAWN", 8)  # parts end inside streams and at their ends
+    monkeypatch.setattr(vectors, "_STREAM", 8)  # parts end inside streams and at their ends
     size = 43
     store = Rows(1, size, dtype=torch.float64, device=torch.device("cpu"))
     everything = store.random(torch.Generator().manual_seed(3))
@@ -31,16 +31,16 @@ def test_parts_of_a_random_vector_are_those_of_the_whole_one(
 
 
 def test_a_part_costs_no_more_numbers_than_it_has_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(krylov, "_DRAWN", 8)
+    monkeypatch.setattr(vectors, "_STREAM", 8)
     count = 0
-    plain = krylov.np.random.Philox
+    plain = vectors.np.random.Philox
 
     def counted(**options: object) -> object:
         nonlocal count
         count += 1
         return plain(**options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(krylov.np.random, "Philox", counted)
+    monkeypatch.setattr(vectors.np.random, "Philox", counted)
     drawn(8000, 16, 30)
     assert count == 2
 

@@ -9,10 +9,10 @@ basis would resume to wrong numbers without a word. The state before the last on
 Only states between two steps are ever written: an interruption in a product or in the middle of an
 update saves the state before that step.
 
-A basis that is sharded over processes lies in parts beside that file, readable by any number of
-processes: each writes its columns of the rows to ``<name>.step<n>.<start>-<stop>``, and when all
-have done so the first process replaces ``<name>`` itself, which holds everything else and names the
-step. A kill at any moment leaves the last complete step; the one before it stays too.
+Vectors that are spread over processes lie in parts beside that file, readable by any number of
+processes: each writes its entries to ``<name>.step<n>.<start>-<stop>``, and when all have done so
+the first process replaces ``<name>`` itself, which holds everything else and names the step. A kill
+at any moment leaves the last complete step; the one before it stays too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from __future__ import annotations
 import functools
 import glob
 import json
+import math
 import os
 import re
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ class Resumable:
     budget: int  # products, the end of the progress bar
     done = False
     products_between_looks = 1  # at the checkpoint's clock
+    # Which tensors of ``state`` are vectors, by their names without a number behind, and the axis
+    # of the entries: where vectors are spread, every process has its own.
+    vector_axes: ClassVar[Mapping[str, int]] = {"rows": 1}
 
     @property
     def products(self) -> int:
@@ -82,6 +86,18 @@ class Resumable:
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """The inverse of ``state``."""
         raise NotImplementedError
+
+    def run_from(
+        self,
+        path: str | os.PathLike[str] | None,
+        mark: Mapping[str, Any],
+        shards: parallel.Shards | None,
+    ) -> None:
+        """Go on from the file at ``path``, to the end; shards: of spread vectors."""
+        if shards is None:
+            self.run(Checkpoint(path, mark))
+        else:
+            self.run(ShardedCheckpoint(path, mark, shards, axes=self.vector_axes))
 
     def run(self, file: Checkpoint) -> None:
         """Go on from the file, to the end."""
@@ -193,7 +209,35 @@ class Checkpoint:
             ) or ["schema"]
             what = ", ".join(differing)
             raise ValueError(f"{self.path} belongs to another estimate (other {what}): {again}")
-        return tensors, numbers
+        return self._with_vectors(tensors, numbers, int(mark["shape"][1]))
+
+    def _with_vectors(
+        self, tensors: dict[str, Tensor], numbers: dict[str, Any], size: int
+    ) -> State:
+        """The state with its spread vectors, whose length is ``size``, put together."""
+        if "step" not in numbers:
+            return tensors, numbers
+        numbers = dict(numbers)
+        parts = self._read_parts(int(numbers.pop("step")), numbers.pop("rows"), ((0, size),))
+        return {**tensors, **parts}, numbers
+
+    def _read_parts(
+        self, step: int, vectors: Any, own: tuple[parallel.Range, ...]
+    ) -> dict[str, Tensor]:
+        """The entries ``own`` of the spread vectors, from the parts of however many processes.
+
+        vectors: name → [axis of the entries, lengths of the other axes].
+        """
+        assert self.path is not None
+        # Only a basis was spread at first, and its rows were counted.
+        kept = {_ROWS: [1, vectors]} if isinstance(vectors, int) else dict(vectors)
+        try:
+            return _spread_vectors(self.path, step, kept, own)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(
+                f"a part of {self.path} is missing or damaged ({error}): bring all files "
+                f"{self.path}.* back to one place; {self._way_back()}delete them to start afresh."
+            ) from error
 
     def _way_back(self) -> str:
         assert self.path is not None
@@ -253,8 +297,9 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed))
 
 
-_SHARDED = "rows"
-_SUM = "crc32"  # of a part, which is read row by row
+_ROWS = "rows"
+_SUM = "crc32"  # of a part, which is read piece by piece
+_PIECE = 2**22  # numbers of a part that are read at a time
 _ENTRIES = "entries"  # of the vectors, where a part holds the rows of many parameters
 
 
@@ -318,65 +363,99 @@ def _common(
     return common
 
 
-class ShardedCheckpoint(Checkpoint):
-    """``Checkpoint`` for states whose ``rows`` (R, n_local) are this process's columns."""
+def _spread_vectors(
+    path: Path, step: int, kept: Mapping[str, Sequence[int]], own: tuple[parallel.Range, ...]
+) -> dict[str, Tensor]:
+    """The entries ``own`` of every tensor in ``kept``, each with [axis, lengths of the others]."""
+    vectors: dict[str, Tensor] = {}
+    length = sum(stop - start for start, stop in own)
+    covered = 0
+    for file, at, entries in parts_on_disk(path):
+        common = _common(entries, own)
+        if at != step or not common:
+            continue
+        there = sum(stop - start for start, stop in entries)
+        total = 0
+        with safe_open(str(file), framework="pt") as opened:
+            for name in sorted(kept):
+                part, (axis, *others) = opened.get_slice(name), kept[name]
+                if part.get_shape() != [*others[:axis], there, *others[axis:]]:
+                    raise ValueError(f"{file} has {part.get_shape()}")
+                for piece, first, entry in _pieces(part, axis):
+                    total = checksum(piece, total)
+                    if name not in vectors:
+                        shape = [*others[:axis], length, *others[axis:]]
+                        vectors[name] = torch.empty(shape, dtype=piece.dtype, device="cpu")
+                    into = vectors[name][first : first + len(piece)] if axis else vectors[name]
+                    _place(piece, into, axis, entry, common)
+            expected = (opened.metadata() or {}).get(_SUM)
+        if f"{total:08x}" != expected:
+            raise ValueError(f"the bytes of {file.name} do not match their checksum")
+        covered += sum(number for _, _, number in common)
+    if covered != length and kept:
+        raise ValueError(f"step {step} covers {covered} of {length} entries")
+    return vectors
 
-    def __init__(self, path: Any, mark: Mapping[str, Any], shards: parallel.Shards) -> None:
+
+def _pieces(part: Any, axis: int) -> Iterator[tuple[Tensor, int, int]]:
+    """(piece, its first row, its first entry): a part may be larger than this process's own.
+
+    By rows where they are vectors (axis 1), else some entries of all vectors at a time.
+    """
+    shape = part.get_shape()
+    step = 1 if axis else max(_PIECE // max(math.prod(shape[1:]), 1), 1)
+    for start in range(0, max(shape[0], 1), step):
+        yield part[start : start + step], start if axis else 0, 0 if axis else start
+
+
+def _place(
+    piece: Tensor, into: Tensor, axis: int, entry: int, common: Sequence[tuple[int, int, int]]
+) -> None:
+    """Copy the entries that a piece, which begins with ``entry``, has in common with ``into``."""
+    end = entry + piece.shape[axis]
+    for there, here, length in common:
+        low, high = max(there, entry), min(there + length, end)
+        if low < high:
+            some = piece.narrow(axis, low - entry, high - low)
+            into.narrow(axis, here + low - there, high - low).copy_(some)
+
+
+class ShardedCheckpoint(Checkpoint):
+    """``Checkpoint`` for states whose vectors are spread: every process writes its entries.
+
+    axes: the vectors by name without a number behind, and the axis of their entries.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        mark: Mapping[str, Any],
+        shards: parallel.Shards,
+        *,
+        axes: Mapping[str, int] = Resumable.vector_axes,
+    ) -> None:
         super().__init__(path, mark)
-        self._shards = shards
+        self._shards, self._axes = shards, dict(axes)
         self._together = parallel.world_size() > 1
         self._step = 0  # of the last complete state
 
-    def _read(self) -> State | None:
-        stored = super()._read()
-        if stored is None:
-            return None
-        tensors, numbers = stored
+    def _axis(self, name: str) -> int | None:
+        return self._axes.get(name.rstrip("0123456789"))
+
+    def _with_vectors(
+        self, tensors: dict[str, Tensor], numbers: dict[str, Any], size: int
+    ) -> State:
+        if "step" not in numbers:  # written where every process held all entries
+            mine = {
+                name: self._shards.take(tensor.movedim(axis, 0)).movedim(0, axis).contiguous()
+                for name, tensor in tensors.items()
+                if (axis := self._axis(name)) is not None
+            }
+            return {**tensors, **mine}, numbers
+        numbers = dict(numbers)
         self._step = int(numbers.pop("step"))
-        try:
-            tensors[_SHARDED] = self._read_rows(int(numbers.pop("rows")))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(
-                f"a part of {self.path} is missing or damaged ({error}): bring all files "
-                f"{self.path}.* back to one place; {self._way_back()}delete them to start afresh."
-            ) from error
-        return tensors, numbers
-
-    def _read_rows(self, count: int) -> Tensor:
-        """This process's columns, from the parts of however many processes wrote them."""
-        mine = self._shards
-        rows: Tensor | None = None
-        covered = 0
-        for file, entries in self._parts(self._step):
-            common = _common(entries, mine.own)
-            if not common:
-                continue
-            with safe_open(str(file), framework="pt") as opened:
-                part = opened.get_slice(_SHARDED)
-                if part.get_shape() != [count, sum(stop - start for start, stop in entries)]:
-                    raise ValueError(f"{file} has {part.get_shape()}")
-                total = 0
-                for place in range(count):  # row by row: a part may be larger than this process's
-                    row = part[place : place + 1]
-                    total = checksum(row, total)
-                    if rows is None:
-                        rows = torch.empty(count, mine.length, dtype=row.dtype, device="cpu")
-                    for there, here, length in common:
-                        rows[place, here : here + length] = row[0, there : there + length]
-                expected = (opened.metadata() or {}).get(_SUM)
-            if f"{total:08x}" != expected:
-                raise ValueError(f"the bytes of {file.name} do not match their checksum")
-            covered += sum(length for _, _, length in common)
-        if rows is None or covered != mine.length:
-            raise ValueError(f"step {self._step} covers {covered} of {mine.length} entries")
-        return rows
-
-    def _parts(self, step: int) -> list[tuple[Path, tuple[parallel.Range, ...]]]:
-        return [(file, entries) for file, at, entries in self._all_parts() if at == step]
-
-    def _all_parts(self) -> list[tuple[Path, int, tuple[parallel.Range, ...]]]:
-        assert self.path is not None
-        return parts_on_disk(self.path)
+        parts = self._read_parts(self._step, numbers.pop("rows"), self._shards.own)
+        return {**tensors, **parts}, numbers
 
     def due(self) -> bool:
         """Decided by the first process, so that all write the same step."""
@@ -388,22 +467,30 @@ class ShardedCheckpoint(Checkpoint):
         # After a failure processes may be at different steps, or gone: the last step stands.
         if self.path is None or everywhere:
             return True
-        step = max([self._step, *(written for _, written, _ in self._all_parts())]) + 1
+        step = max([self._step, *(written for _, written, _ in parts_on_disk(self.path))]) + 1
         step = int(parallel.largest_over_processes(step))
-        rows = tensors[_SHARDED]
+        axes = {name: axis for name in tensors if (axis := self._axis(name)) is not None}
+        vectors = {name: tensors[name] for name in sorted(axes)}
         part = self.path.parent / f"{self.path.name}.step{step}.{self._part_name()}"
         written = False
         try:
             if self._shards.writes:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                header = {_SUM: f"{checksum(rows):08x}", _ENTRIES: json.dumps(self._shards.own)}
-                files.write(part, {_SHARDED: rows}, header)
+                total = functools.reduce(
+                    lambda sum_, name: checksum(vectors[name], sum_), vectors, 0
+                )
+                header = {_SUM: f"{total:08x}", _ENTRIES: json.dumps(self._shards.own)}
+                files.write(part, vectors, header)
             written = True
         except OSError as error:
             self._report(error)
         if parallel.everywhere(written):
-            rest = {name: value for name, value in tensors.items() if name != _SHARDED}
-            numbers = {**numbers, "step": step, "rows": rows.shape[0]}
+            rest = {name: value for name, value in tensors.items() if name not in axes}
+            others = {
+                name: [axis, *(n for i, n in enumerate(tensors[name].shape) if i != axis)]
+                for name, axis in axes.items()
+            }
+            numbers = {**numbers, "step": step, "rows": others}
             written = super().save(rest, numbers)
         # Without the first process's file the parts name nothing, and the last step's still do.
         if not parallel.everywhere(written):
@@ -421,7 +508,8 @@ class ShardedCheckpoint(Checkpoint):
 
     def _remove_all_but(self, steps: set[int]) -> None:
         """The step just written and the one before it stay: the last state and the way back."""
-        for file, step, entries in self._all_parts():
+        assert self.path is not None
+        for file, step, entries in parts_on_disk(self.path):
             mine = entries == self._shards.own and self._shards.writes
             # Parts of another number of processes are nobody's: the first process removes them.
             if step not in steps and (mine or parallel.rank() == 0):

@@ -25,6 +25,7 @@ from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.checkpoint import Resumable, State
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.requirements import refuse_asymmetric_images, require_finite
+from curvatlas.spectra.vectors import VectorSpace
 
 AT_WORK = 3  # vectors that one step makes and lets go
 _BAND = 2**23  # entries of the probes that are worked on together
@@ -35,17 +36,20 @@ class DeflatedSampler(Resumable):
 
     room: vectors of the operator's longer side that may be held at once. When they are used up V
     stays as it is, the probes go and leave their inner products, and further probes come in groups.
+    Where the weights are spread, V, probes and images are this process's entries (``space``).
     """
 
     name: ClassVar[str]  # of the estimator
     group: ClassVar[type]  # a dataclass of the inner products of probes that were let go
     fewest_probes: ClassVar[int]
     outcome: Estimate
+    vector_axes: ClassVar = {"rows": 1, "probes": 0, "images": 0}
 
     def __init__(
         self, op: LinearOperator, budget: int, random: torch.Generator, *, room: int, rtol: float
     ) -> None:
         self.op, self.budget, self.random, self.room, self.rtol = op, budget, random, room, rtol
+        self.space = VectorSpace.of(op)
         # Probes (n, ·) and images (m, ·) in the pieces they came in: joining would hold them twice.
         self.probes: list[Tensor] = []
         self.images: list[Tensor] = []
@@ -118,14 +122,11 @@ class DeflatedSampler(Resumable):
             self.forget_probes()
             return 0
         count = max(min(count, left // each), 1)
-        fresh = torch.randn(
-            self.op.shape[1], count, generator=self.random, dtype=torch.float64, device="cpu"
-        )
-        fresh = fresh.to(device=self.op.device, dtype=self.op.dtype)
-        images = self.op @ fresh
-        require_finite(images)
+        fresh = self.space.normal(count, self.random)
+        images = self.space.times(self.op, fresh)
+        require_finite(images, space=self.space)
         if self.probe_count == 0:
-            refuse_asymmetric_images(self.op, fresh, images, self.name)
+            refuse_asymmetric_images(self.op, fresh, images, self.name, space=self.space)
         self.probes.append(fresh)
         self.images.append(images)
         return count

@@ -30,11 +30,11 @@ from curvatlas.linear_operator import LinearOperator
 from curvatlas.parallel import Shards
 from curvatlas.progress import bar
 from curvatlas.spectra.requirements import not_finite
+from curvatlas.spectra.vectors import VectorSpace
 
 Array = NDArray[np.float64]
 
 _BAND = 2**24  # entries of the rows that are converted together
-_DRAWN = 2**16  # entries of a random vector that share a stream
 _STRIDE = 8  # products on a device between two looks of the host
 
 
@@ -61,8 +61,8 @@ class Rows:
         storage: torch.dtype | None = None,
         shards: parallel.Shards | None = None,
     ) -> None:
-        self.dtype, self.shards = dtype, shards
-        self.length = size if shards is None else shards.length
+        self.space = VectorSpace(size, dtype=dtype, device=device, shards=shards)
+        self.dtype, self.shards, self.length = dtype, shards, self.space.length
         self.packed = storage is not None and storage != dtype
         # Untouched pages are not committed: the whole capacity costs nothing until it is used.
         self.tensor = torch.empty(capacity, self.length, dtype=storage or dtype, device=device)
@@ -78,38 +78,16 @@ class Rows:
 
     def take(self, vector: Tensor) -> Tensor:
         """This process's part of a full vector (n,), a copy here and in ``dtype``."""
-        if self.shards is not None:
-            vector = self.shards.take(vector)
+        vector = self.space.take(vector)
         return vector.to(device=self.tensor.device, dtype=self.dtype).clone()
 
     def random(self, random: torch.Generator) -> Tensor:
-        """This process's part of a normal vector (n,), the same vector over any number of them.
-
-        One number of ``random`` chooses the vector, and every _DRAWN entries of it have a stream
-        of their own: a process draws those that its part lies in, never all n.
-        """
-        key = int(torch.randint(2**62, (), generator=random, device="cpu"))
-        row = torch.empty(self.length, dtype=torch.float64, device="cpu")
-        own = ((0, self.length),) if self.shards is None else self.shards.own
-        size = self.length if self.shards is None else self.shards.size
-        at, begin, drawn = 0, -1, np.empty(0)
-        for first, end in own:
-            while first < end:
-                if begin != first // _DRAWN * _DRAWN:
-                    begin = first // _DRAWN * _DRAWN
-                    stream = np.random.Generator(np.random.Philox(key=[key, begin // _DRAWN]))
-                    drawn = stream.standard_normal(min(_DRAWN, size - begin))
-                last = min(end, begin + _DRAWN)
-                row[at : at + last - first] = torch.from_numpy(drawn[first - begin : last - begin])
-                at, first = at + last - first, last
-        return row.to(dtype=self.dtype).to(self.tensor.device)
+        """This process's part of a normal vector (n,), the same vector over any number of them."""
+        return self.space.direction(random)
 
     def image(self, op: LinearOperator, i: int) -> Tensor:
         """op · row i, as this process's part."""
-        row = self.row(i).to(op.device)
-        if self.shards is None:
-            return (op @ row).to(self.tensor.device)
-        return op.sharded_matvec(row, self.shards).to(self.tensor.device)
+        return self.space.times(op, self.row(i).to(op.device)).to(self.tensor.device)
 
     def images(self, op: LinearOperator, which: slice) -> list[Tensor]:
         """op · rows, as this process's parts; one call of the operator where rows are whole."""
@@ -120,19 +98,13 @@ class Rows:
 
     # --- sums over a row -------------------------------------------------------------------------
 
-    def _summed(self, values: Tensor) -> Tensor:
-        return values if self.shards is None else self.shards.summed(values)
-
     def norm(self, vector: Tensor) -> Tensor:
         """‖vector‖ over all processes, a scalar tensor."""
-        if self.shards is None:
-            norm: Tensor = torch.linalg.vector_norm(vector)
-            return norm
-        return self._summed(torch.linalg.vector_norm(vector).square()).sqrt()
+        return self.space.norm(vector)
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Σ left · right over all processes, a scalar tensor."""
-        return self._summed(torch.dot(left, right))
+        return self.space.dot(left, right)
 
     def _bands(self, count: int) -> list[slice]:
         step = max(1, _BAND // max(count, 1))
@@ -141,11 +113,11 @@ class Rows:
     def coordinates(self, vector: Tensor, count: int) -> Tensor:
         """B · vector for the first ``count`` rows."""
         if not self.packed:
-            return self._summed(self.tensor[:count] @ vector)
+            return self.space.summed(self.tensor[:count] @ vector)
         inner = torch.zeros(count, dtype=self.dtype, device=vector.device)
         for band in self._bands(count):
             inner.addmv_(self.tensor[:count, band].to(self.dtype), vector[band])
-        return self._summed(inner)
+        return self.space.summed(inner)
 
     def subtract(self, vector: Tensor, weights: Tensor, which: Tensor | None = None) -> None:
         """vector −= Σ weights_i row_i in place, over the first rows or those named."""
@@ -194,7 +166,7 @@ class Rows:
                 lost += (turned - into.to(self.dtype)).square().sum(1)
         if not self.packed:
             return np.zeros(turn.shape[0])
-        return self._summed(lost).sqrt().cpu().double().numpy()
+        return self.space.summed(lost).sqrt().cpu().double().numpy()
 
 
 @dataclass(frozen=True)
@@ -416,7 +388,8 @@ class KrylovBasis:
         numbers: list[float] = measured.tolist()  # the one synchronisation of a step
         removed, (alpha_, before_, local_, after_) = numbers[:-4], map(float, numbers[-4:])
         if not np.isfinite(after_):
-            raise not_finite(image, f"product {self.products} with the operator", op=self.op)
+            what = f"product {self.products} with the operator"
+            raise not_finite(image, what, op=self.op, space=self.store.space)
         column = self.coefficients[:, j]
         column[: self.count] += removed
         column[earlier] += by_symmetry

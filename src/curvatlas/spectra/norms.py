@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator, MatrixOperator, Tags
 from curvatlas.precision import has_float64, in_float64
-from curvatlas.spectra.checkpoint import Checkpoint, State, fingerprint, generator
+from curvatlas.spectra.checkpoint import State, fingerprint, generator
 from curvatlas.spectra.deflated import AT_WORK, DeflatedSampler
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import (
@@ -96,8 +96,9 @@ def spectral_norm(
         raise ValueError("spectral_norm: the operator is empty.")
     symmetric = op.tags.symmetric
     cost = 1 if symmetric else 2
+    square = op if symmetric else Gram(op)
     pairs = eigenpairs(
-        op if symmetric else Gram(op),
+        square,
         k=1,
         which="magnitude" if symmetric else "largest",
         tol=rtol,
@@ -106,6 +107,7 @@ def spectral_norm(
         max_products=None if max_products is None else max(max_products // cost, 1),
         data_error=data_error and symmetric,
         checkpoint=checkpoint,
+        shard=None if square.shards is None else True,  # no vector is asked for: none is gathered
     )
     # The random start excludes what lies beyond these, where they are known.
     below, above = (end if np.isfinite(end) else 0.0 for end in pairs.spectrum_within)
@@ -188,7 +190,7 @@ def _estimate(
         op, estimate="frobenius", rtol=rtol, seed=seed, max_products=max_products, room=room
     )
     sampler = FrobeniusSampler(side, budget, generator(seed), room=room, rtol=rtol)
-    sampler.run(Checkpoint(checkpoint, mark))
+    sampler.run_from(checkpoint, mark, side.shards)
     return sampler.outcome
 
 
@@ -251,6 +253,13 @@ class FrobeniusSampler(DeflatedSampler):
     """Right vectors V with their images beside the probes and theirs."""
 
     name, title = "frobenius_norm", "Frobenius norm"
+    vector_axes: ClassVar = {
+        "vectors": 1,
+        "vector_images": 1,
+        "next": 0,
+        "probes": 0,
+        "images": 0,
+    }
     group = FrobeniusGrams
     fewest_probes = FEWEST_PROBES
 
@@ -268,8 +277,10 @@ class FrobeniusSampler(DeflatedSampler):
         # A vector of V and its image are two, and a quarter of the room leaves half to the probes.
         capacity = max(min(budget, n, (room - 12) // 4), 1)
         # Untouched pages are not committed: the whole capacity costs nothing until it is used.
-        self._vectors = torch.empty(capacity, n, dtype=op.dtype, device=op.device)
-        self._vector_images = torch.empty(capacity, m, dtype=op.dtype, device=op.device)
+        shape = capacity, self.space.length
+        self._vectors = torch.empty(shape, dtype=op.dtype, device=op.device)
+        shape = capacity, m if op.shards is None else self.space.length
+        self._vector_images = torch.empty(shape, dtype=op.dtype, device=op.device)
         self.count = 0  # vectors of V
         self.next: Tensor | None = None
         self._latest: dict[
@@ -307,20 +318,18 @@ class FrobeniusSampler(DeflatedSampler):
 
     def grow(self) -> None:
         """One product if A is symmetric, two otherwise."""
+        space = self.space
         if self.next is None:
-            start = torch.randn(
-                self.op.shape[1], generator=self.random, dtype=torch.float64, device="cpu"
-            )
-            self.next = start.to(device=self.op.device, dtype=self.op.dtype)
-        vector = self.next - self.vectors.T @ (self.vectors @ self.next)
-        vector = vector - self.vectors.T @ (self.vectors @ vector)
-        norm, before = float(vector.norm()), float(self.next.norm())
+            self.next = space.normal(1, self.random).squeeze(1)
+        vector = self.next - self.vectors.T @ space.summed(self.vectors @ self.next)
+        vector = vector - self.vectors.T @ space.summed(self.vectors @ vector)
+        norm, before = float(space.norm(vector)), float(space.norm(self.next))
         if norm <= 1e3 * torch.finfo(vector.dtype).eps * before:
             self.exhausted = True
             return
         vector = vector / norm
-        image = self.op @ vector
-        self.next = image if self.op.tags.symmetric else self.op.T @ image
+        image = space.times(self.op, vector)
+        self.next = image if self.op.tags.symmetric else space.times(self.op.T, image)
         self._vectors[self.count] = vector
         self._vector_images[self.count] = image
         self.count += 1
@@ -386,7 +395,7 @@ class FrobeniusSampler(DeflatedSampler):
         self._latest = {k: grams for k, grams in self._latest.items() if k[1] == self.held}
         if key not in self._latest:
             vectors = self.vectors[:j]
-            inside = torch.cat([vectors @ piece for piece in self.probes], 1)
+            inside = self.space.summed(torch.cat([vectors @ piece for piece in self.probes], 1))
             lengths = self._inner_products(self.probes, vectors, inside)
             images = self._inner_products(self.images, self.vector_images[:j], inside)
             scale = np.sqrt((self.op.shape[1] - j) / np.diag(lengths))
@@ -402,7 +411,7 @@ class FrobeniusSampler(DeflatedSampler):
             part = torch.cat([piece[band] for piece in pieces], 1)
             part.addmm_(rows[:, band].T, inside, alpha=-1)
             total += (part.T @ part).cpu().double()
-        inner: Array = total.numpy()
+        inner: Array = self.space.summed(total).numpy()
         return inner
 
     def _rest(self, j: int) -> tuple[float, list[Array]]:
@@ -416,7 +425,7 @@ class FrobeniusSampler(DeflatedSampler):
         m = self.probe_count
         precise = torch.float64 if has_float64(self.op.device) else None
         lengths = torch.linalg.vector_norm(self.vector_images, dim=1, dtype=precise)
-        exact = float(in_float64(lengths).square().sum())
+        exact = float(self.space.summed(in_float64(lengths).square().sum()))
         rest, centred = self._rest(self.count)
         square = exact + rest
         if square == 0.0:
@@ -448,10 +457,11 @@ class FrobeniusSampler(DeflatedSampler):
     def _complete(self) -> Estimate:
         """Σ ‖A b‖² over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
+        # As many columns as products: an operator so small that its vectors are gathered.
         completion = Completion(
             self.op,
-            torch.cat([self.vectors.T, *self.probes], 1),
-            torch.cat([self.vector_images.T, *self.images], 1),
+            self.space.whole(torch.cat([self.vectors.T, *self.probes], 1)),
+            self.space.whole(torch.cat([self.vector_images.T, *self.images], 1)),
         )
         value = 0.0
         for _, images in completion.blocks():

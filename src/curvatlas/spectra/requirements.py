@@ -17,6 +17,7 @@ from curvatlas.errors import ProblemError
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.precision import in_float64
 from curvatlas.problem.fingerprint import content
+from curvatlas.spectra.vectors import VectorSpace
 
 if TYPE_CHECKING:
     from curvatlas.spectra.krylov import KrylovBasis
@@ -69,7 +70,9 @@ def vectors_within(
     None: the default budget. It is a share of what the machine has, not of what is free now: the
     same call gives the same numbers.
     """
-    row = max(*op.shape, 1) * op.dtype.itemsize
+    # Of a spread vector every process has its part; the longest one is planned for.
+    length = max(*op.shape, 1) if op.shards is None else op.shards.largest
+    row = length * op.dtype.itemsize
     room = (default_budget(op.device) if memory is None else parse_bytes(memory)) // row
     if parallel.sums_over_processes(op):
         room = parallel.smallest_over_processes(room)  # all take the same steps
@@ -129,29 +132,39 @@ def _check_finite_input(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{what} contains NaN or infinity.")
 
 
-def require_finite(image: Tensor, what: str = "a product with the operator") -> None:
-    """Raise on NaN or infinity in what the operator gave."""
-    if not bool(torch.isfinite(image).all()):
-        raise not_finite(image, what)
+def require_finite(
+    image: Tensor, what: str = "a product with the operator", *, space: VectorSpace | None = None
+) -> None:
+    """Raise on NaN or infinity in what the operator gave; space: of vectors that may be spread."""
+    if not (bool(torch.isfinite(image).all()) if space is None else space.finite(image)):
+        raise not_finite(image, what, space=space)
 
 
 def not_finite(
-    image: Tensor, what: str = "a product with the operator", *, op: LinearOperator | None = None
+    image: Tensor,
+    what: str = "a product with the operator",
+    *,
+    op: LinearOperator | None = None,
+    space: VectorSpace | None = None,
 ) -> FloatingPointError:
     """What to raise of an image that is not finite, or whose norm is not.
 
-    op: raises itself where its own checks know why (``LinearOperator.confirm``).
+    op: raises itself where its own checks know why (``LinearOperator.confirm``);  space: where the
+    image may be spread, and all processes have come here.
     """
     if op is not None:
         op.confirm()
-    bad = int((~torch.isfinite(image)).sum())
+    bad, entries = int((~torch.isfinite(image)).sum()), image.numel()
+    if space is not None and space.shards is not None:
+        counts = torch.tensor([bad, entries], dtype=torch.float64, device="cpu")
+        bad, entries = (int(count) for count in space.summed(counts))
     if not bad:
         return FloatingPointError(
             f"the norm of {what} overflows {image.dtype}: compute in float64, or scale the loss "
             "down."
         )
     return FloatingPointError(
-        f"{what} holds NaN or infinity in {bad} of {image.numel()} entries: check the loss and the "
+        f"{what} holds NaN or infinity in {bad} of {entries} entries: check the loss and the "
         "parameters for NaN, or compute in float64."
     )
 
@@ -166,34 +179,44 @@ def largest_asymmetry(dtype: torch.dtype, size: int = 1) -> float:
     return float(max(min(2e-3, 1e3 * eps**0.5), 10 * eps * size**0.5))
 
 
-def asymmetry(directions: Tensor, images: Tensor) -> tuple[float, float]:
+def asymmetry(space: VectorSpace, directions: Tensor, images: Tensor) -> tuple[float, float]:
     """‖A − Aᵀ‖_F and ‖A‖_F by random directions (n, k) and their images under A: no products.
 
     (uᵀ A v − vᵀ A u)² has the mean ‖A − Aᵀ‖_F² for independent normal u and v, ‖A u‖² that of
     ‖A‖_F².
     """
-    n, count = directions.shape
-    norms = torch.linalg.vector_norm(directions, dim=0)
+    n, count = space.size, directions.shape[1]
+    norms = space.norms(directions)
     if count < 2 or not bool((norms > 0).all()):
         return 0.0, 0.0
-    forms = (directions / norms).T @ (images / norms)
+    forms, squares = space.together(
+        (directions / norms).T @ (images / norms), in_float64(images / norms).pow(2).sum()
+    )
     apart = float(in_float64(forms - forms.T).pow(2).sum()) / (count * (count - 1))
-    size = float(in_float64(images / norms).pow(2).sum()) / count
+    size = float(squares) / count
     return float(np.sqrt(n * n * apart)), float(np.sqrt(n * size))
 
 
 def refuse_asymmetric_images(
-    op: LinearOperator, directions: Tensor, images: Tensor, what: str, *, scale: float = 0.0
+    op: LinearOperator,
+    directions: Tensor,
+    images: Tensor,
+    what: str,
+    *,
+    scale: float = 0.0,
+    space: VectorSpace | None = None,
 ) -> None:
     """Raise when images (n, k) of random directions show that a symmetric operator is not one.
 
     scale: a lower bound of ‖A‖ where the directions avoid what A multiplies most: their images may
-    be nothing but rounding of it.
+    be nothing but rounding of it.  space: of vectors that may be spread, None: these are whole.
     """
     if not op.tags.symmetric:
         return
     n = op.shape[0]
-    apart, size = asymmetry(directions, images)
+    if space is None:
+        space = VectorSpace(n, dtype=op.dtype, device=op.device)
+    apart, size = asymmetry(space, directions, images)
     rounding = 100 * torch.finfo(op.dtype).eps * n * scale
     if apart > largest_asymmetry(op.dtype, n) * size and apart > rounding:
         raise ValueError(not_symmetric(apart / size, what))

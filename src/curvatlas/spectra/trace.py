@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.precision import float64_device, in_float64, sum_in_float64
-from curvatlas.spectra.checkpoint import Checkpoint, State, fingerprint, generator
+from curvatlas.spectra.checkpoint import State, fingerprint, generator
 from curvatlas.spectra.deflated import AT_WORK, DeflatedSampler
 from curvatlas.spectra.diagonal import (
     FACTORS,
@@ -157,7 +157,7 @@ def _estimate(
         beside=offset != 0.0,
     )
     sampler = TraceSampler(op, budget, generator(seed), room=room, rtol=rtol, offset=offset)
-    sampler.run(Checkpoint(checkpoint, mark))
+    sampler.run_from(checkpoint, mark, op.shards)
     return sampler.outcome
 
 
@@ -263,7 +263,8 @@ class TraceSampler(DeflatedSampler):
         offset: float = 0.0,
     ) -> None:
         self.size, self.offset = op.shape[0], offset
-        self.basis = KrylovBasis(op, min(budget, self.size, room // 2) + 2)
+        capacity = min(budget, self.size, room // 2) + 2
+        self.basis = KrylovBasis(op, capacity, shards=op.shards)
         self._coordinates_of: list[tuple[Tensor, Tensor]] = []  # V u and V A u (r, ·) of each piece
         self._lengths: Tensor
         self._forms: Tensor
@@ -390,8 +391,11 @@ class TraceSampler(DeflatedSampler):
         """Σ bᵀ A b over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
         rows, images = (part.to(self.op.device) for part in self.basis.multiplied_columns())
+        # As many columns as products: an operator so small that its vectors are gathered.
         completion = Completion(
-            self.op, torch.cat([rows, *self.probes], 1), torch.cat([images, *self.images], 1)
+            self.op,
+            self.space.whole(torch.cat([rows, *self.probes], 1)),
+            self.space.whole(torch.cat([images, *self.images], 1)),
         )
         total = size = 0.0
         for basis, image in completion.blocks():
@@ -426,10 +430,10 @@ class TraceSampler(DeflatedSampler):
 
     def centred_with(self, deflated: int) -> float:
         """Mean ‖B_c u‖² of the probes at hand, with only the first so many vectors of V."""
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for _, centred in self._centred(deflated)[1]:
-            total += float(sum_in_float64(centred * centred))
-        return total / self.held
+            total += sum_in_float64(centred * centred).cpu()
+        return float(self.space.summed(total)) / self.held
 
     def grams(self) -> TraceGrams:
         """Inner products of the probes at hand, with V as it is."""
@@ -442,7 +446,7 @@ class TraceSampler(DeflatedSampler):
         for u, centred in bands:
             products = [u.T @ u, u.T @ centred, centred.T @ centred]
             sums += torch.stack(products).cpu().double()
-        lengths, cross, gram = sums.numpy()
+        lengths, cross, gram = self.space.summed(sums).numpy()
         d = self.size - j
         values = np.diag(cross) + centre * d
         self._latest = key, TraceGrams(values, centre, lengths, cross, gram)
@@ -468,7 +472,7 @@ class TraceSampler(DeflatedSampler):
         centre = float((forms.cpu().numpy() / lengths).mean())
 
         def bands() -> Iterator[tuple[Tensor, Tensor]]:
-            for band in self.bands(self.size):
+            for band in self.bands(self.space.length):
                 rows = basis.rows[:r, band].T
                 u = torch.cat([chunk[band] for chunk in self.probes], 1)
                 image = torch.cat([chunk[band] for chunk in self.images], 1)
@@ -484,16 +488,21 @@ class TraceSampler(DeflatedSampler):
         for chunk, (probes, images) in enumerate(zip(self.probes, self.images, strict=True)):
             if chunk == len(made):
                 self._note_lengths(probes, images)
-                made.append((rows @ probes, rows @ images))
+                made.append(self._inside(rows, probes, images))
             elif len(made[chunk][0]) < len(rows):
-                new = rows[len(made[chunk][0]) :]
-                inside, raw = made[chunk]
-                made[chunk] = torch.cat([inside, new @ probes]), torch.cat([raw, new @ images])
+                new = self._inside(rows[len(made[chunk][0]) :], probes, images)
+                inside, raw = (torch.cat(pair) for pair in zip(made[chunk], new, strict=True))
+                made[chunk] = inside, raw
         return torch.cat([i for i, _ in made], 1), torch.cat([w for _, w in made], 1)
 
+    def _inside(self, rows: Tensor, probes: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        inside, raw = self.space.together(rows @ probes, rows @ images)
+        return inside, raw
+
     def _note_lengths(self, probes: Tensor, images: Tensor) -> None:
-        self._lengths = torch.cat([self._lengths, _dots(probes, probes)])
-        self._forms = torch.cat([self._forms, _dots(probes, images)])
+        dots = self.space.together(_dots(probes, probes), _dots(probes, images))
+        self._lengths = torch.cat([self._lengths, dots[0]])
+        self._forms = torch.cat([self._forms, dots[1]])
 
     def forget_probes(self) -> None:
         super().forget_probes()
