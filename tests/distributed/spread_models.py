@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import sharding
 from curvatlas.spectra import vectors
+from curvatlas.spectra.vectors import VectorSpace
 from distributed.workers import join_group, model_and_data
 
 KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
@@ -196,6 +198,10 @@ def number(estimate: ca.Estimate) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+def quadrature(density: ca.SpectralDensity) -> Tensor:
+    return torch.cat([density.nodes, density.weights])
+
+
 def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tensor]:
     """Every estimator once, cheaply."""
     h, h_o = ca.Hessian(problem), ca.GaussNewton(problem)
@@ -273,19 +279,63 @@ def little_memory(op: Spectrum) -> int:
     return 20 * op.dtype.itemsize * (SIZE if op.shards is None else op.shards.largest)
 
 
-# Estimators whose vectors stay spread, and how their results are compared.
-SPREAD: dict[str, Callable[[Spectrum], Tensor]] = {
-    "trace": lambda op: number(ca.trace(op, rtol=0.02)),
-    "trace in little memory": lambda op: number(ca.trace(op, rtol=0.02, memory=little_memory(op))),
-    "frobenius": lambda op: number(ca.frobenius_norm(op, rtol=0.03)),
-    "spectral": lambda op: number(ca.spectral_norm(op)),
-    "eigenvalues": lambda op: ca.eigenpairs(op, k=2, shard=True).values,
+# Estimators whose vectors stay spread. b: this process's entries of right-hand sides.
+SPREAD: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
+    "trace": lambda op, b: number(ca.trace(op, rtol=0.02)),
+    "trace in little memory": lambda op, b: number(
+        ca.trace(op, rtol=0.02, memory=little_memory(op))
+    ),
+    "density": lambda op, b: quadrature(ca.spectral_density(op, max_products=40)),
+    "lean density": lambda op, b: quadrature(
+        ca.spectral_density(op, probes=3, steps=8, reorthogonalise=False)
+    ),
+    "log-determinant": lambda op, b: number(ca.log_determinant(op, damping=0.5, max_products=100)),
+    "frobenius": lambda op, b: number(ca.frobenius_norm(op, rtol=0.03)),
+    "spectral": lambda op, b: number(ca.spectral_norm(op)),
+    "eigenvalues": lambda op, b: ca.eigenpairs(op, k=2, shard=True).values,
 }
-DEFINITE = ()  # of them, those that need a positive definite operator
-# What the recorder has to see: eigenvectors, gathered at the end.
-GATHERED: dict[str, Callable[[Spectrum], Tensor]] = {
-    "whole eigenvectors": lambda op: ca.eigenpairs(op, k=2).vectors.abs(),
+# Those of them that give this process's entries. Solutions are asked for to rounding: on the way
+# there short recurrences magnify that of their sums.
+PARTS: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
+    "conjugate gradients": lambda op, b: (
+        ca.solve(op, b, damping=5.0, rtol=1e-11, method="cg", shard=True).value
+    ),
+    "minres": lambda op, b: ca.solve(op, b, damping=9.0, rtol=1e-11, shard=True).value,
+    "diagonal": lambda op, b: ca.diagonal(op, max_products=60, shard=True).values,
+    "inverse diagonal": lambda op, b: (
+        ca.inverse_diagonal(op, damping=9.0, max_products=400, shard=True).values
+    ),
 }
+# Whole vectors in or out, which the recorder has to see.
+GATHERED: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
+    "whole eigenvectors": lambda op, b: ca.eigenpairs(op, k=2).vectors.abs(),
+    "whole diagonal": lambda op, b: ca.diagonal(op, max_products=60).values,
+    "whole solution": lambda op, b: ca.solve(op, right_sides(op), damping=9.0, rtol=1e-11).value,
+    "preconditioned": lambda op, b: (
+        ca.solve(op, right_sides(op), damping=5.0, rtol=1e-11, preconditioner="nystrom").value
+    ),
+    "lsmr": lambda op, b: (
+        ca.solve(op, right_sides(op), damping=20.0, rtol=1e-11, method="lsmr").value
+    ),
+    "quadratic form": lambda op, b: number(
+        ca.quadratic_form(op, right_sides(op)[:, 0], damping=1.0)
+    ),
+    "f(A) v": lambda op, b: ca.matrix_function(op, right_sides(op), np.exp, rtol=1e-4).value,
+    "newton step": lambda op, b: ca.newton_step(op, right_sides(op)[:, 0], radius=2.0).value,
+}
+SINGLE = ("trace", "density", "frobenius")  # in float32 too
+# Those that need a positive definite operator.
+DEFINITE = (
+    "log-determinant",
+    "conjugate gradients",
+    "inverse diagonal",
+    "quadratic form",
+    "preconditioned",
+)
+
+
+def right_sides(op: Spectrum) -> Tensor:
+    return columns(SIZE).to(op.dtype)
 
 
 class Longest(TorchDispatchMode):
@@ -303,13 +353,18 @@ class Longest(TorchDispatchMode):
 
 
 def of_spectra() -> dict[str, Tensor]:
-    """Every estimator on operators that cost nothing; where it is spread, how long its tensors."""
+    """Every estimator on operators that cost nothing, and how long its longest tensor was."""
     results = {}
-    for dtype in (torch.float64, torch.float32):
-        for name, estimate in {**SPREAD, **GATHERED}.items():
+    single = {name: estimate for name, estimate in SPREAD.items() if name in SINGLE}
+    cases = {torch.float64: {**SPREAD, **PARTS, **GATHERED}, torch.float32: single}
+    for dtype, estimators in cases.items():
+        for name, estimate in estimators.items():
             op = Spectrum(dtype, psd=name in DEFINITE)
+            space = VectorSpace.of(op)
+            part = space.take(right_sides(op))
             with Longest() as seen:
-                results[f"{name}, {dtype}"] = estimate(op)
+                result = estimate(op, part)
+            results[f"{name}, {dtype}"] = space.whole(result) if name in PARTS else result
             results[f"longest {name}, {dtype}"] = torch.tensor(seen.length)
     return results
 

@@ -62,7 +62,9 @@ def test_every_estimator_gives_the_numbers_of_one_process(estimates: Path) -> No
     problem = ca.Problem(model, loss, data)
     for name, value in spread_models.estimates(problem).items():
         assert torch.equal(first[name], second[name]), name
-        assert oracles.relative_error(first[name], value) < 1e-9, name
+        # a solution is one to its tolerance, the others are to rounding
+        allowed = 1e-6 if name == "solve" else 1e-9
+        assert oracles.relative_error(first[name], value) < allowed, name
     parts = [torch.load(estimates / f"vectors {rank}.pt", weights_only=True) for rank in (0, 1)]
     lengths = [len(part) for part in parts]
     assert sum(lengths) == problem.size
@@ -76,8 +78,15 @@ def alone() -> dict[str, Tensor]:
     return spread_models.of_spectra()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", [*spread_models.SPREAD, *spread_models.GATHERED])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((n, torch.float64) for n in spread_models.SPREAD),
+        *((n, torch.float64) for n in spread_models.PARTS),
+        *((n, torch.float64) for n in spread_models.GATHERED),
+        *((n, torch.float32) for n in spread_models.SINGLE),
+    ],
+)
 def test_spread_vectors_give_the_numbers_of_whole_ones(
     name: str, dtype: torch.dtype, estimates: Path, alone: dict[str, Tensor]
 ) -> None:

@@ -209,15 +209,13 @@ class Checkpoint:
             ) or ["schema"]
             what = ", ".join(differing)
             raise ValueError(f"{self.path} belongs to another estimate (other {what}): {again}")
-        return self._with_vectors(tensors, numbers, int(mark["shape"][1]))
+        return self._with_vectors(tensors, numbers)
 
-    def _with_vectors(
-        self, tensors: dict[str, Tensor], numbers: dict[str, Any], size: int
-    ) -> State:
-        """The state with its spread vectors, whose length is ``size``, put together."""
+    def _with_vectors(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
+        """The state with the vectors that several processes have written in parts, whole."""
         if "step" not in numbers:
             return tensors, numbers
-        numbers = dict(numbers)
+        numbers, size = dict(numbers), int(self._mark["shape"][1])
         parts = self._read_parts(int(numbers.pop("step")), numbers.pop("rows"), ((0, size),))
         return {**tensors, **parts}, numbers
 
@@ -442,9 +440,7 @@ class ShardedCheckpoint(Checkpoint):
     def _axis(self, name: str) -> int | None:
         return self._axes.get(name.rstrip("0123456789"))
 
-    def _with_vectors(
-        self, tensors: dict[str, Tensor], numbers: dict[str, Any], size: int
-    ) -> State:
+    def _with_vectors(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
         if "step" not in numbers:  # written where every process held all entries
             mine = {
                 name: self._shards.take(tensor.movedim(axis, 0)).movedim(0, axis).contiguous()

@@ -15,7 +15,7 @@ Stochastic Lanczos quadrature: Golub and Meurant; Ubaru, Chen and Saad 2017.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvatlas.budget import parse_bytes, readable
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
-from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint, generator
+from curvatlas.spectra.checkpoint import Resumable, State, fingerprint, generator
 from curvatlas.spectra.density_result import SpectralDensity, exact_density, summarise
 from curvatlas.spectra.exact import DENSE_UP_TO, MOST_PRODUCTS, symmetric_matrix
 from curvatlas.spectra.krylov import Array, KrylovBasis, stride
@@ -38,6 +38,7 @@ from curvatlas.spectra.requirements import (
     require_symmetric,
     vectors_within,
 )
+from curvatlas.spectra.vectors import VectorSpace
 
 _STEPS = 20  # of each probe: enough for a bulk without outliers
 _FEWEST_PROBES = 3  # so that their scatter can be seen
@@ -84,7 +85,7 @@ def spectral_density(
         _, m, s = split(max_products, 0, probes, steps)
         mark = fingerprint(op, estimate="lean density", probes=m, steps=s, seed=seed)
         lean = LeanDensity(op, m, s, seed)
-        lean.run(Checkpoint(checkpoint, mark))
+        lean.run_from(checkpoint, mark, op.shards)
         return lean.result()
     j, m, s = split(max_products, deflate, probes, steps)
     if deflate is None and j > room // 3:
@@ -99,7 +100,7 @@ def spectral_density(
     group = max(1, min((room - j) // (s + _BESIDE), 16))
     mark = fingerprint(op, estimate="density", deflate=j, probes=m, steps=s, group=group, seed=seed)
     estimate = DeflatedDensity(op, j, m, s, seed, group=group)
-    estimate.run(Checkpoint(checkpoint, mark))
+    estimate.run_from(checkpoint, mark, op.shards)
     return estimate.result()
 
 
@@ -150,7 +151,7 @@ class DeflatedDensity(Resumable):
         self.op, self.deflate, self.probes, self.steps = op, deflate, probes, steps
         self.budget = deflate + probes * steps
         self.random = generator(seed)
-        self.basis = KrylovBasis(op, deflate + 2)
+        self.basis = KrylovBasis(op, deflate + 2, shards=op.shards)
         self.alphas: Array = np.zeros((0, steps))
         self.betas: Array = np.zeros((0, steps))
         self.spent = 0  # products of the probes
@@ -192,9 +193,7 @@ class DeflatedDensity(Resumable):
             self.deflate = basis.products
         group = min(self.probes - len(self.alphas), self.group)
         outside = basis.rows[: basis.multiplied].to(self.op.device)
-        shape = self.op.shape[0], group
-        starts = torch.randn(shape, generator=self.random, dtype=torch.float64, device="cpu")
-        starts = starts.to(device=self.op.device, dtype=self.op.dtype)
+        starts = VectorSpace.of(self.op).normal(group, self.random)
         alphas, betas, products = recurrences(
             self.op, starts, self.steps, outside, scale=basis.scale, what="spectral_density"
         )
@@ -246,9 +245,11 @@ class LeanDensity(Resumable):
     """
 
     title = "spectral density"
+    vector_axes: ClassVar = {"here": 0, "before": 0}
 
     def __init__(self, op: LinearOperator, probes: int, steps: int, seed: int) -> None:
         self.op, self.probes, self.steps, self.seed = op, probes, steps, seed
+        self.space = VectorSpace.of(op)
         self.budget = probes * steps
         self.finished: list[list[list[float]]] = []  # α and β of the finished probes
         self.alphas: list[float] = []
@@ -275,25 +276,24 @@ class LeanDensity(Resumable):
     def begin(self) -> None:
         """A random direction that depends on the seed and the probe's number alone."""
         random = generator(1009 * self.seed + len(self.finished))
-        start = torch.randn(self.op.shape[0], generator=random, dtype=torch.float32, device="cpu")
-        start = start.to(device=self.op.device, dtype=self.op.dtype)
-        self.here = start.div_(torch.linalg.vector_norm(start))
+        start = self.space.normal(1, random, precision=torch.float32).squeeze(1)
+        self.here = start.div_(self.space.norm(start))
         self.before = torch.zeros(0, dtype=self.op.dtype, device=self.op.device)
         self.alphas, self.betas = [], []
 
     def step(self) -> None:
         if self.op.device.type != "cpu":
             return self._steps_on_device()
-        image: Tensor = self.op @ self.here
-        alpha = float(torch.dot(self.here, image))
+        image = self.space.times(self.op, self.here)
+        alpha = float(self.space.dot(self.here, image))
         if len(self.alphas) == 1:
-            self._refuse_asymmetric(float(torch.dot(self.before, image)), self.betas[-1])
+            self._refuse_asymmetric(float(self.space.dot(self.before, image)), self.betas[-1])
         image.sub_(self.here, alpha=alpha)
         if self.alphas and self.betas[-1] > 0:
             image.sub_(self.before, alpha=self.betas[-1])
-        beta = float(torch.linalg.vector_norm(image))
+        beta = float(self.space.norm(image))
         if not np.isfinite(alpha + beta):
-            raise not_finite(image)
+            raise not_finite(image, space=self.space)
         self.alphas.append(alpha)
         self.betas.append(beta)
         self.before, self.here = self.here, image.div_(max(beta, 1e-300))
@@ -305,21 +305,21 @@ class LeanDensity(Resumable):
         last = self.betas[-1] if first else 0.0
         beta = torch.full((), last, dtype=self.op.dtype, device=self.op.device)
         for step in range(first, min(first + stride(self.op.device), self.steps)):
-            image: Tensor = self.op @ self.here
-            alpha = torch.dot(self.here, image)
+            image = self.space.times(self.op, self.here)
+            alpha = self.space.dot(self.here, image)
             if step == 1:
-                backs.append(torch.dot(self.before, image))
+                backs.append(self.space.dot(self.before, image))
             image = image - alpha * self.here
             if step:
                 image = image - beta * self.before
-            beta = torch.linalg.vector_norm(image)
+            beta = self.space.norm(image)
             measured += [alpha, beta]
             ended = torch.where(beta > 0, beta, 1.0)
             self.before, self.here = self.here, image / ended
         numbers: list[float] = torch.stack([*measured, *backs]).tolist()
         back = numbers.pop() if backs else 0.0
         if not np.isfinite(numbers).all():
-            raise not_finite(image, op=self.op)
+            raise not_finite(image, op=self.op, space=self.space)
         for alpha_, beta_ in zip(numbers[::2], numbers[1::2], strict=True):
             self.alphas.append(alpha_)
             self.betas.append(beta_)
@@ -345,7 +345,9 @@ class LeanDensity(Resumable):
             raise ValueError(not_symmetric(apart, "spectral_density"))
 
     def state(self) -> State:
-        vectors = {} if self.done else {"here": self.here, "before": self.before}
+        vectors = {} if self.done else {"here": self.here}
+        if self.alphas:
+            vectors["before"] = self.before
         return vectors, {
             "finished": list(self.finished),
             "alphas": list(self.alphas),
@@ -359,4 +361,5 @@ class LeanDensity(Resumable):
         self.done = len(self.finished) >= self.probes
         if "here" in tensors:
             self.here = tensors["here"].to(self.op.device)
+        if "before" in tensors:
             self.before = tensors["before"].to(self.op.device)

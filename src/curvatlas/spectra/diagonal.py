@@ -10,8 +10,8 @@ variance Σ_{k≠i} (A P)_ik². The error of every entry is read from the scatte
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from curvatlas.operators.per_sample import SampleFactors
 from curvatlas.operators.views import BlockView
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.results import Result
-from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint, generator
+from curvatlas.spectra.checkpoint import Resumable, State, fingerprint, generator
 from curvatlas.spectra.exact import (
     Completion,
     products_allowed,
@@ -41,6 +41,7 @@ from curvatlas.spectra.requirements import (
     require_finite,
     require_square,
 )
+from curvatlas.spectra.vectors import VectorSpace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +58,7 @@ FACTORS = "factors of the samples"
 class DiagonalEstimate(Result):
     """diag A with an interval for every entry."""
 
-    values: Tensor  # (n,)
+    values: Tensor  # (n,), with ``shard`` this process's entries
     interval: tuple[Tensor, Tensor]  # 95 % for each entry
     relative_error: float  # expected ‖error‖ / ‖diag A‖
     products: int
@@ -91,6 +92,15 @@ class DiagonalEstimate(Result):
         return figure
 
 
+def moved(estimate: DiagonalEstimate, space: VectorSpace, into: VectorSpace) -> DiagonalEstimate:
+    """The estimate with the entries of another space: gathered, or this process's own taken."""
+    if space.shards is into.shards:
+        return estimate
+    low, high = (into.take(space.whole(bound)).clone() for bound in estimate.interval)
+    values = into.take(space.whole(estimate.values)).clone()
+    return replace(estimate, values=values, interval=(low, high))
+
+
 @alike_on_every_rank
 def diagonal(
     op: LinearOperator,
@@ -98,50 +108,77 @@ def diagonal(
     rtol: float = 0.1,
     seed: int = 0,
     max_products: int | None = None,
+    shard: bool | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> DiagonalEstimate:
     """diag A until ‖error‖ ≤ rtol ‖diag A‖; read exactly when that takes no more products.
 
     diag H_o comes exactly from the factors of the samples where that is cheap (few outputs to a
     sample). max_products: 300 by default, or the columns of an operator up to 512.
+    shard: every process of the group gets its own entries, n/world of them (``op.shards``, else
+    ``parallel.Shards``, says which). None: no, but where weights are spread (FSDP2) so are basis,
+    probes and samples, and only the result is whole. What is read exactly, of operators that are
+    small or by factors of samples that fit the budget, is computed whole in every process.
     """
+    space = VectorSpace.of(op, shard=shard)
+    estimate, computed_in = _diagonal(op, space, rtol, seed, max_products, checkpoint)
+    wanted = space if shard else VectorSpace.of(op, shard=False)
+    return moved(estimate, computed_in, wanted)
+
+
+def _diagonal(
+    op: LinearOperator,
+    space: VectorSpace,
+    rtol: float,
+    seed: int,
+    max_products: int | None,
+    checkpoint: str | os.PathLike[str] | None,
+) -> tuple[DiagonalEstimate, VectorSpace]:
+    """The diagonal, and the space that it was computed in: whole where it is exact."""
     n = require_square(op, "diagonal")
+    whole = VectorSpace.of(op, shard=False)
     check_rtol(rtol)
     eps = torch.finfo(op.dtype).eps
     entries = closed_form_diagonal(op)
     if entries is not None:
-        return exact_diagonal(entries, 0, eps, "closed form")
+        return exact_diagonal(entries, 0, eps, "closed form"), whole
     budget = products_allowed(max_products, n)
     outer = outer_part(op, min(budget, n, _DEAREST)) if all_outer(op) else None
     if outer is not None:
-        return exact_diagonal(outer.diagonal, outer.products, eps, FACTORS)
+        return exact_diagonal(outer.diagonal, outer.products, eps, FACTORS), whole
     if reads_at_once("diagonal", n, budget):
-        return exact_diagonal(read_diagonal(op), n, eps, "column by column")
+        return exact_diagonal(read_diagonal(op), n, eps, "column by column"), whole
     mark = fingerprint(op, estimate="diagonal", rtol=rtol, seed=seed, max_products=max_products)
-    sampler = DiagonalSampler(op, rtol, budget, seed)
-    sampler.run(Checkpoint(checkpoint, mark))
-    return sampler.outcome
+    sampler = DiagonalSampler(op, space, rtol, budget, seed)
+    sampler.run_from(checkpoint, mark, space.shards)
+    return sampler.outcome, space
 
 
 class DiagonalSampler(Resumable):
-    """A Lanczos basis first, then probes in its complement, eight at a time."""
+    """A Lanczos basis first, then probes in its complement, eight at a time.
+
+    The outcome has the entries of ``space``.
+    """
 
     title = "diagonal"
     outcome: DiagonalEstimate
+    vector_axes: ClassVar = {"rows": 1, "total": 0, "squares": 0, "directions": 0, "images": 0}
 
-    def __init__(self, op: LinearOperator, rtol: float, budget: int, seed: int) -> None:
-        self.op, self.rtol, self.budget = op, rtol, budget
+    def __init__(
+        self, op: LinearOperator, space: VectorSpace, rtol: float, budget: int, seed: int
+    ) -> None:
+        self.op, self.space, self.rtol, self.budget = op, space, rtol, budget
         self.random = generator(seed)
-        n = op.shape[0]
+        n, length = op.shape[0], space.length
         # A third for the outliers: their columns make most of the scatter.
         self.steps = min(budget // 3, 60) if op.tags.symmetric else 0
-        self.basis = KrylovBasis(op, self.steps + 2)
-        zeros = torch.zeros(n, dtype=torch.float64, device=float64_device(op.device))
+        self.basis = KrylovBasis(op, self.steps + 2, shards=space.shards)
+        zeros = torch.zeros(length, dtype=torch.float64, device=float64_device(op.device))
         self.total, self.squares = zeros, zeros.clone()
         self.probes = 0
         # Kept only where the estimate may end in reading all columns: what was multiplied, (n, k).
         self.reads = n <= budget
-        self.directions = torch.empty(n, 0, dtype=op.dtype, device=op.device)
+        self.directions = torch.empty(length, 0, dtype=op.dtype, device=op.device)
         self.images = self.directions.clone()
 
     @property
@@ -186,14 +223,16 @@ class DiagonalSampler(Resumable):
         return True
 
     def _probe(self, count: int) -> None:
-        basis = self.basis
+        basis, space = self.basis, self.space
         v = basis.rows[: basis.multiplied]
-        probes = rademacher(self.op, count, self.random)
-        directions = probes - v.T @ (v @ probes)
-        images = self.op @ directions
-        require_finite(images)
+        probes = space.signs(count, self.random)
+        directions = probes - v.T @ space.summed(v @ probes)
+        images = space.times(self.op, directions)
+        require_finite(images, space=space)
         if self.probes == 0:
-            refuse_asymmetric_images(self.op, directions, images, "diagonal", scale=basis.scale)
+            refuse_asymmetric_images(
+                self.op, directions, images, "diagonal", scale=basis.scale, space=space
+            )
         if self.reads:
             self.directions = torch.cat([self.directions, directions], 1)
             self.images = torch.cat([self.images, images], 1)
@@ -218,8 +257,10 @@ class DiagonalSampler(Resumable):
         if self.probes < 2:
             error = torch.full_like(error, torch.inf)  # one sample does not scatter
         values = exact + mean
-        size = float(values.norm())
-        relative = float(error.norm()) / size if size else 0.0 if self.probes > 1 else np.inf
+        size = float(self.space.norm(values))
+        relative = (
+            float(self.space.norm(error)) / size if size else 0.0 if self.probes > 1 else np.inf
+        )
         half = float(student.ppf(0.975, max(m - 1, 1))) * error
         half = half + 16 * basis.eps * (exact.abs() + mean.abs())
         return DiagonalEstimate(
@@ -236,17 +277,21 @@ class DiagonalSampler(Resumable):
         """Σ (A b) ⊙ b over an orthonormal basis that begins with what was multiplied."""
         before = self.op.products
         rows, images = (part.to(self.op.device) for part in self.basis.multiplied_columns())
+        # As many columns as products: an operator so small that its vectors are gathered.
         completion = Completion(
-            self.op, torch.cat([rows, self.directions], 1), torch.cat([images, self.images], 1)
+            self.op,
+            self.space.whole(torch.cat([rows, self.directions], 1)),
+            self.space.whole(torch.cat([images, self.images], 1)),
         )
-        values = torch.zeros_like(self.total)
-        sizes = torch.zeros_like(self.total)
+        values = self.total.new_zeros(self.op.shape[0])
+        sizes = torch.zeros_like(values)
         for basis, image in completion.blocks():
             values += (basis * image).sum(1)
             sizes += (basis * image).abs().sum(1)
         products = self.products + self.op.products - before
         radius = 64 * self.basis.eps * completion.magnification * sizes
-        return exact_diagonal(values, products, self.basis.eps, "every column", radius=radius)
+        exact = exact_diagonal(values, products, self.basis.eps, "every column", radius=radius)
+        return moved(exact, VectorSpace.of(self.op, shard=False), self.space)
 
     def state(self) -> State:
         tensors, numbers = self.basis.state()
@@ -264,13 +309,6 @@ class DiagonalSampler(Resumable):
             self.directions = tensors["directions"].to(self.op.device)
             self.images = tensors["images"].to(self.op.device)
         self.probes, self.steps = int(numbers["probes"]), int(numbers["steps"])
-
-
-def rademacher(op: LinearOperator, count: int, random: torch.Generator) -> Tensor:
-    """Signs (n, count) with equal chance."""
-    shape = op.shape[1], count
-    signs = torch.randint(0, 2, shape, generator=random, dtype=torch.int8, device="cpu")
-    return (2 * signs - 1).to(device=op.device, dtype=op.dtype)
 
 
 def read_diagonal(op: LinearOperator, what: str = "diagonal") -> Tensor:

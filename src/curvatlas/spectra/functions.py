@@ -47,6 +47,7 @@ from curvatlas.spectra.requirements import (
     refuse_asymmetric,
     require_symmetric,
 )
+from curvatlas.spectra.vectors import VectorSpace
 
 Function = Callable[[Array], Array]
 # Residual relative to ‖A‖ below which a Ritz pair is taken out as known: what it misses of f is
@@ -124,12 +125,9 @@ def trace_function(
             count = min(count, max((budget - outliers.products) // steps, 0))
             if count == 0:
                 break
-            starts = torch.randn(
-                n, count, generator=outliers.random, dtype=torch.float64, device="cpu"
-            )
             alphas, betas, _ = recurrences(
                 outliers.op,
-                starts.to(device=op.device, dtype=op.dtype),
+                outliers.space.normal(count, outliers.random),
                 steps,
                 outliers.vectors,
                 scale=scale,
@@ -254,12 +252,16 @@ class Outliers:
         self._original, self._before = op, op.products
         self.op = KeptProducts(op) if n <= min(budget, MATRIX_UP_TO) else op
         self.kept = self.op is not op
-        self.basis = KrylovBasis(self.op, min(60, budget // 3, n // 2) + 2)
+        # With products kept an operator is small, and its vectors are whole.
+        self.space = VectorSpace.of(self.op)
+        capacity = min(60, budget // 3, n // 2) + 2
+        self.basis = KrylovBasis(self.op, capacity, shards=self.space.shards)
         self.basis.add_random(self.random)
         while (left := self.basis.capacity - 2 - self.basis.products) > 0 and self.basis.pending:
             self.basis.advance(left)
         refuse_asymmetric(self.basis, "a function of a matrix")
-        self.vectors = torch.empty(0, n, dtype=op.dtype, device=op.device)  # (k, n) rows
+        shape = 0, self.space.length
+        self.vectors = torch.empty(shape, dtype=op.dtype, device=op.device)  # (k, n) rows
         self.values: Array = np.zeros(0)  # (k,)
         if self.basis.multiplied:
             ritz = self.basis.ritz()
@@ -386,7 +388,8 @@ def matrix_function(
 
     function: of NumPy arrays of eigenvalues, as in ``trace_function``: ``np.exp``, ``np.sqrt``,
     ``lambda x: 1 / (x + 0.1)``. It is evaluated at Ritz values, which lie within the spectrum.
-    max_products: default min(n, 300) for each column.
+    max_products: default min(n, 300) for each column. Where weights are spread (FSDP2) so is the
+    basis; v and the value are whole in every process.
     """
     n = require_symmetric(op, "matrix_function")
     check_rtol(rtol)
@@ -423,7 +426,7 @@ def _one(
             refuse_asymmetric(basis, "matrix_function")
             relative = error / norm if norm > 0 else 0.0
             product = FunctionProduct(
-                value=basis.vectors(coordinates[:, None]).squeeze(1),
+                value=basis.store.space.whole(basis.vectors(coordinates[:, None])).squeeze(1),
                 error=relative,
                 products=basis.products,
                 converged=relative <= rtol,

@@ -553,8 +553,9 @@ def krylov_steps(
 
     On a device it grows by several products at a time (``stride``), and the last one's is given.
     Nothing where b is zero; ends with the budget or an invariant space.
+    start: b (n,), whole; where the operator's weights are spread, so is the basis.
     """
-    basis = KrylovBasis(op, min(budget, op.shape[1]) + 2)
+    basis = KrylovBasis(op, min(budget, op.shape[1]) + 2, shards=op.shards)
     basis.add(start)
     with bar(title, total=budget) as progress:
         while basis.products < budget and basis.pending:

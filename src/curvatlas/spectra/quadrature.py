@@ -18,6 +18,7 @@ from torch import Tensor
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.krylov import Array, stride
 from curvatlas.spectra.requirements import not_finite, refuse_asymmetric_images
+from curvatlas.spectra.vectors import VectorSpace
 
 ROUNDING = 16  # times eps·scale: the norm of what rounding leaves of an invariant space
 DROP = 1e-2  # β this far below a later one: the later direction was hardly in the start, or not
@@ -140,39 +141,41 @@ def recurrences(
     Each run is orthogonalised against its own vectors, as one batched GEMM for all of them. A run
     whose space is invariant ends there, with zeros behind; when all have, no more products are
     made (on a device the host looks every few steps, ``krylov.stride``). Returned last: the
-    products that were. scale: of A, where more is known than P A P shows.
+    products that were. scale: of A, where more is known than P A P shows. Of vectors that are
+    spread with the operator's weights n are this process's entries.
     """
     n, count = starts.shape
+    space = VectorSpace.of(op)
     kept = torch.zeros(count, steps + 1, n, dtype=op.dtype, device=op.device)
-    rows = _off(_off(starts.T.contiguous(), outside), outside)
-    kept[:, 0] = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    rows = _off(space, _off(space, starts.T.contiguous(), outside), outside)
+    kept[:, 0] = rows / space.norms(rows, dim=1).unsqueeze(1)
     alphas = torch.zeros(steps, count, dtype=op.dtype, device=op.device)
     betas = torch.zeros_like(alphas)
     largest = torch.full((), scale, dtype=op.dtype, device=op.device)
     products, looks = 0, stride(op.device)
     for step in range(steps):
         here = kept[:, step]  # (K, n)
-        image = (op @ here.T.contiguous()).T
+        image = space.times(op, here.T.contiguous()).T
         products += count
-        image = _off(image, outside)
-        if step == 0 and bool(torch.isfinite(image).all()):
-            refuse_asymmetric_images(op, here.T, image.T, what, scale=scale)
-        before = torch.linalg.vector_norm(image, dim=1)
+        image = _off(space, image, outside)
+        if step == 0 and space.finite(image):
+            refuse_asymmetric_images(op, here.T, image.T, what, scale=scale, space=space)
+        before = space.norms(image, dim=1)
         largest = torch.maximum(largest, before.max())
-        alphas[step] = (here * image).sum(1)
+        alphas[step] = space.summed((here * image).sum(1))
         image = image - alphas[step, :, None] * here
         if step:
             image = image - betas[step - 1, :, None] * kept[:, step - 1]
         earlier = kept[:, : step + 1]  # (K, step + 1, n)
-        image = _off_own(image, earlier)
-        beta = torch.linalg.vector_norm(image, dim=1)
+        image = _off_own(space, image, earlier)
+        beta = space.norms(image, dim=1)
         looking = (step + 1) % looks == 0 or step == steps - 1
         if looking and not bool(torch.isfinite(beta).all()):
-            raise not_finite(image, op=op)
+            raise not_finite(image, op=op, space=space)
         # Little is left of the image: rounding has a part in it that is not orthogonal.
         if looks > 1 or bool((beta < 0.1 * before).any()):
-            image = _off_own(_off(image, outside), earlier)
-            beta = torch.linalg.vector_norm(image, dim=1)
+            image = _off_own(space, _off(space, image, outside), earlier)
+            beta = space.norms(image, dim=1)
         rounding = beta <= ROUNDING * torch.finfo(op.dtype).eps * largest
         beta = torch.where(rounding, 0.0, beta)  # NaN stays until the next look
         betas[step] = beta
@@ -184,17 +187,17 @@ def recurrences(
     return result[0].T, result[1].T, products
 
 
-def _off_own(images: Tensor, rows: Tensor) -> Tensor:
+def _off_own(space: VectorSpace, images: Tensor, rows: Tensor) -> Tensor:
     """images (K, n) minus their part in the span of their own orthonormal rows (K, s, n)."""
-    inside = torch.bmm(rows, images.unsqueeze(2))
+    inside = space.summed(torch.bmm(rows, images.unsqueeze(2)))
     return images - torch.bmm(rows.transpose(1, 2), inside).squeeze(2)
 
 
-def _off(rows: Tensor, outside: Tensor | None) -> Tensor:
+def _off(space: VectorSpace, rows: Tensor, outside: Tensor | None) -> Tensor:
     """rows (K, n) minus their part in the span of the orthonormal rows ``outside`` (j, n)."""
     if outside is None or outside.shape[0] == 0:
         return rows
-    return torch.addmm(rows, rows @ outside.T, outside, alpha=-1)
+    return torch.addmm(rows, space.summed(rows @ outside.T), outside, alpha=-1)
 
 
 _NORMAL = 1.96

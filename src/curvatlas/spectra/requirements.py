@@ -115,12 +115,30 @@ def check_vector(vector: Tensor, n: int, what: str) -> None:
 
 def as_columns(tensor: Tensor, op: LinearOperator, what: str) -> Tensor:
     """A right-hand side (m,) or (m, K) of finite numbers, as columns (m, K) where ``op`` is."""
-    m = op.shape[0]
-    right_shape = isinstance(tensor, Tensor) and tensor.ndim in (1, 2) and tensor.shape[0] == m
-    if not right_shape or not tensor.numel():
-        raise ValueError(f"{what} must be a tensor ({m},) or ({m}, K), got {_kind(tensor)}.")
+    _check_columns(tensor, op.shape[0], what, fewest=1)
     _check_finite_input(tensor, what)
-    return tensor.detach().reshape(m, -1).to(device=op.device, dtype=op.dtype)
+    return _columns(tensor, op)
+
+
+def as_parts(tensor: Tensor, op: LinearOperator, what: str, space: VectorSpace) -> Tensor:
+    """``as_columns`` of a right-hand side of which every process gives its own entries."""
+    whose = f"this process's entries of {what}"
+    fewest = min(space.length, 1)  # of a short vector a process may have none
+    parallel.together(lambda: _check_columns(tensor, space.length, whose, fewest=fewest))
+    if not space.finite(tensor):
+        raise ValueError(f"{what} contains NaN or infinity.")
+    return _columns(tensor, op)
+
+
+def _check_columns(tensor: Tensor, m: int, what: str, *, fewest: int) -> None:
+    right_shape = isinstance(tensor, Tensor) and tensor.ndim in (1, 2) and tensor.shape[0] == m
+    if not right_shape or tensor.numel() < fewest:
+        raise ValueError(f"{what} must be a tensor ({m},) or ({m}, K), got {_kind(tensor)}.")
+
+
+def _columns(tensor: Tensor, op: LinearOperator) -> Tensor:
+    columns = tensor.detach().unsqueeze(-1) if tensor.ndim == 1 else tensor.detach()
+    return columns.to(device=op.device, dtype=op.dtype)
 
 
 def _kind(value: Any) -> str:
@@ -273,7 +291,9 @@ def _compare_options(name: str, signature: inspect.Signature, args: Any, options
     def gather() -> tuple[int, int]:
         bound = signature.bind(*args, **options)
         bound.apply_defaults()
-        facts.update({key: _told(key, value) for key, value in bound.arguments.items()})
+        given = bound.arguments
+        apart = {"b"} if given.get("shard") else set()  # every process gives its own entries
+        facts.update({key: _told(key, given[key]) for key in given if key not in apart})
         return parallel.halves(content(facts))
 
     if not parallel.others_than_first(parallel.shared(gather, 2)):

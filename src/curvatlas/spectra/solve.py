@@ -26,7 +26,7 @@ from curvatlas.linear_operator import (
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.progress import bar
 from curvatlas.results import Result
-from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, rademacher
+from curvatlas.spectra.diagonal import DiagonalEstimate, exact_diagonal, moved
 from curvatlas.spectra.exact import reads_at_once, symmetric_matrix
 from curvatlas.spectra.functions import Outliers
 from curvatlas.spectra.krylov import stride
@@ -34,6 +34,7 @@ from curvatlas.spectra.preconditioners import Precondition, Preconditioner, as_p
 from curvatlas.spectra.requirements import (
     alike_on_every_rank,
     as_columns,
+    as_parts,
     check_budget,
     check_damping,
     check_rtol,
@@ -43,6 +44,7 @@ from curvatlas.spectra.requirements import (
     require_square,
     require_symmetric,
 )
+from curvatlas.spectra.vectors import VectorSpace
 
 if TYPE_CHECKING:
     from curvatlas.problem import Problem
@@ -56,7 +58,7 @@ _NAMES = {"cg": "conjugate gradients", "minres": "MINRES", "lsmr": "LSMR"}
 class Solution(Result):
     """x with (A + damping·I) x ≈ b."""
 
-    value: Tensor  # (n,) or (n, K)
+    value: Tensor  # (n,) or (n, K), with ``shard`` this process's entries
     residual: float  # largest ‖b − (A + damping·I) x‖ / ‖b‖, computed from x itself
     damping: float
     iterations: int
@@ -82,6 +84,7 @@ def solve(
     max_products: int | None = None,
     method: Method = "auto",
     preconditioner: Preconditioner | None = None,
+    shard: bool | None = None,
 ) -> Solution:
     """Solve for b (n,) or (n, K) until every residual is below rtol ‖b‖.
 
@@ -94,11 +97,16 @@ def solve(
         and positive definite: an operator (``KFAC(problem).inverse(damping)``, a
         ``DiagonalOperator``), a function of columns (n, K), or "nystrom" or "cholesky" for
         ``nystrom_preconditioner`` and ``cholesky_preconditioner`` of this operator and damping.
+    shard: every process of the group gives its own entries of b and gets its own of the solution,
+        n/world of each (``op.shards``, else ``parallel.Shards``, says which). None: no, but where
+        weights are spread (FSDP2) so are the vectors of the iteration; only b and the solution are
+        whole. A preconditioner, and "lsmr", take whole vectors, which are gathered for them.
     """
     n = require_square(op, "solve") if method == "lsmr" else require_symmetric(op, "solve")
     check_rtol(rtol)
     check_damping(damping)
-    columns = as_columns(b, op, "b")
+    space = VectorSpace.of(op, shard=shard)
+    columns = as_parts(b, op, "b", space) if shard else space.take(as_columns(b, op, "b"))
     if method not in ("auto", *_NAMES):
         raise ValueError(f'method must be "auto", "cg", "minres" or "lsmr", got {method!r}.')
     if preconditioner is not None and method not in ("auto", "cg"):
@@ -112,22 +120,25 @@ def solve(
     if budget < count:
         raise ValueError(f"{budget} products do not reach for {count} right-hand sides: give more.")
     before = op.products
-    precondition = as_preconditioner(preconditioner, op, damping)
+    precondition = _on_parts(space, as_preconditioner(preconditioner, op, damping))
     cost = count * (2 if method == "lsmr" else 1)
     # the last product is for the residual, LSMR's first for its start
     iterations = max(budget - (op.products - before) - cost, 0) // cost
     if method == "cg":
-        run = _conjugate_gradients(op, columns, damping, rtol, iterations, precondition)
+        run = _conjugate_gradients(space, op, columns, damping, rtol, iterations, precondition)
     elif method == "minres":
-        run = _minres(op, columns, damping, rtol, iterations)
+        run = _minres(space, op, columns, damping, rtol, iterations)
     else:
         shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
-        run = _lsmr(shifted, columns, 0.0, rtol, iterations, squares=False)
+        spaces = space, space
+        run = _lsmr(spaces, shifted, columns, 0.0, rtol, iterations, squares=False)
     x, used, message = run
-    residual, eps = columns - (op @ x + damping * x), torch.finfo(op.dtype).eps
-    relative, converged = _converged(residual, columns, max(rtol, 10 * eps), message)
+    residual, eps = columns - (space.times(op, x) + damping * x), torch.finfo(op.dtype).eps
+    relative, converged = _converged(space, residual, columns, max(rtol, 10 * eps), message)
     if not converged and message == _REACHED:
         message = "stopped at the least-squares solution: b is partly outside the range"
+    if not shard:
+        x = space.whole(x)
     return Solution(
         value=x.squeeze(-1) if b.ndim == 1 else x,
         residual=relative,
@@ -140,15 +151,24 @@ def solve(
     )
 
 
-def _converged(rest: Tensor, first: Tensor, goal: float, message: str) -> tuple[float, bool]:
+def _on_parts(space: VectorSpace, precondition: Precondition | None) -> Precondition | None:
+    """What takes and gives whole columns, on this process's entries of them."""
+    if precondition is None or space.shards is None:
+        return precondition
+    return lambda part: space.take(precondition(space.whole(part)))
+
+
+def _converged(
+    space: VectorSpace, rest: Tensor, first: Tensor, goal: float, message: str
+) -> tuple[float, bool]:
     """‖rest‖ / ‖first‖, the largest of the columns, and whether that is small enough.
 
     The recurrence's residual drifts from the true one by rounding: where it has reached the
     tolerance, a factor of ten is forgiven.
     """
-    require_finite(rest)
-    norms = torch.linalg.vector_norm(first, dim=0).clamp_min(torch.finfo(first.dtype).tiny)
-    relative = float((torch.linalg.vector_norm(rest, dim=0) / norms).max())
+    require_finite(rest, space=space)
+    norms = space.norms(first).clamp_min(torch.finfo(first.dtype).tiny)
+    relative = float((space.norms(rest) / norms).max())
     return relative, relative <= (10 * goal if message == _REACHED else goal)
 
 
@@ -191,11 +211,13 @@ def least_squares(
             raise ValueError(f"start must be ({n},) or ({n}, K) as b is, got {tuple(start.shape)}.")
         x = start.detach().reshape(n, count).to(device=op.device, dtype=op.dtype)
     rest = columns if start is None else columns - op @ x
-    step, used, message = _lsmr(op, rest, damping**0.5, rtol, iterations, squares=True)
+    # Whole in every process: an operator of two sides has no one way to spread both.
+    spaces = VectorSpace.of(op.T, shard=False), VectorSpace.of(op, shard=False)
+    step, used, message = _lsmr(spaces, op, rest, damping**0.5, rtol, iterations, squares=True)
     first = op.T @ rest
     gradient = op.T @ (rest - op @ step) - damping * step
     goal = max(rtol, 100 * torch.finfo(op.dtype).eps)
-    relative, converged = _converged(gradient, first, goal, message)
+    relative, converged = _converged(spaces[1], gradient, first, goal, message)
     return Solution(
         value=(x + step).reshape(n, *b.shape[1:]),
         residual=relative,
@@ -286,11 +308,8 @@ def _inverse_tags(op: LinearOperator, damping: float) -> Tags:
     return Tags(symmetric=op.tags.symmetric, psd=op.tags.psd and damping >= 0)
 
 
-def _dots(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(0)
-
-
 def _conjugate_gradients(
+    space: VectorSpace,
     op: LinearOperator,
     b: Tensor,
     damping: float,
@@ -303,11 +322,12 @@ def _conjugate_gradients(
 
     x = torch.zeros_like(b)
     residual = b.clone()
-    goal = rtol**2 * _dots(b, b)
+    square = space.dots(b, b)
+    goal = rtol**2 * square
     z = improved(residual)
     direction = z.clone()
-    size = _dots(residual, z)  # ‖residual‖² in the norm of the preconditioner
-    active = _dots(b, b) > goal
+    size = space.dots(residual, z)  # ‖residual‖² in the norm of the preconditioner
+    active = square > goal
     # Why to stop, and whether to: x stays as it was when the first reason came up, however late
     # the host looks (``krylov.stride``).
     indefinite = bent = broken = torch.zeros((), dtype=torch.bool, device=b.device)
@@ -318,45 +338,57 @@ def _conjugate_gradients(
             if step % looks == 0:
                 going, *reasons = torch.stack([active.any(), indefinite, bent, broken]).tolist()
                 if any(reasons) or not going:
-                    return x, step, _ended(op, direction, *reasons) or _REACHED
-            image = op @ direction + damping * direction
-            curvature = _dots(direction, image)
+                    return x, step, _ended(space, op, direction, *reasons) or _REACHED
+            image = space.times(op, direction) + damping * direction
+            curvature = space.dots(direction, image)
             bent = bent | (active & (curvature <= 0)).any()
             broken = broken | ~torch.isfinite(curvature).all()
             if looks == 1 and bool(bent | broken):
-                return x, step + 1, _ended(op, image, False, bool(bent), True)
+                return x, step + 1, _ended(space, op, image, False, bool(bent), True)
             active = active & ~(indefinite | bent | broken)
             length = torch.where(active, size / curvature.clamp_min(1e-300), 0.0).to(x.dtype)
             x += length * direction
             residual -= length * image
             z = improved(residual)
-            new = _dots(residual, z)
+            new, square = space.together((residual * z).sum(0), (residual * residual).sum(0))
             direction = z + torch.where(active, new / size, 0.0).to(x.dtype) * direction
             size = torch.where(active, new, size)
-            active = active & (_dots(residual, residual) > goal)
+            active = active & (square > goal)
             progress.update()
     going, *reasons = torch.stack([active.any(), indefinite, bent, broken]).tolist()
     last = _EXHAUSTED if going else _REACHED
-    return x, iterations, _ended(op, direction, *reasons) or last
+    return x, iterations, _ended(space, op, direction, *reasons) or last
 
 
-def _ended(op: LinearOperator, image: Tensor, indefinite: bool, bent: bool, broken: bool) -> str:
+def _ended(
+    space: VectorSpace,
+    op: LinearOperator,
+    image: Tensor,
+    indefinite: bool,
+    bent: bool,
+    broken: bool,
+) -> str:
     """Why conjugate gradients cannot go on, empty: they can; raises on NaN and infinity."""
     if indefinite:
         return "the preconditioner is not positive definite"
     if bent:
         return "negative curvature met: use method='minres' or more damping"
     if broken:
-        raise not_finite(image, op=op)
+        raise not_finite(image, op=op, space=space)
     return ""
 
 
 def _minres(
-    op: LinearOperator, b: Tensor, damping: float, rtol: float, iterations: int
+    space: VectorSpace,
+    op: LinearOperator,
+    b: Tensor,
+    damping: float,
+    rtol: float,
+    iterations: int,
 ) -> tuple[Tensor, int, str]:
     """Lanczos with a QR factorisation of the tridiagonal matrix, updated by Givens rotations."""
     tiny = torch.finfo(b.dtype).tiny
-    norm = torch.linalg.vector_norm(b, dim=0)
+    norm = space.norms(b)
     x = torch.zeros_like(b)
     v, before = b / norm.clamp_min(tiny), torch.zeros_like(b)
     w, w_before = torch.zeros_like(b), torch.zeros_like(b)
@@ -371,13 +403,13 @@ def _minres(
         for step in range(iterations):
             if step % looks == 0 and not bool(active.any()):
                 return x, step, _REACHED
-            image = op @ v + damping * v - beta * before
-            alpha = _dots(v, image)
-            after = torch.linalg.vector_norm(image - alpha * v, dim=0)
+            image = space.times(op, v) + damping * v - beta * before
+            alpha = space.dots(v, image)
+            after = space.norms(image - alpha * v)
             # NaN stays in the recurrence until the host looks.
             looking = (step + 1) % looks == 0 or step == iterations - 1
             if looking and not bool(torch.isfinite(after).all()):
-                raise not_finite(image, op=op)
+                raise not_finite(image, op=op, space=space)
             image = image - alpha * v
             scale = torch.maximum(scale, alpha.abs() + after + beta)
             third = s_before * beta
@@ -400,7 +432,14 @@ def _minres(
 
 
 def _lsmr(
-    op: LinearOperator, b: Tensor, damp: float, rtol: float, iterations: int, *, squares: bool
+    spaces: tuple[VectorSpace, VectorSpace],
+    op: LinearOperator,
+    b: Tensor,
+    damp: float,
+    rtol: float,
+    iterations: int,
+    *,
+    squares: bool,
 ) -> tuple[Tensor, int, str]:
     r"""min ‖A x − b‖² + damp² ‖x‖²: Golub-Kahan bidiagonalisation, MINRES on the normal equations.
 
@@ -408,10 +447,12 @@ def _lsmr(
     step bring the bidiagonal matrix and its square to triangular form; the gradient's norm is then
     |ζ̄|, and the residual's follows from the rotations of β_1 e_1 (letters as in the paper).
     squares: stop where the gradient is small; otherwise only where the residual is.
+    spaces: of A v and of v.
     """
+    images, space = spaces
     tiny, eps = torch.finfo(b.dtype).tiny, torch.finfo(b.dtype).eps
-    u, beta = _normalised(b)
-    v, alpha = _normalised(op.T @ u)
+    u, beta = _normalised(images, b)
+    v, alpha = _normalised(space, images.times(op.T, u))
     one, zero = torch.ones_like(beta), torch.zeros_like(beta)
     alpha_bar, zeta_bar, first_gradient = alpha, alpha * beta, alpha * beta
     rho, rho_bar, c_bar, s_bar = one, one, one, zero
@@ -427,13 +468,13 @@ def _lsmr(
         for step in range(iterations):
             if step % looks == 0 and not bool(active.any()):
                 return x, step, _REACHED
-            u, beta = _normalised(op @ v - alpha * u)
+            u, beta = _normalised(images, space.times(op, v) - alpha * u)
             square_norm = square_norm + beta**2
-            v, alpha = _normalised(op.T @ u - beta * v)
+            v, alpha = _normalised(space, images.times(op.T, u) - beta * v)
             broken = broken | ~torch.isfinite(alpha + beta).all()
             looking = (step + 1) % looks == 0 or step == iterations - 1
             if looking and bool(broken):
-                raise not_finite(torch.cat([u, v]), op=op)
+                raise not_finite(torch.cat([u, v]), op=op, space=space)
             # rotation of the damping into the diagonal
             alpha_hat = torch.sqrt(alpha_bar**2 + damp**2).clamp_min(tiny)
             c_hat, s_hat = alpha_bar / alpha_hat, damp / alpha_hat
@@ -470,8 +511,8 @@ def _lsmr(
     return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
 
 
-def _normalised(columns: Tensor) -> tuple[Tensor, Tensor]:
-    norms = torch.linalg.vector_norm(columns, dim=0)
+def _normalised(space: VectorSpace, columns: Tensor) -> tuple[Tensor, Tensor]:
+    norms = space.norms(columns)
     return columns / norms.clamp_min(torch.finfo(columns.dtype).tiny), norms
 
 
@@ -489,12 +530,24 @@ def inverse_diagonal(
     rtol: float = 0.1,
     seed: int = 0,
     max_products: int | None = None,
+    shard: bool | None = None,
 ) -> DiagonalEstimate:
     """diag (A + damping·I)⁻¹ by solves with Rademacher probes, known eigenpairs taken out first.
 
     max_products: default 2000 (a group of eight probes is eight solves); where that reaches for all
     columns and the estimate would take as many, they are read and the matrix is inverted.
+    shard: every process gets its own entries of the result, as of ``diagonal``; solves are spread
+    where the weights are.
     """
+    estimate, space = _inverse_diagonal(op, damping, rtol, seed, max_products)
+    return moved(estimate, space, VectorSpace.of(op, shard=bool(shard)))
+
+
+def _inverse_diagonal(
+    op: LinearOperator, damping: float, rtol: float, seed: int, max_products: int | None
+) -> tuple[DiagonalEstimate, VectorSpace]:
+    """The diagonal, and whether its entries are all or this process's."""
+    whole = VectorSpace.of(op, shard=False)
     n = require_symmetric(op, "inverse_diagonal")
     check_damping(damping)
     check_rtol(rtol)
@@ -502,26 +555,27 @@ def inverse_diagonal(
     check_budget(budget)
     if reads_at_once("inverse_diagonal", n, budget):
         matrix, spent = symmetric_matrix(op, "inverse_diagonal")
-        return _of_matrix(matrix, damping, spent, torch.finfo(op.dtype).eps)
+        return _of_matrix(matrix, damping, spent, torch.finfo(op.dtype).eps), whole
     if budget < 4:
         raise ValueError(f"{budget} products are too few for inverse_diagonal: give 100.")
     outliers = Outliers(op, budget, seed)
     op, vectors, eigenvalues = outliers.op, outliers.vectors, outliers.values
+    space = outliers.space
 
-    def read() -> DiagonalEstimate:
+    def read() -> tuple[DiagonalEstimate, VectorSpace]:
         matrix, spent, eps = outliers.matrix("inverse_diagonal")
-        return _of_matrix(matrix, damping, spent, eps)
+        return _of_matrix(matrix, damping, spent, eps), whole
 
     if outliers.kept and outliers.reads_the_rest(_GROUP * _iterations(outliers, damping, rtol)):
         return read()
     place = float64_device(op.device)
-    exact = torch.zeros(n, dtype=torch.float64, device=place)
+    exact = torch.zeros(space.length, dtype=torch.float64, device=place)
     if len(eigenvalues):
         if np.abs(eigenvalues + damping).min() == 0.0:
             raise ValueError("A + damping·I is singular: take damping above zero.")
         weights = torch.as_tensor(1 / (eigenvalues + damping), dtype=torch.float64, device=place)
         exact = (in_float64(vectors).pow(2) * weights[:, None]).sum(0)
-    samples = torch.empty(n, 0, dtype=torch.float64, device=place)
+    samples = torch.empty(space.length, 0, dtype=torch.float64, device=place)
     converged = False
     values, half, relative = exact, torch.full_like(exact, torch.inf), float("inf")
     while not converged:
@@ -530,12 +584,17 @@ def inverse_diagonal(
         count = min(_GROUP, left // 2)
         if count == 0 or (samples.shape[1] == 0 and count < 2):
             break
-        probes = rademacher(op, count, outliers.random)
-        outside = probes - vectors.T @ (vectors @ probes)
+        probes = space.signs(count, outliers.random)
+        outside = probes - vectors.T @ space.summed(vectors @ probes)
         # A solve that takes as many products as are missing from the matrix is not gone on with.
         most = max(n - outliers.products, count) if outliers.kept else left
         solved = solve(
-            op, outside, damping=damping, rtol=_solve_tolerance(rtol), max_products=min(left, most)
+            op,
+            outside,
+            damping=damping,
+            rtol=_solve_tolerance(rtol),
+            max_products=min(left, most),
+            shard=None if space.shards is None else True,
         )
         groups = 1.0
         if solved.converged or not outliers.kept:
@@ -543,7 +602,7 @@ def inverse_diagonal(
             m = samples.shape[1]
             error = samples.std(1) / m**0.5
             values = exact + samples.mean(1)
-            relative = float(error.norm() / values.norm())
+            relative = float(space.norm(error) / space.norm(values))
             half = float(student.ppf(0.975, m - 1)) * error + rtol / 100 * values.abs()
             converged = solved.converged and relative <= rtol
             groups = m * ((relative / rtol) ** 2 - 1) / count
@@ -552,7 +611,7 @@ def inverse_diagonal(
             return read()
         if not solved.converged:
             break
-    return DiagonalEstimate(
+    estimate = DiagonalEstimate(
         values=values,
         interval=(values - half, values + half),
         relative_error=relative,
@@ -561,6 +620,7 @@ def inverse_diagonal(
         exact=False,
         method="solves with Rademacher probes",
     )
+    return estimate, space
 
 
 def _iterations(outliers: Outliers, damping: float, rtol: float) -> int:

@@ -58,7 +58,10 @@ def newton_step(
     rtol: float = 1e-3,
     max_products: int | None = None,
 ) -> NewtonStep:
-    """The trust-region step for the model gᵀs + ½ sᵀA s; max_products: default min(n, 200)."""
+    """The trust-region step for the model gᵀs + ½ sᵀA s; max_products: default min(n, 200).
+
+    Where weights are spread (FSDP2) so is the basis; gradient and step are whole in every process.
+    """
     n = require_symmetric(op, "newton_step")
     check_rtol(rtol)
     check_vector(gradient, n, "the gradient")
@@ -84,7 +87,7 @@ def newton_step(
         if done or basis.products >= budget:
             refuse_asymmetric(basis, "newton_step")
             step = NewtonStep(
-                value=basis.vectors(h[:, None]).squeeze(1),
+                value=basis.store.space.whole(basis.vectors(h[:, None])).squeeze(1),
                 decrease=-float(size * h[0] + 0.5 * float(h @ action @ h)),
                 multiplier=multiplier,
                 on_boundary=multiplier > 0,

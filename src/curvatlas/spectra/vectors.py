@@ -45,11 +45,12 @@ class VectorSpace:
 
     @classmethod
     def of(cls, op: LinearOperator, *, shard: bool | None = None) -> VectorSpace:
-        """What ``op`` multiplies. shard: as an estimator's option, True spreads whole vectors too.
+        """The vectors that a square ``op`` multiplies.
 
-        None: as the operator's weights are.
+        shard: as the option of estimators. None: spread where the operator's weights are; True:
+        over all processes in any case; False: whole in each.
         """
-        shards = op.shards
+        shards = None if shard is False else op.shards
         if shard and shards is None:
             shards = Shards.of(op.shape[1])
         return cls(op.shape[1], dtype=op.dtype, device=op.device, shards=shards)
