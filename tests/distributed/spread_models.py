@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from curvatlas.engines.tangent.sharded import _PLANNED, Mode, ShardedLinearisati
 from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import sharding
-from curvatlas.spectra import vectors
+from curvatlas.spectra import checkpoint, vectors
 from curvatlas.spectra.vectors import VectorSpace
 from distributed.workers import join_group, model_and_data
 
@@ -267,6 +268,8 @@ class Spectrum(LinearOperator):
         return self._values.unsqueeze(1) * columns + self._one.unsqueeze(1) * inner
 
     def sharded_columns(self, columns: Tensor) -> Tensor:
+        if self.before_product is not None:
+            self.before_product()
         self.products += columns.shape[1]
         return self._columns(columns)
 
@@ -338,6 +341,55 @@ def right_sides(op: Spectrum) -> Tensor:
     return columns(SIZE).to(op.dtype)
 
 
+# Estimators that write checkpoints, and at which call of the operator they are stopped.
+STOPPED: dict[str, tuple[int, Callable[[Spectrum, Path], Tensor]]] = {
+    "trace": (5, lambda op, file: number(ca.trace(op, rtol=0.02, checkpoint=file))),
+    "frobenius": (6, lambda op, file: number(ca.frobenius_norm(op, rtol=0.03, checkpoint=file))),
+    "density": (
+        15,
+        lambda op, file: quadrature(ca.spectral_density(op, max_products=40, checkpoint=file)),
+    ),
+    "lean density": (
+        9,
+        lambda op, file: quadrature(
+            ca.spectral_density(op, probes=2, steps=6, reorthogonalise=False, checkpoint=file)
+        ),
+    ),
+    "diagonal": (15, lambda op, file: ca.diagonal(op, max_products=60, checkpoint=file).values),
+}
+
+
+def stopped_once(name: str, folder: Path) -> None:
+    """Leave the checkpoint of an estimate that was stopped, every step written."""
+    calls, estimate = STOPPED[name]
+    left = iter(range(calls))
+
+    def stop() -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    op = Spectrum(torch.float64)
+    op.before_product = stop
+    share, checkpoint.MAX_WRITE_SHARE = checkpoint.MAX_WRITE_SHARE, float("inf")
+    try:
+        estimate(op, folder / name)
+    except KeyboardInterrupt:
+        return
+    finally:
+        checkpoint.MAX_WRITE_SHARE = share
+    raise AssertionError(f"{name} was not stopped")
+
+
+def gone_on(folder: Path) -> dict[str, Tensor]:
+    """What every stopped estimate comes to, and the products that it still took."""
+    results = {}
+    for name, (_, estimate) in STOPPED.items():
+        op = Spectrum(torch.float64)
+        results[name] = estimate(op, folder / name)
+        results[f"products of {name}"] = torch.tensor(op.products)
+    return results
+
+
 class Longest(TorchDispatchMode):
     """The longest axis of any tensor that is made inside."""
 
@@ -379,6 +431,13 @@ def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) ->
     torch.save(part.vectors.contiguous(), Path(folder, f"vectors {rank}.pt"))
     with drawn_in_small_blocks():
         torch.save(of_spectra(), Path(folder, f"spectra {rank}.pt"))
+    for name in STOPPED:
+        stopped_once(name, Path(folder, "parts"))
+    dist.barrier()
+    if rank == 0:
+        shutil.copytree(Path(folder, "parts"), Path(folder, "resumed"))
+    dist.barrier()
+    torch.save(gone_on(Path(folder, "resumed")), Path(folder, f"gone on {rank}.pt"))
     dist.destroy_process_group()
 
 

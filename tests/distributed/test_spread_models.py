@@ -102,6 +102,23 @@ def test_spread_vectors_give_the_numbers_of_whole_ones(
             assert int(longest) < 0.6 * spread_models.SIZE
 
 
+@pytest.mark.parametrize("name", list(spread_models.STOPPED))
+def test_any_number_of_processes_goes_on_from_spread_vectors(
+    name: str, estimates: Path, tmp_path: Path
+) -> None:
+    _, estimate = spread_models.STOPPED[name]
+    fresh, alone = spread_models.Spectrum(torch.float64), spread_models.Spectrum(torch.float64)
+    want = estimate(fresh, tmp_path / "state")
+    # two processes stopped, and two go on, or one with the parts of both
+    by_two, other = load(estimates, "gone on")
+    by_one = estimate(alone, estimates / "parts" / name)
+    assert torch.equal(by_two[name], other[name])
+    for resumed in (by_two[name], by_one):
+        assert oracles.relative_error(resumed, want) < 1e-10
+    for products in (int(by_two[f"products of {name}"]), alone.products):
+        assert 0 < products < 0.8 * fresh.products
+
+
 def test_a_stopped_estimate_goes_on_from_every_ranks_piece(tmp_path: Path) -> None:
     start(spread_models.stopped, tmp_path, "stop")
     pieces = sorted(file.name for file in tmp_path.glob("state.step*"))
