@@ -85,16 +85,20 @@ def test_the_first_removal_is_the_cheapest_of_all() -> None:
     assert torch.allclose(removals.cost[:, 0], price.amin(1))
 
 
-@pytest.mark.parametrize("name", ["zoo vit pre-norm", "torch multihead", "zoo gpt pre-norm"])
-def test_sampled_gradients_average_to_the_gauss_newton_matrix(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("zoo vit pre-norm", 100), ("torch multihead", 200), ("zoo gpt pre-norm", 100)],
+)
+def test_sampled_gradients_average_to_the_gauss_newton_matrix(name: str, draws: int) -> None:
     model, batch, loss = families.make(name)
     problem = ca.Problem(model, loss, batch)
-    columns = torch.randn(problem.size, 8, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(problem.size, 8, dtype=torch.float64, generator=generator)
     want = ca.GaussNewton(problem) @ columns
     total = torch.zeros_like(want)
-    for seed in range(200):
+    for seed in range(draws):
         rows = sampled_gradients(problem, samples=1000, seed=1000 * seed)
-        total += rows.T @ (rows @ columns) / len(rows) / 200
+        total += rows.T @ (rows @ columns) / len(rows) / draws
     assert oracles.relative_error(total, want) < 0.25
 
 
@@ -321,7 +325,7 @@ def trained() -> tuple[nn.Module, zoo.Samples, zoo.Samples]:
     data = zoo.digits()
     model = zoo.reference_vit(seed=0)
     zoo.train(model, data, steps=300, seed=0)
-    return model.eval(), data.train.take(512), data.validation
+    return model.eval(), data.train.take(256), data.validation
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +359,13 @@ def test_curvature_beats_magnitude_on_held_out_digits(
     for method in ("magnitude", "obd", "obs"):
         entries = diagonal if method == "obd" else None
         pruning = ca.prune(
-            model, "cross_entropy", sample, sparsity=sparsity, method=method, curvature=entries
+            model,
+            "cross_entropy",
+            sample,
+            sparsity=sparsity,
+            method=method,
+            curvature=entries,
+            samples=256,
         )
         assert pruning.sparsity == pytest.approx(sparsity, abs=0.01)
         losses[method] = held_out_loss(model, pruning, validation)

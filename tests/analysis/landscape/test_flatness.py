@@ -17,6 +17,7 @@ from torch.distributions import Normal, kl_divergence
 
 import curvatlas as ca
 from curvatlas import zoo
+from curvatlas.analysis.landscape import ascent
 from curvatlas.analysis.landscape.pac_bayes import _Bound, inverse_kl
 from curvatlas.errors import ProblemError
 from curvatlas.problem import Problem
@@ -56,9 +57,9 @@ def restarted_ascent(problem: Problem, radius: float, *, adaptive: bool) -> floa
     generator = torch.Generator().manual_seed(11)
     u = torch.randn(50, problem.size, generator=generator, dtype=torch.float64)
     u *= radius / u.norm(dim=1, keepdim=True)
-    for step in range(150):
+    for step in range(90):
         gradient, _ = climb(u)
-        rate = 0.3 if step < 100 else 0.1
+        rate = 0.3 if step < 60 else 0.1
         u = u + rate * radius * gradient / gradient.norm(dim=1, keepdim=True)
         u *= (radius / u.norm(dim=1, keepdim=True)).clamp(max=1.0)
     return float(climb(u)[1].max()) - problem.value()
@@ -241,7 +242,7 @@ def test_the_bound_lies_above_the_measured_test_loss_in_fifty_trials() -> None:
         problem, start, test = _overfitted(trial)
         entries = ca.diagonal(ca.GaussNewton(problem)).values
         tested = problem.with_data(test)
-        for bound in ca.pac_bayes(problem, entries, prior=start, test=tested, draws=10):
+        for bound in ca.pac_bayes(problem, entries, prior=start, test=tested, draws=3):
             assert bound.test_loss is not None
             assert bound.test_error is not None
             assert bound.error_bound is not None
@@ -307,16 +308,21 @@ LEFT = {"query_key"}  # only rows of the matrices change: any mode
 
 @functools.cache
 def _two_layers() -> Problem:
-    return trained_vit(1, 12, norm_first=True, n_heads=2, activation="relu", n_layers=2)
+    return trained_vit(1, 6, norm_first=True, n_heads=2, activation="relu", n_layers=2)
+
+
+def _uncertified(*_: object) -> tuple[float, int]:
+    return 0.0, 0
 
 
 def _measured(problem: Problem) -> dict[str, float]:
-    ascent: Any = {"starts": 0, "steps": 2}  # the same steps of both: how far they go is no matter
+    """Values alone: whether an ascent ended at a maximum, half of its cost, is no part of them."""
+    steps: Any = {"starts": 0, "steps": 2}  # the same steps of both: how far they go is no matter
     return {
         "loss": problem.value(),
         "fisher_rao": float(problem.parameters @ (ca.GaussNewton(problem) @ problem.parameters)),
-        "asam": ca.sharpness_by_ascent(problem, radius=0.3, adaptive=True, **ascent).value,
-        "sam": ca.sharpness_by_ascent(problem, radius=0.1, **ascent).value,
+        "asam": ca.sharpness_by_ascent(problem, radius=0.3, adaptive=True, **steps).value,
+        "sam": ca.sharpness_by_ascent(problem, radius=0.1, **steps).value,
         "relative": ca.relative_flatness(problem, max_products=16).value,
     }
 
@@ -327,7 +333,10 @@ def _before() -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("rescaling", "mode"), ALL)
-def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(rescaling: Any, mode: Any) -> None:
+def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(
+    rescaling: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ascent, "_margin", _uncertified)
     problem = _two_layers()
     other = ca.rescaled(problem, rescaling, mode=mode)
     moved = float((other.parameters - problem.parameters).norm() / problem.parameters.norm())
