@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import curvatlas as ca
+import forked
 from curvatlas.results import same
 from spectra.spectrum_operators import SpectrumOperator, spectra
-
-TESTS = Path(__file__).resolve().parent.parent
 
 
 def estimate(op: ca.LinearOperator, file: Path | None = None) -> ca.Eigenpairs:
@@ -58,7 +53,7 @@ def test_a_checkpoint_cut_anywhere_is_refused_and_starting_afresh_works(tmp_path
 
 
 DISK_FULL = """
-import os, sys, warnings
+import ctypes, os, sys, warnings
 from pathlib import Path
 import torch
 import curvatlas as ca
@@ -67,6 +62,17 @@ from curvatlas.runs import Run
 from spectra.spectrum_operators import SpectrumOperator, spectra
 
 place, kind = Path(sys.argv[1]), sys.argv[2]
+if kind == "tmpfs":  # 400 kB in a mount namespace of this process, which needs no privilege
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    new_user, new_mounts = 0x10000000, 0x00020000
+    refused = not hasattr(libc, "unshare") or libc.unshare(new_user | new_mounts)
+    if not refused:
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        refused = libc.mount(b"tmpfs", os.fsencode(place), b"tmpfs", 0, b"size=400k")
+    if refused:
+        sys.exit("no file system can be mounted here")
 values, options = spectra()["hessian_like"], {"k": 8, "which": "both", "tol": 1e-10}
 whole = ca.eigenpairs(SpectrumOperator(values), **options)
 state = place / "state"
@@ -117,14 +123,7 @@ def test_a_disk_that_fills_up_loses_nothing(kind: str, tmp_path: Path) -> None:
     script, place = tmp_path / "script.py", tmp_path / "place"
     script.write_text(DISK_FULL)
     place.mkdir()
-    command = [sys.executable, str(script), str(place), kind]
-    if kind == "tmpfs":
-        # A file system of 400 kB in a mount namespace of its own, which needs no privilege.
-        inside = f"mount -t tmpfs -o size=400k tmpfs {place} && exec {shlex.join(command)}"
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]
-        probe = [*command[:4], "sh", "-c", f"mount -t tmpfs tmpfs {place}"]
-        if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
-            pytest.skip("no file system can be mounted here")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = forked.Forked(script, place, kind, cwd=tmp_path).finished(timeout=120)
+    if "no file system can be mounted" in done.stderr:
+        pytest.skip("no file system can be mounted here")
     assert "nothing was lost" in done.stdout, done.stdout + done.stderr
