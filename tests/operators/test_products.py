@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,19 @@ def hand_written(model: nn.Module) -> nn.Module:
     return oracles.with_hand_written_norms(copy.deepcopy(model))
 
 
+@functools.cache
+def problem_of(name: str) -> tuple[ca.Problem, Any, str]:
+    """The problem of a family, its batch and loss; no test changes them."""
+    model, batch, loss = families.make(name, seed=1)
+    return ca.Problem(model, loss, batch), batch, loss
+
+
+@functools.cache
+def operator_of(name: str, kind: Any) -> ca.LinearOperator:
+    operator: ca.LinearOperator = kind(problem_of(name)[0])
+    return operator
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_hessian_products_equal_double_backward_through_hand_written_norms(name: str) -> None:
     model, batch, loss = families.make(name)
@@ -70,19 +84,18 @@ def test_hessian_products_equal_double_backward_through_hand_written_norms(name:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gauss_newton_and_functional_parts_are_right_and_add_up(name: str) -> None:
-    model, batch, loss = families.make(name, seed=1)
-    problem = ca.Problem(model, loss, batch)
+    problem, batch, loss = problem_of(name)
     vector = torch.randn(problem.size, dtype=torch.float64)
-    oracle = hand_written(model)
+    oracle = hand_written(problem.model)
     outputs, targets = reference_outputs(oracle, batch)
     params = list(oracle.parameters())
     jac = oracles.jacobian(outputs, params)
     z = outputs.detach().requires_grad_(True)
     lam = oracles.hessian(reference_loss(z, targets, loss), [z])
     want_outer = jac.T @ (lam @ (jac @ vector))
-    outer = ca.GaussNewton(problem) @ vector
-    functional = ca.FunctionalHessian(problem) @ vector
-    total = ca.Hessian(problem) @ vector
+    outer = operator_of(name, ca.GaussNewton) @ vector
+    functional = operator_of(name, ca.FunctionalHessian) @ vector
+    total = operator_of(name, ca.Hessian) @ vector
     assert oracles.relative_error(outer, want_outer) < 1e-10
     assert oracles.relative_error(outer + functional, total) < 1e-12
     assert oracles.relative_error(ca.Fisher(problem, kind="exact") @ vector, want_outer) < 1e-10
@@ -100,10 +113,8 @@ def test_gauss_newton_and_functional_parts_are_right_and_add_up(name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian])
 def test_operators_are_symmetric(name: str, kind: Any) -> None:
-    model, batch, loss = families.make(name, seed=2)
-    problem = ca.Problem(model, loss, batch)
-    operator = kind(problem)
-    u, v = torch.randn(2, problem.size, dtype=torch.float64)
+    operator = operator_of(name, kind)
+    u, v = torch.randn(2, operator.shape[0], dtype=torch.float64)
     hu, hv = (operator @ torch.stack([u, v], 1)).T
     assert abs(float(u @ hv - v @ hu)) <= 1e-12 * float(u.norm() * hv.norm())
 

@@ -193,7 +193,7 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
 ) -> None:
     words = ["vit", "digits", "--samples", "8", "--dtype", "float64"]
     code, out, err = _run(
-        ["prune", *words, "--by", "layer", "--save", "less.safetensors"],
+        ["prune", *words, "--by", "layer", "--stages", "1", "--save", "less.safetensors"],
         tmp_path,
         monkeypatch,
         capsys,

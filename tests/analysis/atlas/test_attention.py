@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -31,10 +33,15 @@ def setting() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
     return model, batches
 
 
+@functools.cache
+def analysed() -> ca.AttentionCurvature:
+    return ca.analyze_attention_curvature(*setting())
+
+
 @pytest.mark.parametrize("kind", ["total", "outer", "functional"])
 def test_every_batch_has_the_norms_of_its_dense_blocks(kind: str) -> None:
     model, batches = setting()
-    found = ca.analyze_attention_curvature(model, batches)
+    found = analysed()
     operator = {
         "total": ca.Hessian, "outer": ca.GaussNewton, "functional": ca.FunctionalHessian,
     }[kind]  # fmt: skip

@@ -143,9 +143,9 @@ def test_landscape_of_a_vit_decomposes_exactly_and_matches_its_null() -> None:
 
 
 def test_hessian_difference_level_is_that_of_dense_hessians() -> None:
-    problem = vit_problem(40)
+    problem = vit_problem(20)
     found = landscape_convergence(problem, orders=8, outliers=2, probes=8, spectra=0)
-    single = [Hessian(subset(problem, torch.tensor([i])), checks=False) for i in range(40)]
+    single = [Hessian(subset(problem, torch.tensor([i])), checks=False) for i in range(20)]
     dense = torch.stack([operator.dense() for operator in single])
     spread = (dense - dense.mean(0)).flatten(1).norm(dim=1).pow(2).mean().sqrt()
     want = float(spread / dense.mean(0).norm())
