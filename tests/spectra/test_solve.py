@@ -26,6 +26,17 @@ def test_solutions_agree_with_the_dense_solve(psd: bool, damping: float) -> None
     assert found.value.shape == (n, 3)
 
 
+def test_a_singular_operator_without_damping_gives_least_squares() -> None:
+    values = spectra()["rank_deficient"]
+    matrix, b = rotated(values), right_hand_sides(len(values), 1)[:, 0]
+    found = ca.solve(DenseOperator(matrix, psd=True), b, rtol=1e-6)  # b lies outside the range
+    least = torch.linalg.lstsq(matrix, b.unsqueeze(1), driver="gelsd").solution[:, 0]
+    assert not found.converged
+    assert found.method == "MINRES"
+    unreached = float((b - matrix @ least).norm() / b.norm())
+    assert found.residual == pytest.approx(unreached, rel=1e-3)
+
+
 def test_products_are_counted() -> None:
     op = SpectrumOperator(spectra()["flat"], psd=True)
     found = ca.solve(op, torch.ones(400, dtype=torch.float64))

@@ -112,7 +112,7 @@ def solve(
     if preconditioner is not None and method not in ("auto", "cg"):
         raise ValueError(f'a preconditioner is for method="cg", not for {method!r}.')
     if method == "auto":
-        definite = op.tags.psd and damping >= 0
+        definite = op.tags.psd and damping > 0
         method = "cg" if definite or preconditioner is not None else "minres"
     count = columns.shape[1]
     budget = min(4 * n, 2000) * count if max_products is None else max_products
