@@ -27,6 +27,7 @@ from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import sharding
 from curvatlas.spectra import checkpoint, vectors
+from curvatlas.spectra.summary import flat_directions
 from curvatlas.spectra.vectors import VectorSpace
 from distributed.workers import join_group, model_and_data
 
@@ -210,10 +211,12 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
     state = None if folder is None else folder / "ends.safetensors"
     pairs = ca.eigenpairs(h, k=2, which="both", tol=1e-8, max_products=120, checkpoint=state)
     density = ca.spectral_density(h, max_products=24)
+    flat, tested = flat_directions(h, pairs.norm)
     return {
         "eigenvalues": pairs.values,
         "participation": (pairs.vectors**4).sum(0),
         "nodes": density.nodes,
+        "flat directions": torch.tensor([tested, *", ".join(flat).encode()], dtype=torch.float64),
         "trace": number(ca.trace(h, max_products=8, data_error=False)),
         "frobenius": number(ca.frobenius_norm(h, max_products=8, data_error=False)),
         "spectral": number(ca.spectral_norm(h, max_products=30)),
@@ -421,6 +424,18 @@ def of_spectra() -> dict[str, Tensor]:
     return results
 
 
+def over_processes() -> dict[str, Tensor]:
+    """Of a model that every process holds whole, the results of which each holds a part."""
+    model, _, loss, data = case("gpt")
+    h_o = ca.GaussNewton(ca.Problem(model, loss, data, shard=True))
+    shards = parallel.Shards.of(h_o.shape[0])
+    right = shards.take(columns(h_o.shape[0])[:, 0])
+    return {
+        "solve": shards.gathered(ca.solve(h_o, right, damping=0.5, rtol=1e-8, shard=True).value),
+        "diagonal": shards.gathered(ca.diagonal(h_o, max_products=20, shard=True).values),
+    }
+
+
 def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) -> None:
     join_group(rank, world, port)
     model, blocks, loss, data = case("gpt")
@@ -431,6 +446,7 @@ def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) ->
     torch.save(part.vectors.contiguous(), Path(folder, f"vectors {rank}.pt"))
     with drawn_in_small_blocks():
         torch.save(of_spectra(), Path(folder, f"spectra {rank}.pt"))
+    torch.save(over_processes(), Path(folder, f"over processes {rank}.pt"))
     for name in STOPPED:
         stopped_once(name, Path(folder, "parts"))
     dist.barrier()
@@ -572,6 +588,21 @@ def unknown_layers(rank: int) -> None:
     ca.Hessian(problem, engine="tangent") @ right
 
 
+def product_not_finite(rank: int) -> None:
+    op = Spectrum(torch.float64)
+    if rank == 1:
+        op._values[0] = torch.nan
+    ca.trace(op)
+
+
+def right_side_not_finite(rank: int) -> None:
+    op = Spectrum(torch.float64)
+    part = VectorSpace.of(op).take(columns(SIZE)).clone()
+    if rank == 1:
+        part[0] = torch.nan
+    ca.solve(op, part, shard=True)
+
+
 FAULTS: dict[str, Callable[[int], None]] = {
     fault.__name__: fault
     for fault in (
@@ -582,6 +613,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
         not_a_number,
         dropping,
         unknown_layers,
+        product_not_finite,
+        right_side_not_finite,
     )
 }
 

@@ -73,6 +73,15 @@ def test_every_estimator_gives_the_numbers_of_one_process(estimates: Path) -> No
     assert float((gram - torch.eye(4, dtype=torch.float64)).abs().max()) < 1e-10
 
 
+def test_a_whole_models_vectors_are_spread_where_asked_for(estimates: Path) -> None:
+    first, second = load(estimates, "over processes")
+    want = spread_models.over_processes()
+    assert oracles.relative_error(first["solve"], want["solve"]) < 1e-6
+    assert oracles.relative_error(first["diagonal"], want["diagonal"]) < 1e-9
+    for name in want:
+        assert torch.equal(first[name], second[name])
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Tensor]:
     return spread_models.of_spectra()
@@ -156,6 +165,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("not_a_number", "NaN or infinite weights in head.weight"),
         ("dropping", "dropout is active in"),
         ("unknown_layers", "has no layer that is written out by hand"),
+        ("product_not_finite", "holds NaN or infinity in 6 of 18000 entries"),
+        ("right_side_not_finite", "b contains NaN or infinity"),
     ],
 )
 def test_a_fault_of_one_rank_is_one_line_on_every_rank(

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import curvatlas as ca
+import oracles
 from curvatlas.parallel import Range, Shards
 from curvatlas.spectra import vectors
 from curvatlas.spectra.vectors import VectorSpace
+from spectra.spectrum_operators import DenseOperator
 
 CPU = torch.device("cpu")
 
@@ -64,3 +67,35 @@ def test_random_columns_are_those_of_one_process(
         assert torch.equal(random.get_state(), after)  # the next draw agrees as well
     assert torch.equal(pieces[0], want.double())
     assert torch.equal(put_together(size, pieces[1:]), want.double())
+
+
+def test_entries_of_a_whole_vector_are_found_in_its_parts() -> None:
+    size = 50
+    vector = torch.arange(size, dtype=torch.float64)
+    indices = torch.tensor([49, 0, 9, 10, 11, 24, 25, 26, 46, 47, 3])
+    seen = torch.zeros(len(indices), dtype=torch.int64)
+    for shards in parts(size):
+        here, places = space(size, shards).places(indices)
+        assert torch.equal(shards.take(vector)[places], vector[indices[here]])
+        seen += here
+    assert torch.equal(seen, torch.ones_like(seen))  # by one process each
+
+
+def test_parts_of_one_process_are_the_whole() -> None:
+    draw = torch.Generator().manual_seed(0)
+    factor = torch.randn(300, 300, generator=draw, dtype=torch.float64)
+    b = torch.randn(300, 2, generator=draw, dtype=torch.float64)
+    matrix = factor @ factor.T / 300
+
+    def operator() -> DenseOperator:
+        return DenseOperator(matrix, psd=True)
+
+    whole = ca.solve(operator(), b, damping=0.5, rtol=1e-12).value
+    part = ca.solve(operator(), b, damping=0.5, rtol=1e-12, shard=True).value
+    want = torch.linalg.solve(matrix + 0.5 * torch.eye(300, dtype=torch.float64), b)
+    for got in (whole, part):
+        assert oracles.relative_error(got, want) < 1e-10
+    diagonals = [ca.diagonal(operator(), rtol=0.5, shard=shard).values for shard in (None, True)]
+    assert oracles.relative_error(diagonals[1], diagonals[0]) < 1e-12
+    with pytest.raises(ValueError, match=r"this process's entries of b must be a tensor \(300,\)"):
+        ca.solve(operator(), b[:-1], damping=0.5, shard=True)

@@ -68,7 +68,8 @@ def spectral_density(
     reorthogonalise: False keeps three vectors instead of a basis and deflates nothing; for models
     that leave no room for more (``LeanDensity`` says what changes).
     memory: bytes (or "2GB") for the vectors beside the operator's own, a quarter of the machine's
-    by default; with less, fewer outliers are taken out and runs are shorter.
+    by default; with less, fewer outliers are taken out and runs are shorter. Where weights are
+    spread (FSDP2) so are the vectors, and memory is that of each process.
     """
     n = require_symmetric(op, "spectral_density")
     if max_products is None:

@@ -150,7 +150,8 @@ def frobenius_norm(
     max_products: 300 by default, or the columns of an operator up to 512; they are read, and the
     norm is exact, when the estimate would take as many.
     memory: bytes (or "2GB") for the vectors beside the operator's own, a quarter of the machine's
-    by default; with less, fewer outliers are captured.
+    by default; with less, fewer outliers are captured. Where weights are spread (FSDP2) so are the
+    vectors, and memory is that of each process.
     ``data_error``: where the operator knows its batches, measure their scatter too.
     """
     check_rtol(rtol)

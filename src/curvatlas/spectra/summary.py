@@ -13,7 +13,9 @@ quantile condition     max|λ| / q, q the ``quantile`` of |λ| over the non-null
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,6 +36,7 @@ from curvatlas.spectra.norms import frobenius_norm
 from curvatlas.spectra.quadrature import wasserstein
 from curvatlas.spectra.requirements import require_symmetric
 from curvatlas.spectra.trace import trace
+from curvatlas.spectra.vectors import VectorSpace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,30 +57,36 @@ def flat_directions(op: LinearOperator, norm: float) -> tuple[tuple[str, ...], i
     problem = getattr(op, "problem", None)
     if problem is None or op.shape[0] != problem.size:
         return (), 0
+    space, tested = VectorSpace.of(op), 0
+    flat: dict[str, str] = {}  # name of the slice → what of it is flat
+    candidates = _candidates(problem.anatomy)
+    while group := list(islice(candidates, _AT_ONCE)):
+        columns = torch.zeros(space.length, len(group), dtype=op.dtype, device=op.device)
+        for i, (piece, _, direction) in enumerate(group):
+            unit = direction / direction.norm()
+            here, places = space.places(torch.as_tensor(piece.indices, device="cpu"))
+            columns[places, i] = unit[here].to(op.device, op.dtype)
+        sizes = space.norms(space.times(op, columns))
+        tested += len(group)
+        for (piece, described, _), size in zip(group, sizes.tolist(), strict=True):
+            if size <= 100 * torch.finfo(op.dtype).eps * norm:
+                flat.setdefault(piece.name, described)
+    return tuple(flat.values()), tested
+
+
+def _candidates(anatomy: Anatomy) -> Iterator[tuple[Any, str, Tensor]]:
+    """(slice, what is tested of it, the direction in it), drawn when its turn comes."""
     random = generator(0)
-    candidates: list[tuple[Any, str, Tensor]] = []
-    for piece in problem.anatomy:
+    for piece in anatomy:
         draw = torch.randn(piece.size, generator=random, dtype=torch.float64, device="cpu")
-        candidates.append((piece, piece.name, draw))
+        yield piece, piece.name, draw
         outputs = piece.shape[-1] if piece.transposed else piece.shape[0]
         inputs = piece.size // outputs
         if outputs > 1:
             row = torch.randn(inputs, generator=random, dtype=torch.float64, device="cpu")
             same = row.expand(outputs, inputs)
             same = same.T if piece.transposed else same
-            candidates.append((piece, f"{piece.name} (output shift)", same.reshape(-1)))
-    flat: dict[str, str] = {}  # name of the slice → what of it is flat
-    for start in range(0, len(candidates), _AT_ONCE):
-        group = candidates[start : start + _AT_ONCE]
-        columns = torch.zeros(op.shape[1], len(group), dtype=op.dtype, device=op.device)
-        for i, (piece, _, direction) in enumerate(group):
-            unit = direction / direction.norm()
-            columns[torch.as_tensor(piece.indices, device="cpu"), i] = unit.to(op.device, op.dtype)
-        sizes = torch.linalg.vector_norm(op @ columns, dim=0)
-        for (piece, described, _), size in zip(group, sizes.tolist(), strict=True):
-            if size <= 100 * torch.finfo(op.dtype).eps * norm:
-                flat.setdefault(piece.name, described)
-    return tuple(flat.values()), len(candidates)
+            yield piece, f"{piece.name} (output shift)", same.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,12 +283,21 @@ class CurvatureSummary(Result):
 
 
 def curvature_summary(
-    op: LinearOperator, *, k: int = 5, max_products: int = 300, rtol: float = 0.05, seed: int = 0
+    op: LinearOperator,
+    *,
+    k: int = 5,
+    max_products: int = 300,
+    rtol: float = 0.05,
+    seed: int = 0,
+    shard: bool | None = None,
 ) -> CurvatureSummary:
-    """All derived numbers; max_products: for the density, the others stop by themselves."""
+    """All derived numbers; max_products: for the density, the others stop by themselves.
+
+    shard: as of ``eigenpairs``, whose vectors are the only ones of the result.
+    """
     n = require_symmetric(op, "curvature_summary")
     k = min(k, n)
-    ends = eigenpairs(op, k=max(k, min(2, n)), which="both", seed=seed)
+    ends = eigenpairs(op, k=max(k, min(2, n)), which="both", seed=seed, shard=shard)
     total = trace(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
     size = frobenius_norm(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
     density = spectral_density(op, max_products=max_products, seed=seed)

@@ -76,7 +76,8 @@ def trace(
     scatter too (six more products).
     max_products: 300 by default, or the columns of an operator up to 512;  memory: bytes (or "2GB")
     for the vectors beside the operator's own, a quarter of the machine's by default; with less,
-    fewer outliers are captured.
+    fewer outliers are captured. Where weights are spread (FSDP2) so are the vectors, and memory is
+    that of each process; the factors of samples are whole, where they fit the operator's budget.
     """
     require_square(op, "trace")
     check_rtol(rtol)
