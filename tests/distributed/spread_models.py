@@ -291,11 +291,11 @@ SPREAD: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
     "trace in little memory": lambda op, b: number(
         ca.trace(op, rtol=0.02, memory=little_memory(op))
     ),
-    "density": lambda op, b: quadrature(ca.spectral_density(op, max_products=40)),
+    "density": lambda op, b: quadrature(ca.spectral_density(op, max_products=30)),
     "lean density": lambda op, b: quadrature(
         ca.spectral_density(op, probes=3, steps=8, reorthogonalise=False)
     ),
-    "log-determinant": lambda op, b: number(ca.log_determinant(op, damping=0.5, max_products=100)),
+    "log-determinant": lambda op, b: number(ca.log_determinant(op, damping=0.5, max_products=60)),
     "frobenius": lambda op, b: number(ca.frobenius_norm(op, rtol=0.03)),
     "spectral": lambda op, b: number(ca.spectral_norm(op)),
     "eigenvalues": lambda op, b: ca.eigenpairs(op, k=2, shard=True).values,
@@ -309,7 +309,7 @@ PARTS: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
     "minres": lambda op, b: ca.solve(op, b, damping=9.0, rtol=1e-11, shard=True).value,
     "diagonal": lambda op, b: ca.diagonal(op, max_products=60, shard=True).values,
     "inverse diagonal": lambda op, b: (
-        ca.inverse_diagonal(op, damping=9.0, max_products=400, shard=True).values
+        ca.inverse_diagonal(op, damping=50.0, max_products=60, shard=True).values
     ),
 }
 # Whole vectors in or out, which the recorder has to see.
@@ -321,7 +321,7 @@ GATHERED: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
         ca.solve(op, right_sides(op), damping=5.0, rtol=1e-11, preconditioner="nystrom").value
     ),
     "lsmr": lambda op, b: (
-        ca.solve(op, right_sides(op), damping=20.0, rtol=1e-11, method="lsmr").value
+        ca.solve(op, right_sides(op), damping=200.0, rtol=1e-11, method="lsmr").value
     ),
     "quadratic form": lambda op, b: number(
         ca.quadratic_form(op, right_sides(op)[:, 0], damping=1.0)
@@ -329,7 +329,7 @@ GATHERED: dict[str, Callable[[Spectrum, Tensor], Tensor]] = {
     "f(A) v": lambda op, b: ca.matrix_function(op, right_sides(op), np.exp, rtol=1e-4).value,
     "newton step": lambda op, b: ca.newton_step(op, right_sides(op)[:, 0], radius=2.0).value,
 }
-SINGLE = ("trace", "density", "frobenius")  # in float32 too
+SINGLE = ("trace", "density")  # in float32 too
 # Those that need a positive definite operator.
 DEFINITE = (
     "log-determinant",
@@ -349,7 +349,7 @@ STOPPED: dict[str, tuple[int, Callable[[Spectrum, Path], Tensor]]] = {
     "trace": (5, lambda op, file: number(ca.trace(op, rtol=0.02, checkpoint=file))),
     "frobenius": (6, lambda op, file: number(ca.frobenius_norm(op, rtol=0.03, checkpoint=file))),
     "density": (
-        15,
+        9,
         lambda op, file: quadrature(ca.spectral_density(op, max_products=40, checkpoint=file)),
     ),
     "lean density": (
@@ -358,7 +358,7 @@ STOPPED: dict[str, tuple[int, Callable[[Spectrum, Path], Tensor]]] = {
             ca.spectral_density(op, probes=2, steps=6, reorthogonalise=False, checkpoint=file)
         ),
     ),
-    "diagonal": (15, lambda op, file: ca.diagonal(op, max_products=60, checkpoint=file).values),
+    "diagonal": (10, lambda op, file: ca.diagonal(op, max_products=60, checkpoint=file).values),
 }
 
 
