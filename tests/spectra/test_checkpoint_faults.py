@@ -10,6 +10,7 @@ import pytest
 import curvatlas as ca
 import forked
 from curvatlas.results import same
+from curvatlas.spectra.checkpoint import parts_on_disk
 from spectra.spectrum_operators import SpectrumOperator, spectra
 
 
@@ -127,3 +128,10 @@ def test_a_disk_that_fills_up_loses_nothing(kind: str, tmp_path: Path) -> None:
     if "no file system can be mounted" in done.stderr:
         pytest.skip("no file system can be mounted here")
     assert "nothing was lost" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_part_that_is_removed_while_parts_are_listed_is_none(tmp_path: Path) -> None:
+    # As where the first process removes an old step's part that another process has just listed.
+    part = tmp_path / "state.step3.1of2"
+    part.symlink_to(tmp_path / "gone")
+    assert parts_on_disk(tmp_path / "state") == [(part, 3, ())]

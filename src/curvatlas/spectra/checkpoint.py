@@ -231,7 +231,7 @@ class Checkpoint:
         kept = {_ROWS: [1, vectors]} if isinstance(vectors, int) else dict(vectors)
         try:
             return _spread_vectors(self.path, step, kept, own)
-        except (SafetensorError, OSError, ValueError) as error:
+        except _UNREADABLE as error:
             raise ValueError(
                 f"a part of {self.path} is missing or damaged ({error}): bring all files "
                 f"{self.path}.* back to one place; {self._way_back()}delete them to start afresh."
@@ -298,6 +298,8 @@ def generator(seed: int) -> torch.Generator:
 _ROWS = "rows"
 _SUM = "crc32"  # of a part, which is read piece by piece
 _PIECE = 2**22  # numbers of a part that are read at a time
+# RuntimeError: of a part that the first process removes while another one looks through them.
+_UNREADABLE = (SafetensorError, OSError, ValueError, RuntimeError)
 _ENTRIES = "entries"  # of the vectors, where a part holds the rows of many parameters
 
 
@@ -322,7 +324,7 @@ def _entries_of(part: Path) -> tuple[parallel.Range, ...]:
         with safe_open(str(part), framework="pt") as opened:
             said = parse_json((opened.metadata() or {})[_ENTRIES], "its entries")
         return tuple((int(start), int(stop)) for start, stop in said)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+    except (*_UNREADABLE, KeyError, TypeError):
         return ()
 
 
