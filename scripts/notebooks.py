@@ -13,18 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
 
 
-def executed(path: Path) -> Any:
-    """The notebook after running every cell in a folder of its own."""
+def executed(path: Path, kernel: KernelManager | None = None) -> Any:
+    """The notebook after running every cell in a folder of its own.
+
+    kernel: a running one that has imported what notebooks import and knows no name of another
+        notebook any more; a new one by default.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
-        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+        client = NotebookClient(
+            notebook, km=kernel, timeout=300, kernel_name="python3", resources=resources
+        )
+        if kernel is not None:
+            anew = f"import os\nos.chdir({folder!r})\n%reset -f"
+            notebook.cells.insert(0, nbformat.v4.new_code_cell(anew))
+        client.execute()
+        if kernel is not None:
+            del notebook.cells[0]
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,21 @@ def test_there_is_a_notebook_for_each_of_the_four_questions() -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """One for all: each would spend five seconds on the same imports, and forgets every name."""
+    manager = pytest.importorskip("jupyter_client.manager").KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.slow
 @pytest.mark.huggingface
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_what_is_stored_with_it(path: Path) -> None:
+def test_a_notebook_runs_and_shows_what_is_stored_with_it(path: Path, kernel: Any) -> None:
     stored = nbformat.read(path, as_version=4)
-    fresh = script_loading.load(ROOT / "scripts" / "notebooks.py").executed(path)
+    fresh = script_loading.load(ROOT / "scripts" / "notebooks.py").executed(path, kernel)
     for cell, again in zip(_code(stored), _code(fresh), strict=True):
         assert _kinds(cell) == _kinds(again)
     everything = path.read_text(encoding="utf-8")
