@@ -178,9 +178,10 @@ def test_gauss_newton_matrices_agree_with_their_definition(case: str) -> None:
 
 @table.right("sampled Gauss-Newton matrix, in expectation")
 def test_sampled_matrices_approach_the_exact_one(case: str) -> None:
+    """The error of 100 samples is 0.085 ± 0.02 where it is largest: 0.2 lies 5 deviations off."""
     name, how = case.split("; ")
     problem, want = setup(name).problem(), setup(name).gauss_newton()
-    samples, seeds = (250, 1) if how == "many samples" else (60, 4)
+    samples, seeds = (100, 1) if how == "many samples" else (25, 4)
     drawn_ones = [
         ca.Fisher(problem, kind="mc", samples=samples, seed=seed).dense() for seed in range(seeds)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -279,10 +280,16 @@ class _Last(_Flat):
         return self.net(x).movedim(1, -1)
 
 
-def _property(case: str, op: Any) -> None:
-    damping = 0.0
+@functools.cache
+def _with_matrix(kind: str, name: str) -> tuple[Any, Tensor]:
+    """KFAC or EKFAC of the problem of that name, and its matrix; no test changes them."""
+    op = _operator(kind, setup(name).problem())
     matrix = op.dense()
-    matrix = (matrix + matrix.T) / 2
+    return op, (matrix + matrix.T) / 2
+
+
+def _property(case: str, op: Any, matrix: Tensor) -> None:
+    damping = 0.0
     if "determinant" in case:
         damping = 1e-2 * float(matrix.diagonal().mean())  # what is semidefinite has none
         matrix = matrix + damping * torch.eye(len(matrix), dtype=torch.float64)
@@ -299,13 +306,13 @@ def _property(case: str, op: Any) -> None:
 @table.right("trace, norm and determinants of KFAC")
 def test_trace_norm_and_determinants_of_kfac(case: str) -> None:
     name, what = case.split("; ")
-    _property(what, ca.KFAC(setup(name).problem()))
+    _property(what, *_with_matrix("KFAC", name))
 
 
 @table.right("trace, norm and determinants of EKFAC")
 def test_trace_norm_and_determinants_of_ekfac(case: str) -> None:
     name, what = case.split("; ")
-    _property(what, ca.EKFAC(setup(name).problem()))
+    _property(what, *_with_matrix("EKFAC", name))
 
 
 @table.refused("KFAC from the forward pass alone")

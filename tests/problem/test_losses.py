@@ -245,7 +245,8 @@ def test_the_fisher_of_binary_targets_follows_its_definition(kind: Any, reductio
     model, (x, y) = Network("logits"), drawn("bits")
     loss = nn.BCEWithLogitsLoss(reduction=reduction)
     problem = ca.Problem(model, loss, batches_of(x, y))
-    fisher = ca.Fisher(problem, kind=kind, samples=4000 if kind == "mc" else 1)
+    # the trace of 800 draws has a standard deviation of 1 % (of 200: 1.9 %)
+    fisher = ca.Fisher(problem, kind=kind, samples=800 if kind == "mc" else 1)
     _, _, outer = oracle(model, loss, x, y)
     if kind == "exact":
         assert close(fisher.dense(), outer)
