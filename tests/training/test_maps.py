@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,17 @@ def trained(
     return model, monitor, exact
 
 
+@functools.cache
+def five_maps() -> tuple[nn.Module, ca.Monitor, list[ca.Atlas]]:
+    """The trained model, what watched it, and the dense atlases; no test changes them."""
+    model, monitor, exact = trained(25, 5, dense=True)
+    assert monitor is not None
+    return model, monitor, exact
+
+
 @pytest.mark.slow
 def test_five_maps_cover_the_dense_atlas() -> None:
-    _, monitor, exact = trained(25, 5, dense=True)
-    assert monitor is not None
+    _, monitor, exact = five_maps()
     assert len(monitor.history.mapped) == 5
     for snapshot, dense in zip(monitor.history.mapped, exact, strict=True):
         assert snapshot.maps is not None
@@ -64,10 +72,9 @@ def test_five_maps_cover_the_dense_atlas() -> None:
 
 
 def test_maps_do_not_change_the_weights() -> None:
-    with_maps, monitor, _ = trained(6, 2)
-    without, _, _ = trained(6, 2, watch=False)
-    assert monitor is not None
-    assert len(monitor.history.mapped) == 3
+    with_maps, monitor, _ = five_maps()
+    without, _, _ = trained(25, 5, watch=False)
+    assert len(monitor.history.mapped) == 5
     for a, b in zip(with_maps.parameters(), without.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -113,15 +120,15 @@ def test_maps_wait_until_their_half_of_the_budget_allows_them(monkeypatch: Any) 
 
 
 def test_the_film_and_the_answer_come_from_a_stored_history(tmp_path: Path) -> None:
-    _, monitor, _ = trained(9, 4)
-    assert monitor is not None
+    _, monitor, _ = five_maps()
     history = ca.load(monitor.history.save(tmp_path / "history"))
     assert isinstance(history, ca.CurvatureHistory)
     figure = history.film("layer", "outer")
-    assert [axes.get_title() for axes in figure.axes[:3]] == ["step 0", "step 4", "step 8"]
+    titles = [axes.get_title() for axes in figure.axes[:5]]
+    assert titles == [f"step {step}" for step in (0, 5, 10, 15, 20)]
     answer = history.early_blocks()
     assert answer.step == 0
-    assert answer.until == 8
+    assert answer.until == 20
     first = history.mapped[0].maps
     assert first is not None
     assert dict(zip(answer.names, answer.curvature, strict=True))["head.weight"] == pytest.approx(
@@ -129,7 +136,7 @@ def test_the_film_and_the_answer_come_from_a_stored_history(tmp_path: Path) -> N
     )
     assert "shuffled" in str(answer)
     page = ca.training_page(history, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert '<input type="range" min="0" max="2"' in page
+    assert '<input type="range" min="0" max="4"' in page
     assert answer.to_dict()["answer"].partition(":")[2].strip() in page
     with pytest.raises(ValueError, match="maps=True"):
         ca.CurvatureHistory(snapshots=(), events=(), skipped=0, overhead=0.0).early_blocks()

@@ -345,9 +345,10 @@ COARSE = [
 @pytest.mark.parametrize("family", COARSE)
 def test_sublayers_and_layers_of_every_family_share_out_the_parameters(family: str) -> None:
     model = huggingface_models.tiny_model(family)
+    anatomy = anatomy_of(model)
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     for by in ("sublayer", "layer"):
-        blocks = blocks_of(anatomy_of(model), by=by)
+        blocks = blocks_of(anatomy, by=by)
         assert len({block.name for block in blocks}) == len(blocks)
         assert sum(block.size for block in blocks) == total
         places = torch.cat([block.indices for block in blocks])
