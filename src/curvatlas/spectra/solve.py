@@ -127,7 +127,8 @@ def solve(
     if method == "cg":
         run = _conjugate_gradients(space, op, columns, damping, rtol, iterations, precondition)
     elif method == "minres":
-        run = _minres(space, op, columns, damping, rtol, iterations)
+        # two products tell at the end which of two solutions is the better one
+        run = _minres(space, op, columns, damping, rtol, max(iterations - 2, 1))
     else:
         shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
         spaces = space, space
@@ -386,8 +387,14 @@ def _minres(
     rtol: float,
     iterations: int,
 ) -> tuple[Tensor, int, str]:
-    """Lanczos with a QR factorisation of the tridiagonal matrix, updated by Givens rotations."""
-    tiny = torch.finfo(b.dtype).tiny
+    """Lanczos with a QR factorisation of the tridiagonal matrix, updated by Givens rotations.
+
+    Where b lies outside the range of a singular operator, x is the least-squares solution as soon
+    as ‖A r‖ is as small beside ‖A‖ ‖r‖ as rounding allows, about √ε; further steps only add to x
+    what A does not see, until rounding carries it off. That x is set aside: it is the answer if
+    nothing better comes.
+    """
+    tiny, eps = torch.finfo(b.dtype).tiny, torch.finfo(b.dtype).eps
     norm = space.norms(b)
     x = torch.zeros_like(b)
     v, before = b / norm.clamp_min(tiny), torch.zeros_like(b)
@@ -399,10 +406,14 @@ def _minres(
     scale = torch.zeros_like(norm)
     active = norm > 0
     looks = stride(op.device)
+    aside, aside_left = x.clone(), left.clone()
+    aside_step = torch.full_like(norm, float("inf"))
+    taken = iterations
     with bar("MINRES", total=iterations) as progress:
         for step in range(iterations):
             if step % looks == 0 and not bool(active.any()):
-                return x, step, _REACHED
+                taken = step
+                break
             image = space.times(op, v) + damping * v - beta * before
             alpha = space.dots(v, image)
             after = space.norms(image - alpha * v)
@@ -415,20 +426,30 @@ def _minres(
             third = s_before * beta
             second = c * (c_before * beta) + s * alpha
             bar_ = c * alpha - s * (c_before * beta)
+            slope = torch.sqrt(bar_**2 + (c * after) ** 2)  # ‖A r‖ / ‖r‖ before this step
+            flat = active & (slope <= eps**0.5 * scale) & aside_step.isinf()
+            aside, aside_left = torch.where(flat, x, aside), torch.where(flat, left, aside_left)
+            aside_step = torch.where(flat, float(step), aside_step)
             first = torch.sqrt(bar_**2 + after**2).clamp_min(tiny)
             c_before, s_before = c, s
             c, s = bar_ / first, after / first
             direction = (v - second * w - third * w_before) / first
-            singular = first <= 8 * torch.finfo(b.dtype).eps * scale
+            singular = first <= 8 * eps * scale
             advance = torch.where(active & ~singular, c * left, torch.zeros_like(left))
             x += advance * direction
             left = torch.where(active, -s * left, left)
             w_before, w = w, direction
             before, v, beta = v, image / after.clamp_min(tiny), after
-            invariant = after <= 8 * torch.finfo(b.dtype).eps * scale
-            active = active & (left.abs() > rtol * norm) & ~invariant & ~singular
+            invariant = after <= 8 * eps * scale
+            stuck = (step > 3 * aside_step + 50) & (left.abs() > 0.99 * aside_left.abs())
+            active = active & (left.abs() > rtol * norm) & ~invariant & ~singular & ~stuck
             progress.update()
-    return x, iterations, _EXHAUSTED if bool(active.any()) else _REACHED
+    reason = _EXHAUSTED if bool(active.any()) else _REACHED
+    unfinished = aside_step.isfinite() & (left.abs() > rtol * norm)
+    if not bool(unfinished.any()):
+        return x, taken, reason
+    found, other = (space.norms(b - space.times(op, some) - damping * some) for some in (x, aside))
+    return torch.where(unfinished & ~(found < 0.99 * other), aside, x), taken, reason
 
 
 def _lsmr(
