@@ -172,10 +172,9 @@ class VectorSpace:
             return torch.randn(rows, count, generator=random, dtype=precision, device="cpu")
 
         def skip(rows: int) -> None:
-            # A normal number takes one word of the generator for every four of its bytes, and so
-            # does a coin, which is drawn in a sixth of the time.
-            words = rows * count * precision.itemsize // 4
-            torch.randint(0, 2, (words,), generator=random, dtype=torch.int8, device="cpu")
+            # A uniform number takes as much of the generator as a normal one, at a quarter of its
+            # time (4.3 against 18 ns of a core).
+            torch.empty(rows, count, dtype=precision, device="cpu").uniform_(generator=random)
 
         return self._own_rows(draw, skip).to(device=self.device, dtype=self.dtype)
 
