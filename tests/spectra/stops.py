@@ -37,19 +37,18 @@ class StopAtLine:
     """Raises KeyboardInterrupt when the n-th line of the package is about to run."""
 
     def __init__(self, line: int) -> None:
-        self.line = line
+        self.left = line
         self.seen = 0
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        """Asked at every call: lines are followed in functions of the package alone."""
-        return self._at_line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def _at_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
         if event == "line":
             self.seen += 1
-            if self.seen == self.line:
+            self.left -= 1
+            if self.left == 0:
                 raise KeyboardInterrupt
-        return self._at_line
+        return self
 
 
 def traced(function: Callable[[], Any], line: int) -> StopAtLine:

@@ -28,7 +28,7 @@ def entries(flow: ca.CurvatureFlow) -> list[Any]:
 
 def deep_gpt(layers: int) -> tuple[GPT, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    config = GPTConfig(vocabulary=11, context=4, d_model=4, n_heads=2, n_layers=layers)
+    config = GPTConfig(vocabulary=11, context=4, d_model=8, n_heads=2, n_layers=layers)
     tokens = torch.randint(0, 11, (1, 5))
     return GPT(config).double().eval(), (tokens[:, :-1], tokens[:, 1:])
 
