@@ -242,7 +242,7 @@ def test_the_bound_lies_above_the_measured_test_loss_in_fifty_trials() -> None:
         problem, start, test = _overfitted(trial)
         entries = ca.diagonal(ca.GaussNewton(problem)).values
         tested = problem.with_data(test)
-        for bound in ca.pac_bayes(problem, entries, prior=start, test=tested, draws=3):
+        for bound in ca.pac_bayes(problem, entries, prior=start, test=tested, draws=10):
             assert bound.test_loss is not None
             assert bound.test_error is not None
             assert bound.error_bound is not None
