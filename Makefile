@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # One BLAS thread per test worker: with more, two workers on two cores fight each other.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+# Bytecode is kept, whatever the machine says: without it every process compiles all it imports.
+ONE_THREAD := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: demo test gpu-test check format docs notebooks wheel bench drill sweep fixtures clean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,14 +112,14 @@ class Layer:
             if tangent is not None:
                 vector[:, self.numbers[name].reshape(-1)] = tangent.reshape(count, -1)
         there = {n for n, t in moved.items() if t is not None}
-        tangents = {n: vector[:, p] for n, p in self.picked.items() if self._touches(p, there)}
+        tangents = {n: vector[:, p] for n, p in self.picked.items() if self.touched[n] & there}
         rows = {n for n, w in self.effective.items() if not set(wanted).isdisjoint(w.parameters)}
         rates, rate_x = self.block.hvp(
             tangents,
             x_dot,
             curvature=lambda m: m * curvature,
             part=part,  # type: ignore[arg-type]
-            wanted=[n for n, p in self.picked.items() if self._touches(p, rows)],
+            wanted=[n for n in self.picked if self.touched[n] & rows],
         )
         assert rate_x is not None
         found: dict[str, Tensor] = {}
@@ -128,9 +129,17 @@ class Layer:
             found |= {n: value for n, value in some.items() if n in wanted}
         return found, rate_x
 
-    def _touches(self, positions: Tensor, names: set[str]) -> bool:
-        some = positions.flatten()
-        return any(bool(torch.isin(self.numbers[name].flatten(), some).any()) for name in names)
+    @functools.cached_property
+    def touched(self) -> dict[str, set[str]]:
+        """Our weights → the effective weights that they are entries of."""
+        owner = torch.zeros(self.width, dtype=torch.long)
+        names = list(self.numbers)
+        for i, name in enumerate(names):
+            owner[self.numbers[name].flatten()] = i
+        return {
+            n: {names[i] for i in owner[p.flatten()].unique().tolist()}
+            for n, p in self.picked.items()
+        }
 
     def _whole(self, parts: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Our weights' rates as those of the effective weights (K, *shape)."""
