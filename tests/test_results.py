@@ -86,6 +86,11 @@ def test_empty_and_scalar_tensors_come_back(tmp_path: Path, shape: tuple[int, ..
     assert back.values.shape == shape
 
 
+def test_the_folder_of_a_run_is_told_from_a_result(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder; curvatlas\.runs\.load"):
+        results.load(tmp_path)
+
+
 def test_loaded_tensors_do_not_change_with_the_file(tmp_path: Path) -> None:
     path = estimate(1).save(tmp_path / "r")
     back = results.load(path)

@@ -212,6 +212,10 @@ def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 def load(path: str | os.PathLike[str]) -> Result:
     """Read any saved result; raises ValueError on a file that is damaged or not one of ours."""
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{path} is a folder; curvatlas.runs.load(folder) reads a run, load a single result."
+        )
     result, schema = _parse(files.read(Path(path)), str(path))
     if schema < _SCHEMA:
         warnings.warn(

@@ -5,17 +5,20 @@ The module is not called ``survey``: as a submodule it would hide the function `
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import math
 import os
 import time as clocks
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from safetensors.torch import load as load_tensors, save
 
 from curvatlas import parallel
 from curvatlas.analysis.atlas.mapping import atlas, with_known_traces
@@ -568,32 +571,49 @@ class _Survey:
                 return flow_of_groups(checkpoint)
 
         def flow_of_groups(checkpoint: Path) -> CurvatureFlow:
-            groups = list(_groups(self.problem))
-            many = sum(self.problem.units(group) for group in groups) > _DENSE_FLOW_SAMPLES
+            # Where processes share the data each accounts for its own groups.
+            joins = self.problem.spread and self.problem.loss.additive
+            samples, groups = _groups(self.problem, own=joins)
             analyzer = CurvaturePropagationAnalyzer(
                 self.problem.model,
                 self.problem.loss,
                 budget=self.memory.graphs,
-                method="matrix-free" if many else "auto",
+                method="matrix-free" if samples > _DENSE_FLOW_SAMPLES else "auto",
                 seed=self.seed,
                 compute_dtype=self.problem.compute_dtype,
             )
-            file = Checkpoint(checkpoint, {"estimate": "propagation", "groups": len(groups)})
-            flows = _unpacked(file.load())
-            try:
-                for index in track(range(len(flows), len(groups)), "propagation"):
-                    self.clock.check()
-                    analyzer.seed = self.seed + index  # probes of the groups are independent
-                    inputs, targets = groups[index].inputs, groups[index].targets
-                    account = analyzer.analyze_curvature_flow(inputs, targets)
-                    flows.append(_without_matrices(account))
-                    analyzer.history.clear()
-            except BaseException:
-                file.save(*_packed(flows))
-                raise
-            total = sum(group.count for group in groups)
+            counts = [group.count for group in groups]
+            if joins:
+                before = sum(parallel.from_every_process(len(groups))[: parallel.rank()])
+                flows = parallel.together(lambda: accounts(analyzer, groups, [], first=before))
+                flows, counts = _of_every_process(flows, counts)
+            else:
+                file = Checkpoint(checkpoint, {"estimate": "propagation", "groups": len(groups)})
+                flows = _unpacked(file.load())
+                try:
+                    accounts(analyzer, groups, flows)
+                except BaseException:
+                    file.save(*_packed(flows))
+                    raise
             summed = self.problem.loss.summed
-            return pooled_flow(flows, [1.0 if summed else g.count / total for g in groups])
+            return pooled_flow(flows, [1.0 if summed else c / sum(counts) for c in counts])
+
+        def accounts(
+            analyzer: CurvaturePropagationAnalyzer,
+            groups: Sequence[Batch],
+            flows: list[CurvatureFlow],
+            *,
+            first: int = 0,
+        ) -> list[CurvatureFlow]:
+            """Add the accounts of the groups that are missing; first: number of the first one."""
+            for index in track(range(len(flows), len(groups)), "propagation"):
+                self.clock.check()
+                analyzer.seed = self.seed + first + index  # probes of the groups are independent
+                inputs, targets = groups[index].inputs, groups[index].targets
+                account = analyzer.analyze_curvature_flow(inputs, targets)
+                flows.append(_without_matrices(account))
+                analyzer.history.clear()
+            return flows
 
         self.say(f"  propagation: {str(self._estimate('propagation', flow)).splitlines()[0]}")
 
@@ -739,19 +759,26 @@ def plan_survey(
     )
 
 
-def _groups(problem: Problem) -> Iterator[Batch]:
-    """All samples in about eight groups; a batch that cannot be cut is one of them."""
-    batches = list(problem.all_batches())
+def _groups(problem: Problem, *, own: bool) -> tuple[int, list[Batch]]:
+    """(samples, all of them in about eight groups); a batch that cannot be cut is one of them.
+
+    own: groups of this process's share only.
+    """
+    batches = list(problem.batches() if own else problem.all_batches())
     samples = sum(problem.units(batch) for batch in batches)
+    if own:
+        samples = sum(parallel.from_every_process(samples))
     size = max(1, math.ceil(samples / _FLOW_GROUPS))
+    groups: list[Batch] = []
     for batch in batches if problem.loss.additive else batches[:1]:
         if not problem.separable:
-            yield batch
+            groups.append(batch)
             continue
         for start in range(0, batch.samples, size):
             part = batch.part(start, min(start + size, batch.samples), problem.loss.count)
             if part.count > 0:
-                yield part
+                groups.append(part)
+    return samples, groups
 
 
 def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Subject:
@@ -821,6 +848,24 @@ def _unpacked(state: State | None) -> list[CurvatureFlow]:
         return []
     accounts = unpack(state[0], str(state[1]["accounts"]), "the checkpoint")
     return list(accounts.flows) if isinstance(accounts, _Accounts) else []
+
+
+def _of_every_process(
+    flows: Sequence[CurvatureFlow], counts: Sequence[float]
+) -> tuple[list[CurvatureFlow], list[float]]:
+    """The accounts and counts of valid targets of all processes, by rank."""
+    tensors, said = _packed(flows)
+    content = save(tensors, {"accounts": said["accounts"], "counts": json.dumps(list(counts))})
+    everything: list[CurvatureFlow] = []
+    totals: list[float] = []
+    for text in parallel.texts(base64.b64encode(content).decode()):
+        received = base64.b64decode(text)
+        # the header, where safetensors keeps its metadata: its length and as many letters
+        header = json.loads(received[8 : 8 + int.from_bytes(received[:8], "little")])
+        kept = header["__metadata__"]
+        everything += _unpacked((load_tensors(received), {"accounts": kept["accounts"]}))
+        totals += json.loads(kept["counts"])
+    return everything, totals
 
 
 def _difference(total: Estimate, outer: Estimate) -> Estimate:

@@ -13,6 +13,7 @@ import torch
 import curvatlas as ca
 import forked
 import oracles
+from curvatlas import runs
 from distributed import workers
 
 
@@ -47,6 +48,19 @@ def test_two_processes_with_uneven_shards_equal_one_process(mode: str, tmp_path:
     for name, value in want.items():
         assert torch.equal(first[name], second[name]), name
         assert oracles.relative_error(first[name], value) < 1e-12, name
+
+
+@pytest.mark.slow
+def test_a_survey_accounts_for_the_samples_of_all_processes(tmp_path: Path) -> None:
+    start(workers.survey, tmp_path, "")
+    model, data = workers.model_and_data()
+    problem = ca.Problem(model, "cross_entropy", data)
+    ca.survey(problem, output=tmp_path / "alone", **workers.SURVEYED)
+    both, alone = (runs.load(tmp_path / name)["model.propagation"] for name in ("run", "alone"))
+    assert both.samples == alone.samples
+    assert both.loss == pytest.approx(problem.value(), rel=1e-12)
+    for got, want in zip(both.activations, alone.activations, strict=True):
+        assert got.norm == pytest.approx(want.norm, rel=1e-9)
 
 
 @pytest.mark.slow

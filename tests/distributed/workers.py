@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,19 @@ def products(rank: int, world: int, port: int, folder: str, mode: str) -> None:
     }
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def survey(rank: int, world: int, port: int, folder: str, mode: str) -> None:
+    """Survey a model whose data the two processes share unevenly."""
+    join_group(rank, world, port)
+    model, (tokens, targets) = model_and_data()
+    cut = slice(0, 5) if rank == 0 else slice(5, 7)
+    problem = ca.Problem(model, "cross_entropy", (tokens[cut], targets[cut]))
+    ca.survey(problem, output=Path(folder) / "run", **SURVEYED)
+    dist.destroy_process_group()
+
+
+SURVEYED: Any = {"skip": ["trace", "map", "density", "advice"], "eigenvalues": 1}
 
 
 def failing(rank: int, world: int, port: int, folder: str, mode: str) -> None:
