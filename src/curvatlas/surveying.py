@@ -571,8 +571,8 @@ class _Survey:
                 return flow_of_groups(checkpoint)
 
         def flow_of_groups(checkpoint: Path) -> CurvatureFlow:
-            # Where processes share the data each accounts for its own groups.
-            joins = self.problem.spread and self.problem.loss.additive
+            # Where every process has data of its own it accounts for its own groups.
+            joins = self.problem.owns_data and self.problem.loss.additive
             samples, groups = _groups(self.problem, own=joins)
             analyzer = CurvaturePropagationAnalyzer(
                 self.problem.model,

@@ -723,6 +723,11 @@ class Problem:
         """Whether the data lie on several processes, each of which knows its own."""
         return self.distributed and parallel.world_size() > 1
 
+    @property
+    def owns_data(self) -> bool:
+        """Whether this process knows a part of the data that no other one does."""
+        return self.spread and not self._shard
+
     def require_one_process(self, purpose: str, *, maker: str = "Problem") -> None:
         """Refuse data on several processes where one has to know all of them.
 

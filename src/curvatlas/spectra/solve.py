@@ -127,8 +127,7 @@ def solve(
     if method == "cg":
         run = _conjugate_gradients(space, op, columns, damping, rtol, iterations, precondition)
     elif method == "minres":
-        # two products tell at the end which of two solutions is the better one
-        run = _minres(space, op, columns, damping, rtol, max(iterations - 2, 1))
+        run = _minres(space, op, columns, damping, rtol, iterations)
     else:
         shifted = op if damping == 0 else op + damping * IdentityOperator.like(op)
         spaces = space, space
@@ -379,6 +378,9 @@ def _ended(
     return ""
 
 
+_FEWEST_STEPS = 8  # of MINRES, before it may have to choose between two solutions
+
+
 def _minres(
     space: VectorSpace,
     op: LinearOperator,
@@ -408,6 +410,9 @@ def _minres(
     looks = stride(op.device)
     aside, aside_left = x.clone(), left.clone()
     aside_step = torch.full_like(norm, float("inf"))
+    setting_aside = iterations > _FEWEST_STEPS
+    if setting_aside:
+        iterations -= 2  # products that tell which of two solutions is the better one
     taken = iterations
     with bar("MINRES", total=iterations) as progress:
         for step in range(iterations):
@@ -446,8 +451,9 @@ def _minres(
             progress.update()
     reason = _EXHAUSTED if bool(active.any()) else _REACHED
     unfinished = aside_step.isfinite() & (left.abs() > rtol * norm)
-    if not bool(unfinished.any()):
+    if not setting_aside or not bool(unfinished.any()):
         return x, taken, reason
+    # Rounding is in what the recurrence says of x.
     found, other = (space.norms(b - space.times(op, some) - damping * some) for some in (x, aside))
     return torch.where(unfinished & ~(found < 0.99 * other), aside, x), taken, reason
 
