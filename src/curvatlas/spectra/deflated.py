@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvatlas.budget import give_back
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.spectra.checkpoint import Resumable, State
 from curvatlas.spectra.estimate import Estimate
@@ -28,7 +29,10 @@ from curvatlas.spectra.requirements import refuse_asymmetric_images, require_fin
 from curvatlas.spectra.vectors import VectorSpace
 
 AT_WORK = 3  # vectors that one step makes and lets go
-_BAND = 2**23  # entries of the probes that are worked on together
+_LARGE = 2**24  # bytes of probes
+_TOGETHER = 2**25  # bytes of probes that are drawn and multiplied together, beyond
+_FEW = 8  # columns, which share a product's passes well
+_BAND = 2**21  # entries of the probes that are worked on together
 
 
 class DeflatedSampler(Resumable):
@@ -121,8 +125,12 @@ class DeflatedSampler(Resumable):
             self.let_go.append(self.grams())
             self.forget_probes()
             return 0
-        count = max(min(count, left // each), 1)
+        # A product holds its columns several times.
+        together = max(_FEW, _TOGETHER // max(self.space.longest * self.op.dtype.itemsize, 1))
+        count = max(min(count, left // each, together), 1)
         fresh = self.space.normal(count, self.random)
+        if fresh.numel() * fresh.element_size() > _LARGE:
+            give_back()  # what the last steps left in pieces would stand beside the products
         images = self.space.times(self.op, fresh)
         require_finite(images, space=self.space)
         if self.probe_count == 0:

@@ -176,7 +176,7 @@ class VectorSpace:
             # time (4.3 against 18 ns of a core).
             torch.empty(rows, count, dtype=precision, device="cpu").uniform_(generator=random)
 
-        return self._own_rows(draw, skip).to(device=self.device, dtype=self.dtype)
+        return self._own_rows(draw, skip, self.dtype).to(self.device)
 
     def signs(self, count: int, random: torch.Generator) -> Tensor:
         """±1 with equal chance, (length, count), drawn as whole columns (size, count) would be."""
@@ -185,27 +185,26 @@ class VectorSpace:
             shape = rows, count
             return torch.randint(0, 2, shape, generator=random, dtype=torch.int8, device="cpu")
 
-        signs = self._own_rows(draw, draw)
+        signs = self._own_rows(draw, draw, torch.int8)
         return (2 * signs - 1).to(device=self.device, dtype=self.dtype)
 
     @property
     def _own(self) -> tuple[Range, ...]:
         return ((0, self.size),) if self.shards is None else self.shards.own
 
-    def _own_rows(self, draw: Callable[[int], Tensor], skip: Callable[[int], object]) -> Tensor:
+    def _own_rows(
+        self, draw: Callable[[int], Tensor], skip: Callable[[int], object], dtype: torch.dtype
+    ) -> Tensor:
         """This process's rows of the ``size`` that ``draw`` would give at once, a block at a time.
 
-        The generator ends where it would after drawing all of them, in every process.
+        The generator ends where it would after drawing all of them, in every process. Rounded to
+        ``dtype`` block by block: all columns in the precision of the draw would be twice as large.
         """
-        if self.shards is None:
-            return draw(self.size)
-        first = draw(0)
-        part = first.new_empty(self.length, first.shape[1])
+        columns = draw(0).shape[1]
+        part = torch.empty(self.length, columns, dtype=dtype, device="cpu")
         at = 0
-        for begin, end, last in _blocks(self.size, first.shape[1]):
-            here = [
-                (max(a, begin), min(b, end)) for a, b in self.shards.own if a < end and b > begin
-            ]
+        for begin, end, last in _blocks(self.size, columns):
+            here = [(max(a, begin), min(b, end)) for a, b in self._own if a < end and b > begin]
             # torch draws normal numbers in groups of 16, and the last ones of an odd number anew:
             # the last block takes what they take of the generator only if it is drawn.
             if not (here or last):
