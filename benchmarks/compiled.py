@@ -34,6 +34,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import curvatlas as ca
+from curvatlas.engines.autograd.compiled import constants_as_inputs
 from harness.cases import CASES, Case
 from harness.contestants import references
 from harness.results import RESULTS, keep, requirement
@@ -67,15 +68,7 @@ def by_hand_compiled(operator: Any, vector: torch.Tensor) -> Callable[[], torch.
 
     with torch.no_grad(), mock.patch.object(linear._space, "keep", False):
         recorded = make_fx(product)(*pieces)
-    first, places = next(iter(recorded.graph.nodes)), {}
-    for node in [node for node in recorded.graph.nodes if node.op == "get_attr"]:
-        if node.target not in places:
-            with recorded.graph.inserting_before(first):
-                places[node.target] = recorded.graph.placeholder(f"kept_{len(places)}")
-        node.replace_all_uses_with(places[node.target])
-        recorded.graph.erase_node(node)
-    given = [*(getattr(recorded, name) for name in places), *pieces]
-    recorded.recompile()
+    given = [*constants_as_inputs(recorded), *pieces]
     flat = torch.empty_like(vector)
     with torch.no_grad():
         functional = make_fx(functionalize(recorded))(*given)

@@ -127,14 +127,16 @@ def together(work: Callable[[], T]) -> T:
 
 def texts(text: str) -> list[str]:
     """One text of every process, in the order of their ranks."""
-    content = text.encode()
+    return [content.decode() for content in contents(text.encode())]
+
+
+def contents(content: bytes) -> list[bytes]:
+    """The bytes of every process, in the order of their ranks."""
     lengths = from_every_process(len(content))
     letters = torch.zeros(world_size(), max(lengths), dtype=torch.uint8)
     letters[rank(), : len(content)] = torch.tensor(list(content), dtype=torch.uint8)
     add_over_processes(letters)
-    return [
-        bytes(row[:length].tolist()).decode() for row, length in zip(letters, lengths, strict=True)
-    ]
+    return [bytes(row[:length].tolist()) for row, length in zip(letters, lengths, strict=True)]
 
 
 def from_first(content: bytes) -> bytes:

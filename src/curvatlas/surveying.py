@@ -5,7 +5,6 @@ The module is not called ``survey``: as a submodule it would hide the function `
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import json
 import math
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from safetensors.torch import load as load_tensors, save
+from safetensors.torch import save
 
-from curvatlas import parallel
+from curvatlas import files, parallel
 from curvatlas.analysis.atlas.mapping import atlas, with_known_traces
 from curvatlas.analysis.atlas.result import Atlas, AtlasBlock, blocks_of
 from curvatlas.analysis.conditioning import conditioning_of
@@ -858,12 +857,9 @@ def _of_every_process(
     content = save(tensors, {"accounts": said["accounts"], "counts": json.dumps(list(counts))})
     everything: list[CurvatureFlow] = []
     totals: list[float] = []
-    for text in parallel.texts(base64.b64encode(content).decode()):
-        received = base64.b64decode(text)
-        # the header, where safetensors keeps its metadata: its length and as many letters
-        header = json.loads(received[8 : 8 + int.from_bytes(received[:8], "little")])
-        kept = header["__metadata__"]
-        everything += _unpacked((load_tensors(received), {"accounts": kept["accounts"]}))
+    for received in parallel.contents(content):
+        kept, arrived = files.parse(bytearray(received), "another process's account")
+        everything += _unpacked((arrived, {"accounts": kept["accounts"]}))
         totals += json.loads(kept["counts"])
     return everything, totals
 

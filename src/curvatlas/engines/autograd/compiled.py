@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from curvatlas.engines.autograd.linearisation import Columns, Linearisation
@@ -129,9 +130,21 @@ def _compiled(
         return [None if t is None else t.squeeze(0) for t in product]
 
     recorded = make_fx(product)(*given)
+    saved = constants_as_inputs(recorded)
+    recorded.graph.eliminate_dead_code()
+    recorded.recompile()
+    with torch.no_grad():
+        run: Any = compile_fx(recorded, [*saved, *given])
+    return run, saved
+
+
+def constants_as_inputs(recorded: GraphModule) -> list[Tensor]:
+    """Let a record take its constants as its first inputs; returns them in that order.
+
+    What the kept graph saved stands in the record as constants: as inputs the compiled code neither
+    holds copies of them nor depends on their values.
+    """
     graph = recorded.graph
-    # What the kept graph saved stands in the record as constants: inputs, so that the compiled code
-    # neither holds copies of them nor depends on their values.
     first = next(iter(graph.nodes))
     places: dict[str, Any] = {}
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
@@ -140,12 +153,8 @@ def _compiled(
                 places[node.target] = graph.placeholder(f"saved_{len(places)}")
         node.replace_all_uses_with(places[node.target])
         graph.erase_node(node)
-    saved = [getattr(recorded, name) for name in places]
-    graph.eliminate_dead_code()
     recorded.recompile()
-    with torch.no_grad():
-        run: Any = compile_fx(recorded, [*saved, *given])
-    return run, saved
+    return [getattr(recorded, name) for name in places]
 
 
 def _difference(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> float:
