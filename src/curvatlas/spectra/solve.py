@@ -433,8 +433,10 @@ def _minres(
             bar_ = c * alpha - s * (c_before * beta)
             slope = torch.sqrt(bar_**2 + (c * after) ** 2)  # ‖A r‖ / ‖r‖ before this step
             flat = active & (slope <= eps**0.5 * scale) & aside_step.isinf()
-            aside, aside_left = torch.where(flat, x, aside), torch.where(flat, left, aside_left)
-            aside_step = torch.where(flat, float(step), aside_step)
+            if looks > 1 or bool(flat.any()):  # on a device the host does not wait to know
+                aside = torch.where(flat, x, aside)
+                aside_left = torch.where(flat, left, aside_left)
+                aside_step = torch.where(flat, float(step), aside_step)
             first = torch.sqrt(bar_**2 + after**2).clamp_min(tiny)
             c_before, s_before = c, s
             c, s = bar_ / first, after / first
