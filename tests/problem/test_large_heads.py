@@ -101,6 +101,23 @@ def test_chunked_products_agree_with_double_backward(
     assert oracles.relative_error(ca.Hessian(problem) @ direction, want) < 1e-10
 
 
+def test_torchs_reading_of_logits_as_long_as_wide_stays_with_logits_in_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of (B, L, L) torch's module reads the second axis as the classes, whatever made it."""
+    torch.manual_seed(3)
+    config = GPTConfig(vocabulary=7, context=7, d_model=8, n_heads=2, n_layers=1)
+    subject = GPT(config).double().eval()
+    tokens, targets = torch.randint(0, 7, (2, 3, 7))
+    loss = nn.CrossEntropyLoss()
+    monkeypatch.setattr("curvatlas.problem.large_heads._CHUNKS", 4 * 7 * 8)
+    problem = ca.Problem(subject, loss, (tokens, targets))
+    direction = torch.randn(problem.size, dtype=torch.float64)
+    parameters = list(subject.parameters())
+    want = oracles.hessian(loss(subject(tokens), targets), parameters) @ direction
+    assert oracles.relative_error(ca.Hessian(problem) @ direction, want) < 1e-10
+
+
 @pytest.mark.parametrize("rows", ["head", "blocks.0.query", "token_embedding"])
 def test_views_with_and_without_the_head_are_the_same_in_chunks(
     rows: str, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,10 @@ class Loss:
         """What the loss reads from the model's return value."""
         return raw
 
+    def class_axis(self, shape: torch.Size, targets: Any) -> int:
+        """Where the classes lie in outputs of this shape: −1, unless the loss reads another axis."""
+        return -1
+
     def arranged(self, outputs: Any, targets: Any) -> Any:
         """The outputs with their axes in the order the other methods expect."""
         return outputs
