@@ -223,6 +223,45 @@ def test_the_trainer_gives_its_optimizer_and_counts_accumulated_steps_once(tmp_p
     assert monitor.snapshots[-1].metric == "AdamW"
 
 
+@pytest.mark.huggingface
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_trainer_tells_of_a_bad_batch_at_its_own_step(accumulated: int, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    steps, bad, samples = 30, 28, 2 * accumulated
+    torch.manual_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 17, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    model.transformer.ln_f.weight.data.mul_(20)  # rather sure of the next token
+    tokens = torch.randint(0, 17, (samples, 6)).repeat(steps, 1)
+    with torch.no_grad():
+        likely = model.eval()(input_ids=tokens).logits.argmax(2)
+    likely[samples * (bad - 1) :][:samples] += 1
+    # The first label has no prediction; the Trainer divides by all that are not ignored.
+    labels = torch.cat([torch.full_like(tokens[:, :1], -100), likely[:, :-1] % 17], 1)
+    data = {"input_ids": tokens, "labels": labels}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=2, report_to=[],
+        gradient_accumulation_steps=accumulated, save_strategy="no", use_cpu=True,
+        disable_tqdm=True, learning_rate=0.0, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    monitor = ca.Monitor(model, "cross_entropy", data, every=15, **SMALL)
+    callback = monitor.trainer_callback()
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback]).train()
+    assert [event.step for event in monitor.events if event.name == "bad_batch"] == [bad]
+    with torch.no_grad():
+        of_batch = [
+            model.eval()(input_ids=t, labels=y).loss
+            for t, y in zip(tokens.split(2), labels.split(2), strict=True)
+        ]
+    expected = torch.stack(of_batch).view(steps, accumulated).mean(1)
+    told = dict(monitor._training)
+    assert told == pytest.approx({k + 1: float(x) for k, x in enumerate(expected)}, rel=1e-4)
+    assert not model._forward_hooks
+
+
 def _ranks(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"

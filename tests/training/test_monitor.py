@@ -484,12 +484,15 @@ def test_the_lightning_callback_rides_along_without_changing_the_weights(tmp_pat
             self.net = network()
 
         def training_step(self, data: Any, index: int) -> Tensor:
-            return F.cross_entropy(self.net(data[0]), data[1])
+            loss = F.cross_entropy(self.net(data[0]), data[1])
+            losses.append(loss.item())
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     x, y = batch()
+    losses: list[float] = []
     dataset = torch.utils.data.TensorDataset(x, y)
 
     def trained(watch: bool, accumulate: int = 1) -> tuple[list[Tensor], ca.Monitor]:
@@ -515,6 +518,9 @@ def test_the_lightning_callback_rides_along_without_changing_the_weights(tmp_pat
     watched, monitor = trained(True, accumulate=2)
     assert [s.step for s in monitor.snapshots] == [2, 4]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    # A step's loss is the mean of those of its two batches.
+    expected = torch.tensor(losses[-8:], dtype=torch.float64).view(4, 2).mean(1)
+    assert [loss for _, loss in monitor._training] == pytest.approx(expected.tolist())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ class Loss:
         return raw
 
     def class_axis(self, shape: torch.Size, targets: Any) -> int:
-        """Where the classes lie in outputs of this shape: −1, unless the loss reads another axis."""
+        """Where the classes lie in outputs of this shape: last, unless the loss says otherwise."""
         return -1
 
     def arranged(self, outputs: Any, targets: Any) -> Any:

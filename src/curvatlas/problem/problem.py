@@ -984,7 +984,7 @@ class Problem:
         with self.present(own) as weights:
             logits = large_heads.factored_logits(last, hidden, weights, leaves, room)
         plain = logits.shape[:-1] == batch.targets.shape and not batch.targets.is_floating_point()
-        # Of (B, L, L) torch's module reads the second axis as the classes, also of a language model.
+        # Of logits (B, L, L) torch's module reads the second axis as the classes.
         if not plain or self.loss.class_axis(logits.shape, batch.targets) != -1:
             return self.outputs(batch, leaves)  # another layout, or class probabilities
         self.loss.check(logits, batch.targets)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.figures.training import film_figure, history_figure
@@ -360,12 +363,52 @@ def trainer_callback(monitor: Monitor) -> Any:
             "the Trainer callback needs transformers: pip install 'curvatlas[huggingface]'."
         ) from error
 
+    batches = _BatchLosses()
+
+    def on_step_begin(self: Any, *_: Any, model: Any = None, **others: Any) -> None:
+        batches.listen(model)
+
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        loss = batches.taken()
         if monitor.optimizer is None:
             monitor.optimizer = others.get("optimizer")  # its rate and its metric
-        monitor.step(step=int(state.global_step))
+        monitor.step(step=int(state.global_step), loss=loss)
 
-    return _callback(base, monitor, on_step_end=on_step_end)
+    return _callback(base, monitor, on_step_begin=on_step_begin, on_step_end=on_step_end)
+
+
+class _BatchLosses:
+    """The loss of each batch that a model is trained on: the Trainer shows its callbacks none.
+
+    Listens only while a step is under way: what is measured after it is the model without a hook.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._shares = False  # whether they are parts of one mean
+        self._handle: Any = None
+
+    def listen(self, model: Any) -> None:
+        """From now on; None where the Trainer does not say which model it is."""
+        self.taken()
+        if isinstance(model, nn.Module):
+            self._handle = model.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, model: nn.Module, _: Any, kwargs: Any, outputs: Any) -> None:
+        loss = getattr(outputs, "loss", None)
+        if model.training and isinstance(loss, Tensor) and loss.requires_grad:
+            self._losses.append(loss.detach().mean())
+            # With this each batch of an accumulated step is divided by the targets of all of them.
+            self._shares = kwargs.get("num_items_in_batch") is not None
+
+    def taken(self) -> Tensor | None:
+        """The step's mean loss, and no more listening; None where the model told none."""
+        if self._handle is not None:
+            self._handle.remove()
+        losses, self._losses, self._handle = self._losses, [], None
+        if not losses:
+            return None
+        return torch.stack(losses).sum() if self._shares else torch.stack(losses).mean()
 
 
 def lightning_callback(monitor: Monitor) -> Any:
@@ -381,14 +424,22 @@ def lightning_callback(monitor: Monitor) -> Any:
         raise ImportError("the Lightning callback needs lightning: pip install lightning.")
 
     seen = [0]  # the last global step: a batch that only accumulates gradients does not move it
+    losses: list[Tensor] = []  # of the batches since, each divided by their number
 
-    def on_train_batch_end(self: Any, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self: Any, trainer: Any, module: Any, outputs: Any, *_: Any, **__: Any
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            losses.append(loss.detach())
         if int(trainer.global_step) == seen[0]:
             return
         seen[0] = int(trainer.global_step)
         if monitor.optimizer is None:
             monitor.optimizer = list(trainer.optimizers)  # their rates and their metrics
-        monitor.step(step=int(trainer.global_step))
+        loss = torch.stack(losses).sum() if losses else None
+        losses.clear()
+        monitor.step(step=int(trainer.global_step), loss=loss)
 
     return _callback(base, monitor, on_train_batch_end=on_train_batch_end)
 
