@@ -187,7 +187,8 @@ def differences(
         expected = _oracle(seen, leaves, first, pulled, seed, z, _rows(here, dots, x_dot, count))
         scale = float(torch.linalg.norm(expected["total"]))
         assert scale > 0 or moving is not None
-        scale = scale or 1.0  # a query that sees one key does not move anything
+        # The products of some parameters are zero, or rounding: a key's bias moves nothing.
+        scale = max(scale, 1e-2 * float(torch.linalg.norm(first.detach())))
         for part, want in expected.items():
             inner = None if x_dot is None else seen.inside(x_dot)
             rates, rate_x = here.product(dots, inner, curvature, part, rows)

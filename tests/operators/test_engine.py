@@ -298,3 +298,38 @@ def test_memory_that_runs_out_is_told_by_block_and_option(
 def test_an_unknown_engine_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got 'fast'"):
         ca.Hessian(_problem(), engine="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_embeddings_narrower_than_the_blocks_are_read_with_any_number_of_samples(
+    samples: int,
+) -> None:
+    """Two samples of embeddings half as wide hold as many numbers as one sample of the stem."""
+    from huggingface_models import tiny_model
+
+    sizes = {"embedding_size": 4, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 17}
+    model = tiny_model("electra", head="SEQUENCE_CLASSIFICATION", **sizes).double()
+    tokens = torch.randint(1, 17, (samples, 5), generator=torch.Generator().manual_seed(samples))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    problem = ca.Problem(model, "cross_entropy", (batch, torch.arange(samples) % 2))
+    assert _both(problem, ca.Hessian, torch.randn(problem.size, dtype=torch.float64)) < 1e-11
+
+
+def test_a_reading_that_fails_is_told_and_autograd_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("shape '[-1, 4, 8]' is invalid for input of size 16")
+
+    problem = _problem()
+    vector = torch.randn(problem.size, dtype=torch.float64)
+    want = ca.Hessian(problem) @ vector
+    monkeypatch.setattr("curvatlas.engines.tangent.model.recognised_stem", fails)
+    again = _problem()
+    assert float((ca.Hessian(again) @ vector - want).norm() / want.norm()) < 1e-11
+    assert again.engine is not None
+    assert again.engine.name == "autograd"
+    assert "reading the model failed (RuntimeError: shape '[-1, 4, 8]'" in str(again.engine)
+    with pytest.raises(UnmappedModuleError, match="reading the model failed"):
+        ca.Hessian(_problem(), engine="tangent") @ vector

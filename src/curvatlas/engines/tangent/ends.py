@@ -183,7 +183,9 @@ def _source(
 ) -> Source | None:
     """The part of x that one module's result is, by its kind and shape."""
     module, (n, length, d) = call.module, x.shape
-    if type(module).forward is nn.Embedding.forward and call.result.shape[-1] == d:
+    if isinstance(module, nn.Embedding) and call.result.shape[-1] != d:
+        return None  # of another width: ELECTRA and ALBERT project their embeddings
+    if type(module).forward is nn.Embedding.forward:
         name = names.name(module, "weight")
         index = call.given.expand(n, length) if call.given.shape in ((n, length),) else call.given
         if index.numel() not in (n * length, length) or index.shape[-1] != length:

@@ -421,6 +421,19 @@ def first_tokens(
     return tokens
 
 
+@contextlib.contextmanager
+def _failures_refuse() -> Iterator[None]:
+    """A model whose reading fails is one that is not understood: autograd can still compute."""
+    try:
+        yield
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if type(error).__module__.startswith("curvatlas") or ran_out(error):
+            raise  # it says what is wrong
+        raise UnmappedModuleError(
+            f"reading the model failed ({type(error).__name__}: {error})"
+        ) from error
+
+
 # ---- one batch, or some samples of it -----------------------------------------------------------
 
 
@@ -470,9 +483,10 @@ class Chain:
         self._held = held  # weights by layer, of all chains, where they are the model's own
         self._adapted: dict[str, EffectiveWeight] = {}
         self._deltas: dict[str, Tensor] = {}  # ∂ℓ/∂W of adapted weights
-        z = self._assemble(watch, frozenset(names))
-        self.shape = z.shape  # (n, L, d)
-        self.tail = self._tail(z, last, watch.others_at(len(watch.calls)), outputs, share)
+        with _failures_refuse():
+            z = self._assemble(watch, frozenset(names))
+            self.shape = z.shape  # (n, L, d)
+            self.tail = self._tail(z, last, watch.others_at(len(watch.calls)), outputs, share)
         del self._results, watch
         if bends:
             self._record()
