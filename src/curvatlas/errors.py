@@ -7,6 +7,10 @@ class ProblemError(ValueError):
     """The model, the loss or the data cannot be used as given."""
 
 
+class NoGradientPath(ProblemError):
+    """The loss does not depend on any of the parameters in question."""
+
+
 class NonFiniteError(ProblemError):
     """A weight, an input, a loss or a product is NaN or infinite."""
 

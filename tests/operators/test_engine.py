@@ -333,3 +333,26 @@ def test_a_reading_that_fails_is_told_and_autograd_computes(
     assert "reading the model failed (RuntimeError: shape '[-1, 4, 8]'" in str(again.engine)
     with pytest.raises(UnmappedModuleError, match="reading the model failed"):
         ca.Hessian(_problem(), engine="tangent") @ vector
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_view_of_parameters_that_the_loss_does_not_reach_is_zero(operator: Any) -> None:
+    class Unread(nn.Module):
+        """A pooler beside the outputs, as BERT's is for a loss of its hidden states."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.pooler = _gpt(), nn.Linear(17, 3).double()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.model(tokens)
+            self.pooler(logits[:, 0])
+            return logits
+
+    problem = _problem(Unread())
+    with pytest.warns(UserWarning, match="no gradient path from the loss to pooler.bias, pooler"):
+        block = operator(problem)["pooler.weight"].dense()
+    assert block.shape == (51, 51)
+    assert not block.any()
+    with pytest.raises(ValueError, match="no gradient path from the loss to any of pooler"):
+        operator(_problem(Unread(), parameters=["pooler.*"])) @ torch.zeros(54, dtype=torch.float64)

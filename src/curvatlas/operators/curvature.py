@@ -31,7 +31,7 @@ from curvatlas.engines.kept import (
 from curvatlas.engines.late_checks import LateChecks
 from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
-from curvatlas.errors import NonFiniteError
+from curvatlas.errors import NoGradientPath, NonFiniteError
 from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
 from curvatlas.operators.engine import (
     ByHand,
@@ -428,7 +428,10 @@ class CurvatureOperator(LinearOperator):
         # A view follows only its own parameters: less to build and to keep.
         if self._partial is None or set(self._partial.names) != names:
             self._partial = None  # free the old graphs before building new ones
-            self._partial = self._start(ordered)
+            try:
+                self._partial = self._start(ordered)
+            except NoGradientPath:  # to the view: where there is one to others, it is zero
+                return self._kept_for(set(self.problem.parameter_names))
         return self._partial
 
     def _start(self, names: list[str]) -> KeptLinearisations:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvatlas.engines.graphs import GraphSize, edge_of, graph_size, pull
-from curvatlas.errors import ProblemError
+from curvatlas.errors import NoGradientPath, ProblemError
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 from curvatlas.problem.evaluation import check_finite_loss, listed
@@ -126,7 +126,7 @@ class Linearisation:
                     f"{listed(integers)} compute on integers, through which no gradient flows: "
                     "load the model dequantised (in bfloat16 or float32)."
                 )
-            raise ProblemError(
+            raise NoGradientPath(
                 f"no gradient path from the loss to any of {listed(list(self._names))}: is the "
                 "output detached, computed under no_grad, or independent of them?"
             )
