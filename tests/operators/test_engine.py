@@ -356,3 +356,40 @@ def test_a_view_of_parameters_that_the_loss_does_not_reach_is_zero(operator: Any
     assert not block.any()
     with pytest.raises(ValueError, match="no gradient path from the loss to any of pooler"):
         operator(_problem(Unread(), parameters=["pooler.*"])) @ torch.zeros(54, dtype=torch.float64)
+
+
+@pytest.mark.huggingface
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_loss_that_reads_tokens_which_see_no_key_is_told(kernel: str, ignored: bool) -> None:
+    """Then, and only then, autograd's gradient is no derivative of the loss."""
+    from huggingface_models import tiny_model
+
+    model = tiny_model("llama", attn=kernel).double()
+    tokens = torch.randint(3, 17, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask, labels = torch.ones_like(tokens), tokens.clone()
+    mask[1, :2] = 0
+    if ignored:
+        labels[1, :3] = -100
+    problem = ca.Problem(
+        model, None, {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    )
+    vector = torch.randn(
+        problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ca.Hessian(problem) @ vector
+    told = any("attention sees no key" in str(warning.message) for warning in said)
+    slope = float(problem.gradient() @ vector)
+    values = []
+    for sign in (1.0, -1.0):
+        moved = copy.deepcopy(model)
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(model.parameters()) + sign * 1e-6 * vector,
+            moved.parameters(),
+        )
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        values.append(ca.Problem(moved, None, batch).value())
+    wrong = abs((values[0] - values[1]) / 2e-6 - slope) > 1e-5 * abs(slope)
+    assert told == wrong == (kernel == "eager" and not ignored)

@@ -183,6 +183,8 @@ class AttentionCore:
         self.delta: Tensor | None = None  # δ_O (S, M, dv)
         self.row_sums: Tensor | None = None  # rowsum(A ⊙ D) (S, M, 1)
         self._kept: Tensor | None = None  # s D where it is small
+        self._forgotten = _forgotten_rows(bias) if softmax and bias is not None else None
+        self.reads_forgotten: Tensor | None = None  # a truth value, of the recorded adjoint
 
     def value(self) -> Tensor:
         """O (S, M, dv)."""
@@ -250,6 +252,9 @@ class AttentionCore:
             self.row_sums = (delta * value).sum(-1, keepdim=True)
         if self.A.shape[-1] <= 2 * (self.q.shape[-1] + self.v.shape[-1]):
             self._kept = self._centred(_ALL, Buffers(keep=False))
+        if self._forgotten is not None:
+            read = (delta != 0).any(-1, keepdim=True)  # (S, M, 1)
+            self.reads_forgotten = (read & self._forgotten).any()
 
     def _tiles(self, directions: int) -> list[_Tile]:
         """Directions and slots whose L × L matrices fit in the cache together.
@@ -416,6 +421,15 @@ class AttentionCore:
         allowed = self.allowed
         assert allowed is not None
         return torch.mul(centred, allowed if len(allowed) == 1 else tile.slots(allowed), out=w)
+
+
+def _forgotten_rows(bias: Tensor) -> Tensor:
+    """Rows whose every key is masked by a number so low that the logits are lost beside it.
+
+    bias: (S or 1, M or 1, L)  →  (S or 1, M or 1, 1). With −∞ the row is zero instead.
+    """
+    highest = bias.amax(-1, keepdim=True)
+    return (highest < -1 / torch.finfo(bias.dtype).eps) & ~highest.isneginf()
 
 
 def _softmax_backward(logits: Tensor, weights: Tensor) -> Tensor:

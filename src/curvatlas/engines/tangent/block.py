@@ -35,7 +35,7 @@ from curvatlas.engines.tangent.attention import (
     CrossAttentionStage,
     Rotation,
 )
-from curvatlas.engines.tangent.attention_core import Keyless
+from curvatlas.engines.tangent.attention_core import AttentionCore, Keyless
 from curvatlas.engines.tangent.feed_forward import (
     FeedForwardStage,
     FeedForwardTangent,
@@ -591,6 +591,12 @@ class LinearisedBlock:
 
     def _stages(self) -> list[AttentionStage | FeedForwardStage]:
         return [branch.inner for sublayer in self.sublayers for branch in sublayer.branches]
+
+    def reads_forgotten(self) -> list[Tensor]:
+        """Truth values, by attention: whether the adjoint reads rows that see no key."""
+        cores = [stage.core for stage in self._stages() if isinstance(stage, AttentionStage)]
+        found = [core.reads_forgotten for core in cores if isinstance(core, AttentionCore)]
+        return [read for read in found if read is not None]
 
     @property
     def output(self) -> Tensor:

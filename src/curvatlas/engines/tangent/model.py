@@ -57,7 +57,7 @@ from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
-from curvatlas.problem.kernels import unwatched
+from curvatlas.problem.kernels import unwatched, warn_once
 from curvatlas.problem.sharding import ShardedWeights
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
@@ -434,6 +434,18 @@ def _failures_refuse() -> Iterator[None]:
         ) from error
 
 
+def _warn_of_forgotten_rows(model: nn.Module) -> None:
+    warn_once(
+        model,
+        "forgotten rows",
+        "the loss reads tokens whose attention sees no key, such as padding on the left: the least "
+        "number is added to all of their logits, which are lost in rounding, so autograd's "
+        "gradient there is no derivative of the loss, and curvature is that of autograd's "
+        "formulas. Ignore these targets (-100), or load the model with "
+        "attn_implementation='sdpa'.",
+    )
+
+
 # ---- one batch, or some samples of it -----------------------------------------------------------
 
 
@@ -488,8 +500,11 @@ class Chain:
             self.shape = z.shape  # (n, L, d)
             self.tail = self._tail(z, last, watch.others_at(len(watch.calls)), outputs, share)
         del self._results, watch
+        self._forgotten: list[Tensor] = []  # truth values by attention layer
         if bends:
             self._record()
+            if self._forgotten and bool(torch.stack(self._forgotten).any()):
+                _warn_of_forgotten_rows(problem.model)
         else:  # H_o needs no adjoints
             for stem in self.stems:
                 stem.record(torch.zeros_like(stem.output.reshape(1, -1, stem.output.shape[-1])))
@@ -778,6 +793,7 @@ class Chain:
             wanted.append(MEMORY)
         with self._block(index, index - 1) as block:
             slopes, delta_x = block.gradient(rate[0].view(block.shape), wanted=wanted)
+            self._forgotten += block.reads_forgotten()
         if memory is not None:
             memory += slopes.pop(MEMORY)
         for ours, slope in slopes.items():

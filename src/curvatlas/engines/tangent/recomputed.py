@@ -39,6 +39,7 @@ class RecomputedBlock:
         self._make, self._x, self.shape = make, x, x.shape
         self._weights: Weights = {}
         self._delta: Tensor | None = None
+        self._forgotten: list[Tensor] = []
 
     def attach(self, weights: Weights) -> None:
         """As ``LinearisedBlock.attach``."""
@@ -58,7 +59,14 @@ class RecomputedBlock:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """As ``LinearisedBlock.gradient``; the adjoint is kept."""
         self._delta = delta.clone()
-        return self.linearised().gradient(delta, wanted=wanted)
+        block = self.linearised()
+        slopes = block.gradient(delta, wanted=wanted)
+        self._forgotten = block.reads_forgotten()
+        return slopes
+
+    def reads_forgotten(self) -> list[Tensor]:
+        """As ``LinearisedBlock.reads_forgotten``, of the kept adjoint."""
+        return self._forgotten
 
     def push_checked(
         self,
