@@ -34,7 +34,7 @@ def gradient(loss: Tensor, params: Sequence[Tensor], *, create_graph: bool = Fal
     return flat(grads, params)
 
 
-_AT_ONCE = 64  # rows
+_AT_ONCE = 512  # rows
 
 
 def rows(values: Tensor, params: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -232,6 +234,20 @@ class Case:
     def output(self) -> Tensor:
         memory = {"memory": self.memory, "memory_keys": self.memory_keys}
         return block(self.spec, self.weights, self.x, self.keys, **memory, buckets=self.buckets)
+
+
+def options_of(case: Case, **more: object) -> frozenset[tuple[str, object]]:
+    """Every option of a case with its value: of the block, its weights, its sizes, and ``more``."""
+    memory = None if case.memory is None else case.memory.shape[1]
+    found = {**asdict(case.spec), **{name: name in case.weights for name in WEIGHT_NAMES}, **more}
+    found |= dict(zip(("samples", "tokens"), case.x.shape, strict=False), memory_tokens=memory)
+    found |= {"padding": case.keys is not None, "memory_padding": case.memory_keys is not None}
+    return frozenset(found.items())
+
+
+def pairs_of(cases: Iterable[frozenset[tuple[str, object]]]) -> set[frozenset[tuple[str, object]]]:
+    """Every two values of options that stand together in one of the cases."""
+    return {frozenset(two) for case in cases for two in combinations(case, 2)}
 
 
 def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
