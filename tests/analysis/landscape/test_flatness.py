@@ -57,9 +57,9 @@ def restarted_ascent(problem: Problem, radius: float, *, adaptive: bool) -> floa
     generator = torch.Generator().manual_seed(11)
     u = torch.randn(50, problem.size, generator=generator, dtype=torch.float64)
     u *= radius / u.norm(dim=1, keepdim=True)
-    for step in range(90):
+    for step in range(45):
         gradient, _ = climb(u)
-        rate = 0.3 if step < 60 else 0.1
+        rate = 0.3 if step < 30 else 0.1
         u = u + rate * radius * gradient / gradient.norm(dim=1, keepdim=True)
         u *= (radius / u.norm(dim=1, keepdim=True)).clamp(max=1.0)
     return float(climb(u)[1].max()) - problem.value()
@@ -236,9 +236,9 @@ def _overfitted(trial: int) -> tuple[Problem, Tensor, tuple[Tensor, Tensor]]:
     return problem, start, (inputs[rest[:300]], targets[rest[:300]])
 
 
-def test_the_bound_lies_above_the_measured_test_loss_in_fifty_trials() -> None:
+def test_the_bound_lies_above_the_measured_test_loss_in_two_dozen_trials() -> None:
     gaps = []
-    for trial in range(50):
+    for trial in range(24):  # four of every kind
         problem, start, test = _overfitted(trial)
         entries = ca.diagonal(ca.GaussNewton(problem)).values
         tested = problem.with_data(test)

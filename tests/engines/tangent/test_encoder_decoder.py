@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +128,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 }
 
 
+@functools.cache
 def _problem(name: str) -> ca.Problem:
+    """The problem of a case, which no test changes."""
     model, data, loss = CASES[name]()
     return ca.Problem(model.double().eval(), loss, data)
 
@@ -156,14 +159,23 @@ def test_both_stems_and_the_head_are_written_out_by_hand(name: str) -> None:
 def test_columns_and_rows_of_some_parameters_equal_padded_ones(name: str, part: str) -> None:
     problem = _problem(name)
     names, shapes = problem.parameter_names, problem.layout.shapes
-    zeros = {n: torch.zeros(2, *s, dtype=torch.float64) for n, s in zip(names, shapes, strict=True)}
+    # two columns for each chosen parameter, zero for all the others
+    chosen = names[::3]
+    padded = {
+        n: torch.zeros(2 * len(chosen), *s, dtype=torch.float64)
+        for n, s in zip(names, shapes, strict=True)
+    }
+    for place, column in enumerate(chosen):
+        padded[column][2 * place : 2 * place + 2].normal_()
     with problem.evaluating():
         ours = linearised(problem, part)
-        for chosen, shape in zip(names[::3], shapes[::3], strict=True):
-            column = {chosen: torch.randn(2, *shape, dtype=torch.float64)}
-            want = dict(zip(names, ours.product(zeros | column, names), strict=True))
+        every = [r if r is None else r.clone() for r in ours.product(padded, names)]
+        for place, column in enumerate(chosen):
+            two = slice(2 * place, 2 * place + 2)
+            want = {n: r if r is None else r[two] for n, r in zip(names, every, strict=True)}
             for rows in (names, names[::4], names[-3:]):
-                got = torch.cat([r.flatten() for r in ours.product(column, rows) if r is not None])
+                found = ours.product({column: padded[column][two]}, rows)
+                got = torch.cat([r.flatten() for r in found if r is not None])
                 expected = torch.cat([r.flatten() for n in rows if (r := want[n]) is not None])
                 torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
