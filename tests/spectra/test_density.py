@@ -57,7 +57,7 @@ def test_mass_and_effective_rank_intervals_cover_the_truth(name: str) -> None:
     trials = 50
     covered = np.zeros(2)
     for seed in range(trials):
-        found = ca.spectral_density(SpectrumOperator(values), max_products=150, seed=seed)
+        found = ca.spectral_density(SpectrumOperator(values), max_products=100, seed=seed)
         low, high = found.negative_mass_interval
         first, last = found.effective_rank_interval
         covered += [low <= negative <= high, first <= rank <= last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ def small_vit(samples: int = 6) -> tuple[ca.Problem, Tensor, Tensor]:
     return ca.Problem(model, "cross_entropy", data), *data
 
 
+@functools.cache
+def exact_quality() -> ca.GaussNewtonQuality:
+    """Of the small ViT, from dense matrices."""
+    return ca.gauss_newton_quality(small_vit()[0], damping=0.01)
+
+
 def test_every_number_is_that_of_the_dense_matrices() -> None:
     problem, images, labels = small_vit()
-    result = ca.gauss_newton_quality(problem, damping=0.01)
+    result = exact_quality()
     kfac, ekfac = (kind(problem).dense() for kind in (ca.KFAC, ca.EKFAC))
     model = with_hand_written_norms(problem.model)
     parameters = [model.get_parameter(name) for name in problem.parameter_names]
@@ -85,7 +92,7 @@ def test_every_number_is_that_of_the_dense_matrices() -> None:
 
 def test_probes_cover_the_exact_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, *_ = small_vit()
-    exact = ca.gauss_newton_quality(problem)
+    exact = exact_quality()
     monkeypatch.setattr(module, "DENSE_UP_TO", 1)
     monkeypatch.setattr(module, "_END_PRODUCTS", 8)  # condition numbers have a test of their own
     misses = 0
@@ -109,7 +116,7 @@ def test_condition_numbers_without_dense_matrices_hold_the_exact_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem, *_ = small_vit()
-    exact = ca.gauss_newton_quality(problem, damping=0.01)
+    exact = exact_quality()
     monkeypatch.setattr(module, "DENSE_UP_TO", 1)
     probed = ca.gauss_newton_quality(problem, damping=0.01, probes=3)
     assert probed["gauss_newton"].condition_outer == 1.0

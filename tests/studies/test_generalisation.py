@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from scipy import stats
 from torch.utils.data import TensorDataset
 
 from curvatlas import runs, zoo
-from curvatlas.analysis.landscape import flatness as flatness_module
-from curvatlas.analysis.landscape.ascent import sharpness_by_ascent
+from curvatlas.analysis.landscape import flatness as flatness_module, pac_bayes
+from curvatlas.analysis.landscape.ascent import Sharpness, sharpness_by_ascent
+from curvatlas.problem import Problem
 from curvatlas.studies import generalisation
 from curvatlas.studies.generalisation import (
     configurations,
@@ -68,9 +69,14 @@ def test_a_study_is_kept_model_by_model_and_taken_up(
         "AXES",
         {**generalisation.AXES, "width": (4,), "depth": (1,), "samples": (10, 14)},
     )
-    # Six climbs of 150 steps a model would be two thirds of the time, and tested elsewhere.
-    few_steps = functools.partial(sharpness_by_ascent, steps=2)
-    monkeypatch.setattr(flatness_module, "sharpness_by_ascent", few_steps)
+
+    # Six climbs of 150 steps a model and the search for the least bound would be most of the time,
+    # and are tested elsewhere.
+    def one_short_climb(problem: Problem, **options: Any) -> Sharpness:
+        return sharpness_by_ascent(problem, **options | {"steps": 2, "starts": 0})
+
+    monkeypatch.setattr(pac_bayes, "_SEARCH_DRAWS", 1)
+    monkeypatch.setattr(flatness_module, "sharpness_by_ascent", one_short_climb)
     how = {"models": 5, "steps": 4, "products": 16, "draws": 2, "output": tmp_path / "study"}
     found = examine_generalisation("digits", **how)  # type: ignore[arg-type]
     assert len(found.models) == 5

@@ -378,7 +378,7 @@ def _reference(kind: str, seed: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     model = zoo.reference_vit(seed=seed)
     if kind == "trained vit":
         zoo.train(model, DIGITS, steps=60, seed=seed)
-    return model.double().eval(), batch(64)
+    return model.double().eval(), batch(24)
 
 
 @pytest.mark.parametrize("kind", ["vit", "trained vit", "gpt"])
