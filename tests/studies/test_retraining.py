@@ -151,7 +151,7 @@ def test_basins_of_a_network_make_the_control_as_large_as_the_change() -> None:
         schedules=["constant"],
         sizes=(12, 16, 22, 30),
         orders=3,
-        steps=30,
+        steps=16,
         batch_size=4,
         rates={"adam": 0.05},
     ).cells[0]

@@ -12,10 +12,10 @@ from curvatlas.zoo.models import reference_gpt, reference_vit
 def _problem(kind: str) -> ca.Problem:
     torch.manual_seed(5)
     if kind == "vit":
-        model = reference_vit(seed=1).double().eval()
+        model = reference_vit(seed=1, d_model=8).double().eval()
         data = ca.zoo.digits().train
-        return ca.Problem(model, "cross_entropy", [(data.inputs[:48].double(), data.targets[:48])])
-    gpt = reference_gpt(seed=1).double().eval()
+        return ca.Problem(model, "cross_entropy", [(data.inputs[:24].double(), data.targets[:24])])
+    gpt = reference_gpt(seed=1, d_model=16, n_heads=2).double().eval()
     tokens = torch.randint(0, gpt.config.vocabulary, (3, 17))
     return ca.Problem(gpt, "cross_entropy", [(tokens[:, :-1], tokens[:, 1:])])
 
