@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from curvatlas.budget import default_budget, give_back, limit_bytes, parse_bytes, readable
 from curvatlas.cost_model import Device, Task, TransformerShape
@@ -147,11 +146,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in given:
-                self._note(leaf.untyped_storage())
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if func.is_view:
+            return result
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if _storage(tensor) not in given:
+                self._note(tensor.untyped_storage())
         if self._bound > self.peak:
             self.peak = max(self.peak, self.now)
         return result
@@ -167,6 +168,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an operation's arguments or results; pytree's walk takes as long as it does."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
 
 
 @contextlib.contextmanager
