@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from typing import Any
 import torch.multiprocessing as mp
 
 _IMPORTED = (
-    "torch", "torch.func", "torch.distributed.fsdp", "scipy.stats", "curvatlas.surveying",
-    "curvatlas.cli.execution", "curvatlas.cli.inputs", "curvatlas.report.html", "forked",
+    "torch", "torch.func", "torch._dynamo", "torch.distributed.fsdp", "scipy.stats",
+    "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+    "curvatlas.surveying", "curvatlas.cli.execution", "curvatlas.cli.inputs",
+    "curvatlas.report.html", "forked",
 )  # fmt: skip
 
 
@@ -49,7 +51,12 @@ class Forked:
     """A running ``python script arguments`` or ``python -m module arguments``."""
 
     def __init__(
-        self, program: str | Path, *arguments: object, cwd: Path, path: Sequence[Path] = ()
+        self,
+        program: str | Path,
+        *arguments: object,
+        cwd: Path,
+        path: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,  # beside that of the server
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
@@ -57,7 +64,8 @@ class Forked:
         self.words = words
         places = [*map(str, path), *sys.path]
         self.process: ForkServerProcess = server().Process(
-            target=_run, args=(words, str(cwd), places, list(map(str, self._streams)))
+            target=_run,
+            args=(words, str(cwd), places, list(map(str, self._streams)), dict(environment or {})),
         )
         self.process.start()
         assert self.process.pid is not None
@@ -78,13 +86,16 @@ class Forked:
         return subprocess.CompletedProcess(self.words, self.process.exitcode, out, err)
 
 
-def _run(words: list[str], cwd: str, path: list[str], streams: list[str]) -> None:
+def _run(
+    words: list[str], cwd: str, path: list[str], streams: list[str], environment: dict[str, str]
+) -> None:
     """What the child does; an exception or ``sys.exit`` ends it as it ends an interpreter."""
     for number, stream in enumerate(streams, start=1):
         file = os.open(stream, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
+    os.environ.update(environment)
     gc.freeze()  # what the server has imported is shared with it as long as nobody walks over it
     # A shell starts background jobs, and so their children, deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,7 +31,7 @@ from curvatlas.spectra.summary import flat_directions
 from curvatlas.spectra.vectors import VectorSpace
 from distributed.workers import join_group, model_and_data
 
-KINDS = {"H": ca.Hessian, "H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
+PARTS_OF_H = {"H_o": ca.GaussNewton, "H_f": ca.FunctionalHessian}
 
 
 class Encoder(nn.Module):
@@ -51,8 +51,9 @@ class Encoder(nn.Module):
 def case(name: str) -> tuple[nn.Module, Any, Any, Any]:
     """(model, its blocks, loss, data): the same in every process."""
     if name == "gpt":
-        model, data = model_and_data()
-        return model, model.blocks, "cross_entropy", data
+        model, (tokens, targets) = model_and_data()
+        few = [2, 3, 5, 4, 6]  # with the masked ones; an uneven number for two processes
+        return model, model.blocks, "cross_entropy", (tokens[few], targets[few])
     torch.manual_seed(0)
     if name == "encoder":
         encoder = Encoder().double().eval()
@@ -93,14 +94,16 @@ def columns(size: int) -> Tensor:
     return torch.randn(size, 2, dtype=torch.float64, generator=draw)
 
 
-def products(problem: ca.Problem) -> dict[str, Tensor]:
+def products(hessian: ca.Hessian) -> dict[str, Tensor]:
     """What one process and two are compared in, vectors whole."""
+    problem = hessian.problem
     right = columns(problem.size)
     rows, others = problem.parameter_names[2], problem.parameter_names[-1]
-    results = {name: kind(problem) @ right for name, kind in KINDS.items()}
+    results = {"H": hessian @ right}
+    results |= {name: kind(problem) @ right for name, kind in PARTS_OF_H.items()}
     results["value"] = torch.tensor(problem.value(), dtype=torch.float64)
     results["gradient"] = problem.gradient()
-    results["view"] = ca.Hessian(problem)[rows, others] @ right[: problem.layout.sizes[-1], 0]
+    results["view"] = hessian[rows, others] @ right[: problem.layout.sizes[-1], 0]
     parts = CurvatureParts(problem).flat_parts(right)
     results |= {f"part {name}": part.contiguous() for name, part in parts.items()}
     return results
@@ -171,8 +174,8 @@ def every_product(name: str) -> dict[str, Tensor]:
     replicas = int(name.split()[1]) if " " in name else None
     model, blocks, loss, data = case(name.split()[0])
     problem = ca.Problem(spread(model, blocks, replicas), loss, data, shard=True)
-    results = products(problem)
     operator, shards = ca.Hessian(problem), problem.shards
+    results = products(operator)
     assert shards is not None
     local = operator.sharded_columns(shards.take(columns(problem.size)).contiguous())
     results["local"] = torch.stack([shards.gathered(c) for c in local.T.contiguous()], 1)
@@ -209,10 +212,11 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
     h, h_o = ca.Hessian(problem), ca.GaussNewton(problem)
     right = columns(problem.size)[:, 0]
     state = None if folder is None else folder / "ends.safetensors"
-    pairs = ca.eigenpairs(h, k=2, which="both", tol=1e-8, max_products=120, checkpoint=state)
-    density = ca.spectral_density(h, max_products=24)
+    pairs = ca.eigenpairs(h, k=2, which="both", tol=1e-4, max_products=120, checkpoint=state)
+    density = ca.spectral_density(h, max_products=12)
     flat, tested = flat_directions(h, pairs.norm)
     return {
+        # the same steps on any number of processes: equal to rounding, converged or not
         "eigenvalues": pairs.values,
         "participation": (pairs.vectors**4).sum(0),
         "nodes": density.nodes,
@@ -223,7 +227,7 @@ def estimates(problem: ca.Problem, folder: Path | None = None) -> dict[str, Tens
         "diagonal": ca.diagonal(h, max_products=6).value,
         "trace of H_o": torch.tensor(ca.trace(h_o, data_error=False).value),
         "diagonal of H_o": ca.diagonal(h_o).value,
-        "solve": ca.solve(h_o, right, damping=0.5, rtol=1e-8).value,
+        "solve": ca.solve(h_o, right, damping=0.5, rtol=1e-4).value,
     }
 
 
@@ -431,7 +435,7 @@ def over_processes() -> dict[str, Tensor]:
     shards = parallel.Shards.of(h_o.shape[0])
     right = shards.take(columns(h_o.shape[0])[:, 0])
     return {
-        "solve": shards.gathered(ca.solve(h_o, right, damping=0.5, rtol=1e-8, shard=True).value),
+        "solve": shards.gathered(ca.solve(h_o, right, damping=0.5, rtol=1e-4, shard=True).value),
         "diagonal": shards.gathered(ca.diagonal(h_o, max_products=20, shard=True).values),
     }
 
@@ -442,7 +446,7 @@ def every_estimator(rank: int, world: int, port: int, folder: str, mode: str) ->
     problem = ca.Problem(spread(model, blocks), loss, data, shard=True)
     torch.save(estimates(problem, Path(folder)), Path(folder, f"estimates {rank}.pt"))
     operator = ca.Hessian(problem)
-    part = ca.eigenpairs(operator, k=2, which="both", tol=1e-8, max_products=120, shard=True)
+    part = ca.eigenpairs(operator, k=2, which="both", tol=1e-4, max_products=120, shard=True)
     torch.save(part.vectors.contiguous(), Path(folder, f"vectors {rank}.pt"))
     with drawn_in_small_blocks():
         torch.save(of_spectra(), Path(folder, f"spectra {rank}.pt"))
@@ -633,4 +637,5 @@ def faults(rank: int, world: int, port: int, folder: str, mode: str) -> None:
 
 
 def names() -> Iterator[str]:
-    yield from ("gpt", "gpt 1", "gpt 2", "llama", "gpt2", "encoder")
+    """A family, and behind it in how many replicas its weights lie, where its mesh has two axes."""
+    yield from ("gpt", "gpt 2", "llama 1", "gpt2", "encoder")

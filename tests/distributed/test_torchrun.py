@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import curvatlas as ca
+import forked
 from cli_models import make_data, make_model
 from curvatlas import runs
 from distributed import commands
@@ -103,16 +103,14 @@ def test_a_failure_of_one_rank_gives_all_its_exit_code(told: Told) -> None:
 
 
 def test_torchrun_itself_starts_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-            "--master_port", str(free_port()), "-m", "curvatlas.cli",
-            *commands.arguments("cli_models:make_model", "cli_models:make_data", tmp_path / "run"),
-            *(f"--skip={part}" for part in ("map", "propagation", "density", "advice", "trace")),
-        ],
-        capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+    launcher = forked.Forked(
+        "torch.distributed.run", "--nproc_per_node", 2, "--master_port", free_port(),
+        "-m", "curvatlas.cli",
+        *commands.arguments("cli_models:make_model", "cli_models:make_data", tmp_path / "run"),
+        *(f"--skip={part}" for part in ("map", "propagation", "density", "advice", "trace")),
+        cwd=tmp_path, environment={"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
+    done = launcher.finished()
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report:") == 1
     top = runs.load(tmp_path / "run")["model.total.eigenpairs"]
