@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,31 @@ def make_data():
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 """
 
+# Where the package lies, its data, and two commands, by one start of Python: each imports torch.
+_VISIT = """
+import contextlib, io, json
+
+import curvatlas
+from curvatlas import cli, zoo
+
+
+def answered(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            cli.main(list(words))
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    return out.getvalue()
+
+
+sizes = [zoo.digits().train.size, zoo.text().train.size]
+doctor = answered("doctor", "--json")
+few = ("--eigenvalues", "1", "--skip", "density", "--skip", "map")
+analyze = answered("analyze", "tiny:make_model", "tiny:make_data", *few, "--json", "-o", "run")
+print(json.dumps([curvatlas.__file__, sizes, doctor, analyze]))
+"""
+
 
 def build(folder: Path) -> Path:
     """The wheel, built from a copy of the sources so that nothing is left in the repository."""
@@ -46,7 +73,11 @@ def build(folder: Path) -> Path:
         else:
             tree.mkdir(exist_ok=True)
             shutil.copy(source, tree / name)
-    _call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, tree)
+    # The backend of this Python where it is new enough: an environment of its own takes seconds.
+    here = int(version("setuptools").split(".")[0]) >= 77 if find_spec("setuptools") else False
+    how = ("--no-build-isolation",) if here else ()
+    words = ("wheel", "--quiet", "--no-deps", *how, "--wheel-dir", folder, tree)
+    _call(sys.executable, "-m", "pip", *words, env=_without_python())
     (wheel,) = folder.glob("curvatlas-*.whl")
     return wheel
 
@@ -67,8 +98,7 @@ def missing(wheel: Path) -> list[str]:
 
 def use(python: Path, folder: Path, *, path: Path | None) -> dict[str, Any]:
     """The commands of a first visit, run from ``folder``; returns what they answered."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+    environment = _without_python() | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     folder.mkdir()
@@ -77,21 +107,16 @@ def use(python: Path, folder: Path, *, path: Path | None) -> dict[str, Any]:
     def curvatlas(*arguments: str) -> str:
         return _call(python, "-m", "curvatlas.cli", *arguments, cwd=folder, env=environment)
 
-    # Where the package lies, and its data, by one start of Python: each imports torch.
-    look = (
-        "import curvatlas; print(curvatlas.__file__); from curvatlas import zoo; "
-        "print(zoo.digits().train.size, zoo.text().train.size)"
+    file, data, doctor, analyze = json.loads(
+        _call(python, "-c", _VISIT, cwd=folder, env=environment)
     )
-    file, data = _call(python, "-c", look, cwd=folder, env=environment).splitlines()
     answers = {
         "file": file,
         "help": curvatlas("--help"),
         "version": curvatlas("--version").strip(),
-        "doctor": json.loads(curvatlas("doctor", "--json")),
-        "analyze": json.loads(
-            curvatlas("analyze", "tiny:make_model", "tiny:make_data", "--json", "-o", "run")
-        ),
-        "data": data.split(),
+        "doctor": json.loads(doctor),
+        "analyze": json.loads(analyze),
+        "data": data,
     }
     return answers
 
@@ -132,6 +157,11 @@ def check(*, venv: bool = False) -> list[str]:
             )  # fmt: skip
             answers = use(Path(sys.executable), scratch / "work", path=installed)
         return problems + wrong(answers, scratch / "work", installed)
+
+
+def _without_python() -> dict[str, str]:
+    """The environment without what would bring other packages in, as PYTHONPATH does."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def _call(*command: object, **options: Any) -> str:

@@ -103,9 +103,9 @@ class SlowTiny(Tiny):
 
 
 def make_wide_model() -> nn.Module:
-    """Half a million parameters with little to compute."""
+    """A quarter of a million parameters with little to compute."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(1000, 500), nn.Tanh(), nn.Linear(500, 20))
+    return nn.Sequential(nn.Linear(1000, 250), nn.Tanh(), nn.Linear(250, 20))
 
 
 def make_wide_samples() -> tuple[Tensor, Tensor]:
@@ -113,19 +113,6 @@ def make_wide_samples() -> tuple[Tensor, Tensor]:
     lengths = torch.logspace(0.5, -1, 16)[:, None]  # eigenvalues apart from each other
     inputs = lengths * torch.randn(16, 1000, generator=generator)
     return inputs, torch.randint(0, 20, (16,), generator=generator)
-
-
-def make_gpt() -> nn.Module:
-    """40 thousand parameters."""
-    from curvatlas.zoo.models import GPT, GPTConfig
-
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocabulary=200, context=32, d_model=40, n_layers=2))
-
-
-def make_long_tokens() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 200, (8, 33), generator=torch.Generator().manual_seed(1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 not_a_model = 3

@@ -382,8 +382,10 @@ def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_pa
 def test_flatness_shows_what_rescaling_changes(
     curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One mode of every rescaling: each of the others is one more row, measured by the same call.
-    monkeypatch.setitem(ca.rescaling_invariance.__kwdefaults__, "modes", ("uniform",))
+    # One mode of two rescalings: each of the others is one more row, measured by the same call.
+    usual = ca.rescaling_invariance.__kwdefaults__
+    monkeypatch.setitem(usual, "modes", ("uniform",))
+    monkeypatch.setitem(usual, "rescalings", usual["rescalings"][:2])
     tokens = torch.arange(24).reshape(6, 4) % 5
     np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
     code, out, err = curvatlas(

@@ -5,7 +5,9 @@ One small demo (few steps, few samples) is run by the real command and read by a
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import json
 import math
 import re
@@ -27,16 +29,25 @@ Claim = tuple[str, float, float]  # who says it, and between which numbers
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the command for programs says."""
     folder = tmp_path_factory.mktemp("demo") / "run"
+    said = ""
     for command in (
-        ["demo", "--steps", "60", "--samples", "10", "--output", str(folder), "--quiet"],
+        ["demo", "--steps", "60", "--samples", "10", "--output", str(folder), "--json"],
         ["compare", str(folder), "--quiet"],
     ):
-        with pytest.raises(SystemExit) as ended:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
             cli.main(command)
         assert ended.value.code == 0
-    return folder
+        said = said or out.getvalue()
+    told: dict[str, Any] = json.loads(said)
+    return told
+
+
+@pytest.fixture(scope="module")
+def demo(answer: dict[str, Any]) -> Path:
+    return Path(answer["report"]).parent
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +155,18 @@ def _stored(results: dict[str, Any], stage: str) -> dict[str, list[Claim]]:
         ],
         **{f"tr {part}": claims for part, claims in traces.items()},
     }
+
+
+def test_demo_makes_a_run_and_a_report(answer: dict[str, Any]) -> None:
+    names = set(answer["results"])
+    for stage in STAGES:
+        assert f"{stage}.subject" in names
+        for part in ("total", "outer", "functional"):
+            for what in ("eigenpairs", "trace", "density"):
+                assert f"{stage}.{part}.{what}" in names
+    before, after = (answer["results"][f"{s}.subject"]["loss"] for s in STAGES)
+    assert after < before
+    assert "Curvature of reference ViT" in Path(answer["report"]).read_text("utf-8")
 
 
 @pytest.mark.parametrize("stage", STAGES)
