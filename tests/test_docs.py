@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from script_loading import ROOT, load
 
 _HOUSE = (
@@ -22,6 +24,13 @@ def blocks(page: Path) -> list[str]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
+def in_a_fork(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of ``python -m module arguments`` without the start of an interpreter."""
+    python, m, module, *arguments = words
+    assert (python, m) == (sys.executable, "-m")
+    return forked.Forked(module, *arguments, cwd=Path.cwd()).finished()
+
+
 @pytest.mark.draws
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT))
@@ -31,6 +40,7 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))  # as for a script in the current folder
+    monkeypatch.setattr(subprocess, "run", in_a_fork)
     names: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)

