@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -84,6 +85,20 @@ def test_empty_and_scalar_tensors_come_back(tmp_path: Path, shape: tuple[int, ..
     back = results.load(result.save(tmp_path / "r"))
     assert isinstance(back, SampleEstimate)
     assert back.values.shape == shape
+
+
+def test_scalars_of_numpy_are_stored_as_numbers(tmp_path: Path) -> None:
+    numbers = {
+        "near": np.float64(1) < np.float64(2),
+        "count": np.int64(3),
+        "share": np.float32(0.5),
+    }
+    result = dataclasses.replace(estimate(), notes=numbers)
+    loaded = results.load(result.save(tmp_path / "numbers"))
+    assert isinstance(loaded, SampleEstimate)
+    assert loaded.notes == {"near": True, "count": 3, "share": 0.5}
+    assert [type(value) for value in loaded.notes.values()] == [bool, int, float]
+    assert json.loads(json.dumps(result.to_dict()))["notes"] == loaded.notes
 
 
 def test_the_folder_of_a_run_is_told_from_a_result(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -314,6 +315,8 @@ def brief(result: Result, *, largest: int) -> dict[str, Any]:
 def _plain(value: Any, largest: int | None = None) -> Any:
     if isinstance(value, Result):
         return value.to_dict() if largest is None else brief(value, largest=largest)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Tensor):
         # also an empty tensor of shape (n, 0) becomes n lists
         length = max(accumulate(value.shape, mul), default=1)
@@ -330,6 +333,8 @@ def _plain(value: Any, largest: int | None = None) -> Any:
 
 
 def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()  # what a comparison of NumPy's numbers gives is no bool
     if isinstance(value, Result):
         fields = {k: _pack(v, f"{where}/{k}", tensors) for k, v in _fields(value).items()}
         return {"@result": value.kind, "fields": fields}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
+from curvatlas import results
 from curvatlas.spectra.exact import Completion
 from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated
 
@@ -89,7 +90,7 @@ def test_no_estimate_takes_more_products_than_columns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["trace", "frobenius_norm", "diagonal", "trace_function"])
-def test_an_easy_quantity_is_estimated_in_fewer(name: str) -> None:
+def test_an_easy_quantity_is_estimated_in_fewer(name: str, tmp_path: Path) -> None:
     values = torch.linspace(1.0, 1.02, 400, dtype=torch.float64)
     operator = DenseOperator(rotated(values))
     found = {
@@ -98,9 +99,10 @@ def test_an_easy_quantity_is_estimated_in_fewer(name: str) -> None:
         "diagonal": lambda: ca.diagonal(operator),
         "trace_function": lambda: ca.trace_function(operator, cube, rtol=0.05),
     }[name]()
-    assert found.converged
+    assert found.converged is True
     assert not found.exact
     assert found.products < 300
+    assert results.same(results.load(found.save(tmp_path / "estimate")), found)
 
 
 @pytest.mark.parametrize("name", list(ESTIMATES))

@@ -12,6 +12,7 @@ orthonormal basis, so it costs no product (Saad 1992; Higham 2008).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -327,7 +328,7 @@ def _estimate(
     m = len(values)
     value = float(inside.sum() + values.mean())
     spread = float(values.std(ddof=1)) if m > 1 else float(np.abs(values).max())
-    error = float(student.ppf(0.975, max(m - 1, 1))) * spread / np.sqrt(m)
+    error = float(student.ppf(0.975, max(m - 1, 1))) * spread / math.sqrt(m)
     error += 1.5 * abs(float(values.mean() - np.mean(coarse))) + 1e-12 * float(np.abs(inside).sum())
     # Few probes may agree by chance: fewer than twelve have to agree four times as well.
     near = close_enough(value, error, rtol if m >= 12 else rtol / 4, norm)
