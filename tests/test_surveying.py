@@ -20,7 +20,7 @@ from curvatlas.runs import Run
 
 # steps that wait for others, and so may come after dearer ones
 _WAITING = ("trace of H_f", "sharpness by layer", "map over pairs of roles")
-_FEW: dict[str, Any] = {"eigenvalues": 2, "skip": ["map"]}
+_FEW: dict[str, Any] = {"eigenvalues": 2, "products": 40, "skip": ["map"]}
 
 
 def _problem() -> ca.Problem:
@@ -74,8 +74,8 @@ def test_a_survey_gives_the_numbers_of_the_command(
     surveyed: runs.LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["analyze", "cli_models:make_block_model", "cli_models:make_tokens", "--dtype",
-                 "float64", "--eigenvalues", "2", "--skip", "map", "--output",
-                 str(tmp_path / "command"), "--quiet"]  # fmt: skip
+                 "float64", "--eigenvalues", "2", "--products", "40", "--skip", "map",
+                 "--output", str(tmp_path / "command"), "--quiet"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 0, capsys.readouterr().err
@@ -193,13 +193,18 @@ def test_a_propagation_that_was_stopped_goes_on_with_the_group_it_was_at(
 
 def test_dear_steps_come_last_and_each_says_how_many_there_are(tmp_path: Path) -> None:
     told: list[str] = []
-    ca.survey(_problem(), output=tmp_path / "run", detail=lambda text: told.append(str(text)))
+    few: dict[str, Any] = {"eigenvalues": 2, "products": 100, "density_products": 40}
+    told_of: dict[str, Any] = {
+        "output": tmp_path / "run",
+        "detail": lambda text: told.append(str(text)),
+    }
+    ca.survey(_problem(), **told_of, **few)
     steps = [text for text in told if text.startswith("step ")]
     assert [text.split(":")[0] for text in steps] == [f"step {i} of 13" for i in range(2, 14)]
-    plan = ca.plan_survey(_problem())
+    plan = ca.plan_survey(_problem(), **few)
     names = [step.name for step in plan.steps]
     assert [text.split(": ")[1].rsplit(", about", 1)[0] for text in steps] == names
-    effort = {"eigenvalues": 5, "products": 300, "products_asked": None, "density_products": 150}
+    effort = {**few, "products_asked": 100}
     ordered = surveying._ordered(_problem(), tuple(surveying._SYMBOLS), skip=(), work={}, **effort)
     assert [step.words for step in ordered] == names
     free = [step.gradients for step in ordered[3:] if step.words not in _WAITING]

@@ -42,7 +42,7 @@ def _numbers(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("analyze", *_INPUTS, "--eigenvalues", "2", "--skip", "map"),
+        ("analyze", *_INPUTS, "--eigenvalues", "2", "--products", "40", "--skip", "map"),
         ("landscape", *_INPUTS, "--steps", "5"),
     ],
     ids=["analyze", "landscape"],
