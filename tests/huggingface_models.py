@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import PretrainedConfig, logging
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from curvatlas.anatomy import Anatomy, anatomy_of
 
 logging.set_verbosity_error()
 
@@ -105,3 +108,10 @@ def tiny_model(
     torch.manual_seed(seed)
     model: nn.Module = kind(config)
     return model.eval()
+
+
+@functools.cache
+def tiny_anatomy(model_type: str) -> tuple[nn.Module, Anatomy]:
+    """The family's model, which no test changes, and what its parameters are."""
+    model = tiny_model(model_type)
+    return model, anatomy_of(model)

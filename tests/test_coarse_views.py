@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from huggingface_models import tiny_model
+from huggingface_models import tiny_anatomy, tiny_model
+from oracles import hessian as dense_of
 
 EPS = torch.finfo(torch.float64).eps
-
-
-def dense_of(value: Tensor, parameters: list[Tensor]) -> Tensor:
-    slopes = torch.autograd.grad(value, parameters, create_graph=True)
-    flat = torch.cat([slope.reshape(-1) for slope in slopes])
-    rows = [torch.autograd.grad(entry, parameters, retain_graph=True) for entry in flat]
-    return torch.stack([torch.cat([piece.reshape(-1) for piece in row]) for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +158,7 @@ def test_experts_have_rows_of_their_own(family: str) -> None:
      "deepseek_v3", "modernbert", "t5", "whisper", "clip"],
 )  # fmt: skip
 def test_no_parameter_of_a_family_goes_without_a_role(family: str) -> None:
-    for piece in ca.anatomy_of(tiny_model(family)):
+    for piece in tiny_anatomy(family)[1]:
         role = piece.role.removesuffix("_bias")
         assert piece.sublayer != "other", piece.parameter
         assert role not in ("weight", "bias", "other", ""), piece.parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -89,13 +90,19 @@ def flat_of(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+@functools.cache
+def read(family: str) -> tuple[nn.Module, Anatomy]:
+    """A model that no test changes, and what its parameters are."""
+    model = build(family)
+    return model, anatomy_of(model)
+
+
 # --- covering ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_cover_every_entry_exactly_once(family):
-    model = build(family)
-    anatomy = anatomy_of(model)
+    model, anatomy = read(family)
     positions = torch.cat([piece.indices for piece in anatomy])
     total = sum(p.numel() for p in model.parameters())
     assert anatomy.size == total
@@ -108,9 +115,9 @@ def test_slices_cover_every_entry_exactly_once(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_representation_of_a_slice_agrees_with_its_parameter(family):
-    model = build(family)
+    model, anatomy = read(family)
     flat, parameters = flat_of(model), dict(model.named_parameters())
-    for piece in anatomy_of(model):
+    for piece in anatomy:
         by_index = flat[piece.indices].reshape(piece.shape)
         assert torch.equal(piece.view(flat), by_index)
         joined = torch.cat([flat[a:b] for a, b in piece.ranges]).reshape(piece.shape)
@@ -146,7 +153,7 @@ EXPECTED = {"query", "key", "value", "output", "gamma"}
     ],
 )
 def test_families_show_their_roles_in_every_layer(family, extra):
-    anatomy = anatomy_of(build(family))
+    _, anatomy = read(family)
     assert set(anatomy.roles) >= EXPECTED | extra
     for layer in anatomy.layers:
         assert {piece.role for piece in anatomy.select(layer=layer)} >= EXPECTED

@@ -567,8 +567,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_covered_once_and_has_honest_roles(family: str) -> None:
-    model = huggingface_models.tiny_model(family)
-    anatomy = anatomy_of(model)
+    model, anatomy = huggingface_models.tiny_anatomy(family)
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     places = torch.cat([piece.indices for piece in anatomy])
     assert torch.equal(places.sort().values, torch.arange(total))

@@ -19,7 +19,6 @@ import huggingface_models
 import oracles
 from curvatlas.analysis.atlas.exact import entries
 from curvatlas.analysis.atlas.result import VIEWS, blocks_of, groups_of
-from curvatlas.anatomy import anatomy_of
 from curvatlas.figures.atlas import compare_atlases, entry_heat_map
 from curvatlas.operators.curvature import PARTS
 from curvatlas.problem.evaluation import evaluation
@@ -344,8 +343,7 @@ COARSE = [
 
 @pytest.mark.parametrize("family", COARSE)
 def test_sublayers_and_layers_of_every_family_share_out_the_parameters(family: str) -> None:
-    model = huggingface_models.tiny_model(family)
-    anatomy = anatomy_of(model)
+    model, anatomy = huggingface_models.tiny_anatomy(family)
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     for by in ("sublayer", "layer"):
         blocks = blocks_of(anatomy, by=by)
