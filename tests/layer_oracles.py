@@ -188,7 +188,8 @@ def differences(
         scale = float(torch.linalg.norm(expected["total"]))
         assert scale > 0 or moving is not None
         # The products of some parameters are zero, or rounding: a key's bias moves nothing.
-        scale = max(scale, 1e-2 * float(torch.linalg.norm(first.detach())))
+        slope = float(torch.linalg.norm(first.detach()))
+        scale = scale if scale > 1e-12 * slope else slope
         for part, want in expected.items():
             inner = None if x_dot is None else seen.inside(x_dot)
             rates, rate_x = here.product(dots, inner, curvature, part, rows)

@@ -371,9 +371,8 @@ def test_a_loss_that_reads_tokens_which_see_no_key_is_told(kernel: str, ignored:
     mask[1, :2] = 0
     if ignored:
         labels[1, :3] = -100
-    problem = ca.Problem(
-        model, None, {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-    )
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    problem = ca.Problem(model, None, batch)
     vector = torch.randn(
         problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
@@ -389,7 +388,6 @@ def test_a_loss_that_reads_tokens_which_see_no_key_is_told(kernel: str, ignored:
             nn.utils.parameters_to_vector(model.parameters()) + sign * 1e-6 * vector,
             moved.parameters(),
         )
-        batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
         values.append(ca.Problem(moved, None, batch).value())
     wrong = abs((values[0] - values[1]) / 2e-6 - slope) > 1e-5 * abs(slope)
     assert told == wrong == (kernel == "eager" and not ignored)
