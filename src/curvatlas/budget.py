@@ -265,8 +265,16 @@ def _mapped_at_first() -> tuple[int, int]:
     return _mapped()
 
 
-def give_back() -> None:
-    """Return freed memory to the system, where the C library (glibc) would keep it in its gaps."""
+LARGE_VECTOR = 2**24  # bytes of a model's vector from which on scraps of several are worth 10 ms
+
+
+def give_back(vector_bytes: int = LARGE_VECTOR) -> None:
+    """Return freed memory to the system, where the C library (glibc) would keep it in its gaps.
+
+    Nothing is done beside the vectors of a small model: they leave less than the walk is worth.
+    """
+    if vector_bytes < LARGE_VECTOR:
+        return
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -59,8 +59,7 @@ TRANSIENT = 1.4
 # Share of the budget that is planned for; the rest covers what the allocator cannot reuse, measured
 # at 26 % of the planned bytes when two batches are kept.
 PLANNED = 0.7
-LARGE_VECTOR = 2**26  # bytes: memory that is freed is given back to the system from here on
-LARGE_HELD = 2**24  # the same of a linearisation: 10 ms that give back a sixth to a third of it
+LARGE_HELD = 2**24  # bytes of a linearisation: 10 ms that give back a sixth to a third of it
 PLANNED_WHOLE = 0.87  # the same where a single graph is all there is
 
 

@@ -21,13 +21,7 @@ from curvatlas.engines.autograd.linearisation import (
     Linearisation,
     OuterLinearisation,
 )
-from curvatlas.engines.kept import (
-    LARGE_VECTOR,
-    PLANNED,
-    TRANSIENT,
-    KeptLinearisations,
-    Linearise,
-)
+from curvatlas.engines.kept import PLANNED, TRANSIENT, KeptLinearisations, Linearise
 from curvatlas.engines.late_checks import LateChecks
 from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
@@ -450,6 +444,7 @@ class CurvatureOperator(LinearOperator):
         if self._autograd_only() is None:
             short = short_sample(self.problem, short.sample, names, self.budget)
         sample, longer = short.sample, short.length_ratio**2
+        self._give_back()  # the search for the samples' axis leaves scraps in float64
         try:
             with self.problem.evaluating():
                 linear = self._linearise()(self.problem, sample, names)
@@ -462,6 +457,7 @@ class CurvatureOperator(LinearOperator):
             raise
         if self.checks:
             self._check_first_batch(sample, int(linear.held_bytes * longer))
+            self._give_back()
         with self.problem.evaluating():
             by_hand_too = self._autograd_only() is None
             draw = functools.partial(probe_columns, self.problem, names)
@@ -520,8 +516,7 @@ class CurvatureOperator(LinearOperator):
 
     def _give_back(self) -> None:
         """Return the memory of the checks: of a large model it is several vectors."""
-        if self.problem.size * self.dtype.itemsize > LARGE_VECTOR:
-            give_back()
+        give_back(self.problem.size * self.dtype.itemsize)
 
     def _tangent(self, probe: Probe | None, names: Sequence[str]) -> ByHand | None:
         """The hand-written engine and what it needs, where it may be used and is right."""
