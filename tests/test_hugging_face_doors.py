@@ -187,7 +187,7 @@ DOORS: dict[str, Callable[[Case], float]] = {
     ),
     "analyze_convergence_trajectory": lambda c: float(
         ca.ConvergenceDiagnostics(c.model)
-        .analyze_convergence_trajectory(c.loader, n_steps=2, looks=2, products=10)
+        .analyze_convergence_trajectory([c.encoding], n_steps=2, looks=2, products=6)
         .losses[-1]
     ),
     "landscape_convergence": lambda c: float(
@@ -203,7 +203,7 @@ DOORS: dict[str, Callable[[Case], float]] = {
             sizes=(10, 12, 14, 16),
             orders=3,
             steps=1,
-            polish=1,
+            polish=0,
             tolerance=1e6,
         )
         .cells[0]

@@ -12,6 +12,7 @@ import curvatlas as ca
 import families
 import oracles
 from curvatlas import zoo
+from curvatlas.operators import per_sample
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import (
     _Sampler,
@@ -145,3 +146,43 @@ def test_subset_and_losses_follow_the_order_of_the_data() -> None:
         problem.with_data((SAMPLES.inputs[[0, 5]], SAMPLES.targets[[0, 5]])).value(), rel=1e-13
     )
     assert count_samples(halves) == 9
+
+
+class LooksAtItsData(nn.Module):
+    """Time-major, and branches on a value: ``vmap`` cannot run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+        self.calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.table(tokens)
+        if bool(tokens.max() > 10):
+            raise ValueError("no such token")
+        return self.head(torch.tanh(hidden + hidden.cumsum(0)))
+
+
+def test_losses_of_a_model_that_vmap_cannot_run_come_of_passes_of_many_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(2)
+    model = LooksAtItsData().double().eval()
+    tokens, targets = torch.randint(0, 11, (2, 5, 12))  # (L, B)
+    targets[2:, 3] = -100
+    targets[:, 6] = -100  # a sample without a target is left out
+    problem = Problem(model, "cross_entropy", (tokens, targets))
+    want = [
+        problem.with_data((tokens[:, i : i + 1], targets[:, i : i + 1])).value()
+        for i in range(12)
+        if i != 6
+    ]
+    sample_losses(problem, limit=12)  # finds the samples' axis
+    for room, passes in ((2**26, 2), (5 * 5 * 11 * 8, 4)):  # one alone, then eleven or five each
+        monkeypatch.setattr(per_sample, "_OUTPUT_BYTES", room)
+        model.calls = 0
+        losses = sample_losses(problem, limit=12)
+        assert losses.tolist() == pytest.approx(want, rel=1e-13)
+        # beside the problem's check of its batch, and an attempt under vmap
+        assert model.calls <= passes + 3

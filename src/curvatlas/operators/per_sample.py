@@ -25,6 +25,7 @@ from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Batch, CrossEntropy, Loss, MeanSquaredError, Problem
 from curvatlas.problem.evaluation import call
+from curvatlas.problem.sample_axis import cut
 from curvatlas.problem.smooth_norms import SmoothNorms
 from curvatlas.progress import bar
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _SIDE_BY_SIDE = 64  # samples: more gains nothing on a CPU and costs memory
 _GRADIENT_BYTES = 2**27  # gradients of single samples that exist at the same time
 _GRADIENT_COPIES = 3  # a gradient, its square and their sum
+_OUTPUT_BYTES = 2**26  # of samples that go through together where only their losses are wanted
 _ROW_NUMBERS = 2**23  # of gradients of one sample held at once: 32 MB in float32
 _MAX_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
 _MAX_NUMBERS = 2**27  # in the matrices Λ_t of one call, 1 GB
@@ -291,6 +293,8 @@ class _Sampler:
                     rows = self._side_by_side(batch)
                 except RuntimeError:
                     self._vectorised = False  # an operation without a batching rule
+            if rows is None and batch.layout is not None and not self.directions.shape[1]:
+                rows = (self._losses(batch),)
             if rows is None:
                 rows = self._one_by_one(batch)
         count = self.problem.loss.count
@@ -326,6 +330,23 @@ class _Sampler:
 
         rows: tuple[Tensor, ...] = _mapped(batch, one)
         return rows
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """ℓ_i, (n,): forward passes of some samples together, whose outputs are cut by sample."""
+        problem, losses = self.problem, []
+        start, stop = 0, 1  # the first one alone tells how large outputs are
+        while start < batch.samples:
+            part = batch.part(start, stop, problem.loss.count)
+            outputs, spec = tree_flatten(problem.outputs(part, {}))
+            assert batch.layout is not None
+            for i in range(part.samples):
+                one = part.part(i, i + 1, problem.loss.count)
+                own = tree_unflatten(cut(outputs, batch.layout.outputs, i, i + 1), spec)
+                value = problem.loss.value(own, one.targets) if one.count > 0 else torch.zeros(())
+                losses.append(value.detach().to(problem.device))
+            size = sum(z.nbytes for z in outputs if isinstance(z, Tensor)) / part.samples
+            start, stop = stop, min(batch.samples, stop + max(1, int(_OUTPUT_BYTES / size)))
+        return torch.stack(losses)
 
     def _one_by_one(self, batch: Batch) -> tuple[Tensor, ...]:
         problem, directions = self.problem, self.directions
