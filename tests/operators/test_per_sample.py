@@ -19,6 +19,7 @@ from curvatlas.operators.per_sample import (
     exact_outer_diagonal,
     pieces,
     sample_losses,
+    sample_operations,
     sample_quantities,
     subset,
     target_factors,
@@ -145,3 +146,13 @@ def test_subset_and_losses_follow_the_order_of_the_data() -> None:
         problem.with_data((SAMPLES.inputs[[0, 5]], SAMPLES.targets[[0, 5]])).value(), rel=1e-13
     )
     assert count_samples(halves) == 9
+
+
+def test_operations_of_a_sample_are_those_of_its_matrix_products() -> None:
+    tokens, d, heads, wide = 5, 8, 2, 12
+    layer = nn.TransformerEncoderLayer(d, heads, wide, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(3, tokens, d)
+    linear = tokens * d * (4 * d + 2 * wide)  # query, key, value and output; up and down
+    attention = 2 * tokens**2 * d  # scores and mixtures, over all heads
+    passes = 3  # the loss is checked by two of them before its value is taken
+    assert sample_operations(ca.Problem(layer, "mse", (x, x))) == passes * 2 * (linear + attention)
