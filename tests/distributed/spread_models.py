@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -155,14 +154,13 @@ def by_budget(problem: ca.Problem, first: ca.Hessian) -> dict[str, Tensor]:
 
 
 def every_model(rank: int, world: int, port: int, folder: str, mode: str) -> None:
-    """The products of every family; of one that fails, why."""
+    """The products of every family; a rank that fails ends both, and its words are shown."""
     join_group(rank, world, port)
     for name in names():
-        file = Path(folder, f"{name} {rank}")
         try:
-            torch.save(every_product(name), f"{file}.pt")
-        except Exception:
-            Path(f"{file}.txt").write_text(traceback.format_exc())
+            torch.save(every_product(name), Path(folder, f"{name} {rank}.pt"))
+        except Exception as error:
+            raise RuntimeError(f"the products of {name} on rank {rank}") from error
         # Last before the group goes, as it holds no Python object: gloo's thread would wait for the
         # interpreter to let go of one, and the group's end for that thread.
         dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def join_group(rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # as in forked.py
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    # Longer than any rank computes alone; one that waits for a rank that has failed ends by itself.
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
 
 def products(rank: int, world: int, port: int, folder: str, mode: str) -> None:

@@ -20,6 +20,7 @@ from curvatlas.operators.per_sample import (
     exact_outer_diagonal,
     pieces,
     sample_losses,
+    sample_operations,
     sample_quantities,
     subset,
     target_factors,
@@ -186,3 +187,12 @@ def test_losses_of_a_model_that_vmap_cannot_run_come_of_passes_of_many_samples(
         assert losses.tolist() == pytest.approx(want, rel=1e-13)
         # beside the problem's check of its batch, and an attempt under vmap
         assert model.calls <= passes + 3
+
+
+def test_operations_of_a_sample_are_those_of_its_matrix_products() -> None:
+    tokens, d, heads, wide = 5, 8, 2, 12
+    layer = nn.TransformerEncoderLayer(d, heads, wide, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(3, tokens, d)
+    linear = tokens * d * (4 * d + 2 * wide)  # query, key, value and output; up and down
+    attention = 2 * tokens**2 * d  # scores and mixtures, over all heads
+    assert sample_operations(ca.Problem(layer, "mse", (x, x))) == 2 * (linear + attention)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import curvatlas as ca
 from curvatlas.linear_operator import LinearOperator
-from spectra.spectrum_operators import SpectrumOperator
+from spectra.spectrum_operators import SpectrumOperator, most_misses
 
 TRIALS = 40
-FEWEST = 33  # of 40: a 95 % interval falls below with a chance of 1 in 200
+FEWEST = TRIALS - most_misses(TRIALS, counts=3)  # 31, of at most three kinds of intervals a test
 
 
 def normal(n: int, seed: int) -> Tensor:
@@ -65,7 +65,7 @@ def test_density_intervals_hold_the_truth_and_are_not_the_worst_case(
         low, high = found.clear_negative_mass_interval
         held[2] += low <= float((values < -found.resolution).double().mean()) <= high
     assert min(held) >= FEWEST, held
-    assert narrow >= FEWEST
+    assert narrow >= 33
 
 
 @pytest.mark.parametrize("small", [0.0, -1e-7, 1e-7])
@@ -118,12 +118,12 @@ def test_data_intervals_hold_the_value_of_all_data(estimate: Callable[..., Any])
     ("estimate", "truth", "trials"),
     [
         (lambda op, seed: ca.frobenius_norm(op, rtol=0.05, seed=seed), Tensor.norm, 1000),
-        (lambda op, seed: ca.trace(op, rtol=0.05, seed=seed, max_products=40), Tensor.sum, 300),
-        (lambda op, seed: ca.spectral_norm(op, rtol=0.02, seed=seed), Tensor.max, 60),
+        (lambda op, seed: ca.trace(op, rtol=0.05, seed=seed, max_products=40), Tensor.sum, 150),
+        (lambda op, seed: ca.spectral_norm(op, rtol=0.02, seed=seed), Tensor.max, 40),
     ],
     ids=["frobenius_norm", "trace", "spectral_norm"],
 )
-def test_intervals_on_a_ramp_through_zero_miss_at_most_seven_percent(
+def test_intervals_on_a_ramp_through_zero_miss_no_more_often_than_they_say(
     estimate: Callable[..., Any], truth: Callable[[Tensor], Tensor], trials: int
 ) -> None:
     values = torch.linspace(-1, 1, 120, dtype=torch.float64) + 1e-3
@@ -132,4 +132,4 @@ def test_intervals_on_a_ramp_through_zero_miss_at_most_seven_percent(
     for seed in range(trials):
         low, high = estimate(SpectrumOperator(values), seed).interval
         missed += not low <= wanted <= high
-    assert missed <= 0.07 * trials, missed
+    assert missed <= most_misses(trials), missed

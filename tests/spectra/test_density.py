@@ -6,7 +6,13 @@ import torch
 
 import curvatlas as ca
 from curvatlas.spectra.quadrature import gauss, mass_below, wasserstein
-from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+from spectra.spectrum_operators import (
+    DenseOperator,
+    SpectrumOperator,
+    most_misses,
+    rotated,
+    spectra,
+)
 
 
 def distance(found: object, values: torch.Tensor) -> float:
@@ -61,7 +67,7 @@ def test_mass_and_effective_rank_intervals_cover_the_truth(name: str) -> None:
         low, high = found.negative_mass_interval
         first, last = found.effective_rank_interval
         covered += [low <= negative <= high, first <= rank <= last]
-    assert (covered >= 0.9 * trials).all(), (name, covered / trials)
+    assert (covered >= trials - most_misses(trials, counts=2)).all(), (name, covered)
 
 
 def test_outliers_have_their_exact_weight() -> None:

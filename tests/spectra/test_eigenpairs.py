@@ -13,7 +13,13 @@ import curvatlas as ca
 from curvatlas.spectra.eigenpairs import CHECKED_EVERY, Following
 from curvatlas.spectra.krylov import KrylovBasis
 from curvatlas.zoo import ViT, ViTConfig, digits
-from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+from spectra.spectrum_operators import (
+    DenseOperator,
+    SpectrumOperator,
+    most_misses,
+    rotated,
+    spectra,
+)
 
 
 def wanted(values: torch.Tensor, k: int, which: str) -> torch.Tensor:
@@ -127,14 +133,14 @@ def test_a_list_that_was_not_searched_claims_no_completeness() -> None:
 
 
 @pytest.mark.parametrize("name", ["hessian_like", "heavy_tailed", "power_law"])
-def test_the_spectrum_lies_within_its_bounds_in_90_to_100_percent_of_trials(name: str) -> None:
+def test_the_spectrum_lies_within_its_bounds_as_often_as_they_say(name: str) -> None:
     values = spectra()[name]
     inside = 0
     for seed in range(60):
         found = ca.eigenpairs(SpectrumOperator(values), k=1, tol=0.3, seed=seed)
         low, high = found.spectrum_within
         inside += low <= float(values.min()) and float(values.max()) <= high
-    assert inside >= 54, inside
+    assert inside >= 60 - most_misses(60), inside
     near = ca.eigenpairs(SpectrumOperator(values), k=1, tol=0.3, bounded=1e-3)
     assert near.spectrum_within[1] <= (1 + 1.01e-3) * float(values.max())
 

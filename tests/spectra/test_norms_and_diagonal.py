@@ -7,18 +7,25 @@ import torch
 
 import curvatlas as ca
 from curvatlas.spectra.norms import FrobeniusSampler
-from spectra.spectrum_operators import DenseOperator, SpectrumOperator, deflate, rotated, spectra
+from spectra.spectrum_operators import (
+    DenseOperator,
+    SpectrumOperator,
+    deflate,
+    most_misses,
+    rotated,
+    spectra,
+)
 
 
 @pytest.mark.parametrize("name", ["hessian_like", "degenerate", "power_law"])
-def test_the_frobenius_interval_covers_the_truth_in_90_percent_of_200_trials(name: str) -> None:
+def test_the_frobenius_interval_covers_the_truth_as_often_as_it_says(name: str) -> None:
     values = spectra()[name]
     truth = float(values.norm())
     covered = 0
     for seed in range(200):
         found = ca.frobenius_norm(SpectrumOperator(values), rtol=0.1, seed=seed, max_products=200)
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert covered >= 180, (name, covered)
+    assert covered >= 200 - most_misses(200), (name, covered)
 
 
 def test_rectangular_norms_agree_with_singular_values() -> None:
@@ -48,7 +55,7 @@ def test_the_spectral_norm_lies_in_its_interval_even_when_little_is_asked(rtol: 
         assert found.converged
         assert found.error <= rtol * found.value
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert covered >= 54, covered
+    assert covered >= 60 - most_misses(60), covered
 
 
 def test_the_spectral_norm_takes_the_larger_end() -> None:
@@ -136,7 +143,7 @@ def test_the_frobenius_interval_covers_the_truth_where_memory_holds_few_vectors(
         assert found.products <= products
         assert found.value == pytest.approx(truth, rel=0.5)
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert covered >= 54, covered
+    assert covered >= 60 - most_misses(60), covered
 
 
 def test_letting_probes_of_the_frobenius_norm_go_changes_no_mean_and_only_loses_pairs() -> None:

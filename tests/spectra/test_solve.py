@@ -5,7 +5,13 @@ import pytest
 import torch
 
 import curvatlas as ca
-from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+from spectra.spectrum_operators import (
+    DenseOperator,
+    SpectrumOperator,
+    most_misses,
+    rotated,
+    spectra,
+)
 
 
 def right_hand_sides(n: int, count: int) -> torch.Tensor:
@@ -92,7 +98,7 @@ def test_the_log_determinant_covers_the_truth() -> None:
     for seed in range(60):
         found = ca.log_determinant(SpectrumOperator(values, psd=True), damping=0.05, seed=seed)
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert covered >= 54
+    assert covered >= 60 - most_misses(60)
 
 
 def test_the_log_determinant_of_an_indefinite_operator_names_the_damping_needed() -> None:

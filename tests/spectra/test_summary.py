@@ -7,7 +7,13 @@ import torch
 import curvatlas as ca
 from curvatlas.spectra.quadrature import wasserstein
 from curvatlas.zoo.models import ViT, ViTConfig
-from spectra.spectrum_operators import DenseOperator, SpectrumOperator, rotated, spectra
+from spectra.spectrum_operators import (
+    DenseOperator,
+    SpectrumOperator,
+    most_misses,
+    rotated,
+    spectra,
+)
 
 
 class Batched(DenseOperator):
@@ -40,7 +46,7 @@ def test_the_data_interval_covers_the_mean_over_all_data() -> None:
         found = ca.trace(batched(seed), rtol=0.05, seed=seed)
         assert found.data_interval is not None
         covered += found.data_interval[0] <= truth <= found.data_interval[1]
-    assert 52 <= covered <= 60, covered
+    assert covered >= 60 - most_misses(60), covered
 
 
 def test_data_and_probe_errors_are_kept_apart_and_advised_on() -> None:

@@ -5,14 +5,14 @@ import torch
 
 import curvatlas as ca
 from curvatlas.spectra.trace import TraceSampler
-from spectra.spectrum_operators import SpectrumOperator, deflate, rotated, spectra
+from spectra.spectrum_operators import SpectrumOperator, deflate, most_misses, rotated, spectra
 
 
 @pytest.mark.parametrize(
     ("name", "rtol"),
     [("hessian_like", 0.1), ("heavy_tailed", 0.3), ("degenerate", 0.1), ("power_law", 0.1)],
 )
-def test_the_interval_covers_the_truth_in_90_to_99_percent_of_200_trials(
+def test_the_interval_covers_the_truth_in_200_trials_as_often_as_it_says(
     name: str, rtol: float
 ) -> None:
     values = spectra()[name]
@@ -21,7 +21,8 @@ def test_the_interval_covers_the_truth_in_90_to_99_percent_of_200_trials(
     for seed in range(200):
         found = ca.trace(SpectrumOperator(values), rtol=rtol, seed=seed, max_products=250)
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert 180 <= covered <= 199, (name, covered)
+    # 95 % intervals cover all 200 with a chance of 4e-5
+    assert 200 - most_misses(200) <= covered <= 199, (name, covered)
 
 
 def test_deflation_beats_plain_probes() -> None:
@@ -117,7 +118,7 @@ def test_the_interval_covers_the_truth_where_memory_holds_few_vectors(
         )  # fmt: skip
         assert found.products <= products
         covered += found.interval[0] <= truth <= found.interval[1]
-    assert covered >= 34, covered
+    assert covered >= 40 - most_misses(40), covered
 
 
 def test_letting_the_probes_go_changes_nothing_but_rounding() -> None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 import curvatlas as ca
@@ -95,11 +96,19 @@ def test_sampled_gradients_average_to_the_gauss_newton_matrix(name: str, draws: 
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(problem.size, 8, dtype=torch.float64, generator=generator)
     want = ca.GaussNewton(problem) @ columns
-    total = torch.zeros_like(want)
+    products = []
     for seed in range(draws):
         rows = sampled_gradients(problem, samples=1000, seed=1000 * seed)
-        total += rows.T @ (rows @ columns) / len(rows) / draws
-    assert oracles.relative_error(total, want) < 0.25
+        products.append(rows.T @ (rows @ columns) / len(rows))
+    drawn = torch.stack(products)
+    # Other seeds exceed this once in 10,000: the mean of the forms Σ cᵀ M c is about normal.
+    forms, truth = (drawn * columns).sum((1, 2)), float((want * columns).sum())
+    allowed = float(stats.t.isf(0.5e-4, draws - 1) * forms.std() / draws**0.5)
+    assert abs(float(forms.mean()) - truth) <= allowed < 0.4 * truth  # half would be noticed
+    # Nor does the length of a normal error, which varies most where it has one direction only.
+    mean = drawn.mean(0)
+    spread = float(((drawn - mean).square().sum() / (draws * (draws - 1))).sqrt())
+    assert float((mean - want).norm()) <= 3.9 * spread < 0.9 * float(want.norm())
 
 
 def test_a_loss_that_cannot_be_split_has_its_diagonal_read_column_by_column() -> None:

@@ -45,7 +45,7 @@ from curvatlas.zoo.images import is_idx, samples_of
 
 MOST_SAMPLES = 512
 _FEWEST_SAMPLES = 8
-_FORWARD_OPERATIONS = 2**30
+_FORWARD_OPERATIONS = 2**30 // 3
 # options of some kinds of data only: a run on others does not mention them
 _OPTIONAL = ("text_column", "label_column", "image_size", "broken")
 
@@ -167,10 +167,10 @@ def parse_roles(texts: Iterable[str]) -> dict[str, str]:
 
 
 def affordable_samples(model: NamedModel, data: NamedData, *, most: int) -> int:
-    """How many samples take 2³⁰ operations in a forward pass, a fixed number on every machine.
+    """How many samples take 3.6·10⁸ operations in a forward pass, the same on every machine.
 
-    A product with the Hessian is six of them: a survey of 1200 products then takes 8·10¹²
-    operations, two or three minutes on two cores.
+    A product with the Hessian is six of them: a survey of 1200 products then takes 2.6·10¹²
+    operations, about a minute on two cores.
     """
     problem = Problem(
         model.model,

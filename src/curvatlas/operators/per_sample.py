@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas import parallel
@@ -80,12 +81,36 @@ def subset(problem: Problem, indices: Tensor) -> Problem:
 
 def sample_operations(problem: Problem) -> int:
     """Operations of a forward pass of the first sample, as torch counts them; 0: none it knows."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     sample = next(problem.batches()).part(0, 1, problem.loss.count)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        problem.with_batches([sample]).value()
-    return int(counter.get_total_flops())
+    with problem.evaluating(), torch.no_grad(), _Counted() as counted:
+        problem.outputs(sample, {})
+    return counted.operations
+
+
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what is called inside by the formulas of ``torch.utils.flop_counter``.
+
+    Torch's own mode asks every call first for its decomposition and imports the compiler for that,
+    which took longer than the rest of a small survey; autograd has decomposed these calls before.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # or torch imports the compiler to tell it so
+        return False
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports Triton where there is one
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas: dict[Any, Any] = flop_registry
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            self.operations += int(formula(*args, **(kwargs or {}), out_val=result))
+        return result
 
 
 def _mapped(batch: Batch, one: Callable[..., Any], *by_sample: Any) -> Any:

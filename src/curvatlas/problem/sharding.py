@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from curvatlas import parallel
 from curvatlas.errors import PeerError, is_wrong_input
+from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.parameters import Layout
 
 
@@ -109,8 +110,9 @@ class ShardedWeights:
 
     def local(self, name: str) -> Tensor:
         """This process's entries of a parameter, flat."""
-        value: Tensor = self.parameters[name].detach().to_local()
-        return value.reshape(-1)
+        with torch.no_grad():  # there a DTensor gives the tensor that it holds, and makes none
+            value: Tensor = self.parameters[name].to_local()
+        return value.detach().reshape(-1)
 
     def shards(self, layout: Layout) -> parallel.Shards:
         """Which entries of the flat vector every process holds."""
@@ -482,6 +484,7 @@ class Ticket:
     works: list[Any]
     sent: Any  # alive until it has gone
 
+    @unwatched
     def wait(self) -> dict[str, Tensor]:
         """The weights, whole; the tangents are in the station's memory."""
         for work in self.works:
@@ -613,6 +616,7 @@ class Session:
             self._join(request)
         return serve()
 
+    @unwatched
     def _meet(
         self, code: int, rows: int, key: int, message: str = ""
     ) -> tuple[int, int, int] | None:
@@ -660,6 +664,7 @@ class Session:
                 if way not in self.weights.routes:
                     self.weights.routes.append(way)
 
+    @unwatched
     def begin(self, key: int, count: int) -> Ticket:
         """Begin to gather a station, with ``count`` columns; all processes do."""
         vectors, station = self.vectors, self.weights.station(key)
@@ -675,6 +680,7 @@ class Session:
         work = parallel.begin_all_gather(received, sent, self.weights.group)
         return Ticket(station, received, [work], sent)
 
+    @unwatched
     def begin_sum(self, key: int, count: int, rows: Tensor | None) -> None:
         """Begin to add rows (K, size) of all processes, each to its own entries of the product."""
         self._finish_sums()
@@ -692,6 +698,7 @@ class Session:
         terms, work = parallel.begin_reduce_scatter(sent, weights.group)
         self._sums.append((station, terms, [work], sent))
 
+    @unwatched
     def _finish_sums(self) -> None:
         """Wait for the sums under way and keep this process's part of them."""
         for station, terms, works, sent in self._sums:

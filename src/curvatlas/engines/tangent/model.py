@@ -1002,6 +1002,7 @@ class Chain:
         return None if back is None else back.flatten(1, 2)
 
 
+@unwatched
 def layer_weights(layer: KnownLayer, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """A layer's weights by our names, from those of the model's parameters."""
     values |= {name: weight.value(values) for name, weight in layer.adapted.items()}

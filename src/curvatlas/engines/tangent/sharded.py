@@ -51,6 +51,7 @@ from curvatlas.engines.tangent.tail import AutogradTail
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import called_with
+from curvatlas.problem.kernels import unwatched
 from curvatlas.problem.sharding import Route, Session, ShardedWeights, Station, Vectors, Walk
 
 _PLANNED = 0.85  # of the budget; the rest is what the allocator cannot reuse
@@ -152,16 +153,8 @@ class ShardedChain(Chain):
         restart_numbers()  # of blocks that are made anew
         for index, layer in enumerate(self.layers):
             with self._room_for(layer.path), line.stop() as (weights, columns):
-                # Matrices come again on the way down. A gain's tangent is asked for before that:
-                # the block after a post-norm forms its input's tangent from it once more.
-                dots = {
-                    name: dot if dot.ndim > 2 else dot.clone()
-                    for name, dot in layer_views(layer, columns).items()
-                }
-                state: Any = None
-                if moved is not None or dots:
-                    with self._with(layer_weights(layer, weights)), self._block(index, 0) as block:
-                        state = block.push_checked(dots, moved, line.count, again)
+                state = self._push_block(index, weights, columns, moved, line.count, again)
+                if state is not None:
                     moved, again = state.output, state.output_again
                 states.append(state)
         flat = None if moved is None else moved.flatten(1, 2)
@@ -184,10 +177,34 @@ class ShardedChain(Chain):
                 line.slots() as slots,
                 self._with(layer_weights(self.layers[index], weights)),
             ):
-                rate = self._pull_block(index, rate, state, slots, needs_input=True)
+                pull = unwatched(self._pull_block)
+                rate = pull(index, rate, state, slots, needs_input=True)
         with self._room_for("the stem"), line.stop(), line.slots() as slots:
             if slots.into:
                 self.stem.pull(rate, stem_state if curved else None, slots, space)
+
+    @unwatched
+    def _push_block(
+        self,
+        index: int,
+        weights: dict[str, Tensor],
+        columns: Mapping[str, Tensor],
+        moved: Tensor | None,
+        count: int,
+        again: Any,
+    ) -> Any:
+        """The tangents inside a block, None: they are zero."""
+        layer = self.layers[index]
+        # Matrices come again on the way down. A gain's tangent is asked for before that: the block
+        # after a post-norm forms its input's tangent from it once more.
+        dots = {
+            name: dot if dot.ndim > 2 else dot.clone()
+            for name, dot in layer_views(layer, columns).items()
+        }
+        if moved is None and not dots:
+            return None
+        with self._with(layer_weights(layer, weights)), self._block(index, 0) as block:
+            return block.push_checked(dots, moved, count, again)
 
     @contextlib.contextmanager
     def _with(self, weights: Weights) -> Iterator[None]:
