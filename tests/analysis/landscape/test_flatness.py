@@ -337,6 +337,7 @@ def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(
     rescaling: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ascent, "_margin", _uncertified)
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
     problem = _two_layers()
     other = ca.rescaled(problem, rescaling, mode=mode)
     moved = float((other.parameters - problem.parameters).norm() / problem.parameters.norm())
