@@ -253,6 +253,31 @@ def test_the_bound_lies_above_the_measured_test_loss_in_fifty_trials() -> None:
     assert max(gaps) > 1.0  # some of them did overfit
 
 
+class Peeking(nn.Linear):
+    """Looks at a weight, which cannot be mapped over draws of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)) * (
+            1.0 if float(self.weight.detach().sum()) > 1e9 else 2.0
+        )
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_draws_side_by_side_give_the_bounds_of_one_after_the_other(
+    peeks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = SAMPLES.take(12)
+    torch.manual_seed(0)
+    model = Peeking(64, 10).double() if peeks else copy.deepcopy(_trained(0, d_model=4))
+    problem = Problem(model, "cross_entropy", [(x[:7], y[:7]), (x[7:], y[7:])])
+    curvature = torch.ones(problem.size, dtype=torch.float64)
+    together = ca.pac_bayes(problem, curvature, draws=7)
+    monkeypatch.setattr(pac_bayes, "_ABREAST", 0)
+    for one, other in zip(together, ca.pac_bayes(problem, curvature, draws=7), strict=True):
+        for name in ("value", "loss", "error", "error_bound", "divergence"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9), name
+
+
 def test_more_samples_and_the_diagonal_make_the_bound_tighter() -> None:
     values = {}
     x, y = SAMPLES
