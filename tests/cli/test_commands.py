@@ -16,6 +16,7 @@ import curvatlas as ca
 import oracles
 from cli_models import make_model
 from curvatlas import cli, runs
+from curvatlas.analysis.landscape import ascent
 from curvatlas.cli import COMMANDS
 from curvatlas.report import paper
 
@@ -397,6 +398,8 @@ def test_flatness_shows_what_rescaling_changes(
     usual = ca.rescaling_invariance.__kwdefaults__
     monkeypatch.setitem(usual, "modes", ("uniform",))
     monkeypatch.setitem(usual, "rescalings", usual["rescalings"][:2])
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)  # and how far they climb is no part of this
+    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
     tokens = torch.arange(24).reshape(6, 4) % 5
     np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
     code, out, err = curvatlas(
