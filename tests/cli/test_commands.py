@@ -398,7 +398,8 @@ def test_flatness_shows_what_rescaling_changes(
     usual = ca.rescaling_invariance.__kwdefaults__
     monkeypatch.setitem(usual, "modes", ("uniform",))
     monkeypatch.setitem(usual, "rescalings", usual["rescalings"][:2])
-    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)  # and how far they climb is no part of this
+    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))  # how far they climb is no part
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
     monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
     tokens = torch.arange(24).reshape(6, 4) % 5
     np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
