@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,3 +30,15 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Runs are drawn only where a test looks at the pictures (``draws``): about a second each."""
     if "draws" not in request.keywords:
         monkeypatch.setattr(paper, "write_figures", lambda *_, **__: [])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unflushed() -> Iterator[None]:
+    """Files are written without waiting for the disk.
+
+    What reached it is seen after the fall of a machine, and no test makes one fall; a killed
+    process loses nothing. Tests of a full or failing disk put an ``fsync`` of their own here.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield

@@ -19,6 +19,7 @@ from curvatlas.analysis.diagnostics import gradient_noise
 from curvatlas.figures import plot_scaling_law_predictions
 from curvatlas.fits import plane_power_law
 from curvatlas.problem import Problem
+from curvatlas.report import paper
 from curvatlas.results import same
 from curvatlas.scaling import (
     ScalingCell,
@@ -431,7 +432,7 @@ def test_sizes_beyond_the_data_are_refused() -> None:
 
 @pytest.mark.draws
 def test_the_command_runs_resumes_and_refuses_nonsense(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import json
 
@@ -447,6 +448,7 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
             main(arguments)
         assert ended.value.code == 0
         answers.append(json.loads(capsys.readouterr().out))
+        monkeypatch.setattr(paper, "write_figures", lambda *_, **__: [])  # the same ones again
     assert answers[0]["results"] == answers[1]["results"]
     assert len(answers[0]["results"]["grid"]["cells"]) == 2
     assert (tmp_path / "run" / "figures" / "scaling.png").is_file()

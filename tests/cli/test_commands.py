@@ -16,7 +16,9 @@ import curvatlas as ca
 import oracles
 from cli_models import make_model
 from curvatlas import cli, runs
+from curvatlas.analysis.landscape import ascent
 from curvatlas.cli import COMMANDS
+from curvatlas.report import paper
 
 _HERE = Path(__file__).resolve().parent.parent
 Call = Callable[..., tuple[int, str, str]]
@@ -336,7 +338,13 @@ def test_a_run_resumed_without_an_option_keeps_the_plan_of_its_manifest(
     ],
 )
 def test_the_papers_experiments_take_a_model_and_data_and_make_a_page(
-    curvatlas: Call, tmp_path: Path, command: str, options: tuple[str, ...], section: str, kind: str
+    curvatlas: Call,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: tuple[str, ...],
+    section: str,
+    kind: str,
 ) -> None:
     arguments = (command, "cli_models:make_block_model", "cli_models:make_tokens", *options,
                  "--output", "run", "--json")  # fmt: skip
@@ -347,11 +355,14 @@ def test_the_papers_experiments_take_a_model_and_data_and_make_a_page(
     assert kind in {result["kind"] for result in answer["results"].values()}
     assert f'id="{section}"' in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert list((tmp_path / "run" / "figures").glob("*.png"))
+    monkeypatch.setattr(paper, "write_figures", lambda *_, **__: [])  # the same ones again
     assert curvatlas(*arguments)[1] == out  # read back, nothing computed again
 
 
 @pytest.mark.draws
-def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_path: Path) -> None:
+def test_flatness_measures_a_users_model_and_is_taken_up(
+    curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs, targets = _samples(24)
     np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
     np.savez(tmp_path / "test.npz", inputs=1.1 * inputs.numpy(), targets=targets.numpy())
@@ -372,6 +383,7 @@ def test_flatness_measures_a_users_model_and_is_taken_up(curvatlas: Call, tmp_pa
     assert "Relative flatness by layer" in page
     assert "SAM sharpness: a certified local maximum" in page
     assert (tmp_path / "run/figures/flatness-model.png").is_file()
+    monkeypatch.setattr(paper, "write_figures", lambda *_, **__: [])  # the same ones again
     code, again, _ = curvatlas(*command)
     assert code == 0
     assert json.loads(again)["results"]["model.flatness"] == found
@@ -386,6 +398,9 @@ def test_flatness_shows_what_rescaling_changes(
     usual = ca.rescaling_invariance.__kwdefaults__
     monkeypatch.setitem(usual, "modes", ("uniform",))
     monkeypatch.setitem(usual, "rescalings", usual["rescalings"][:2])
+    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))  # how far they climb is no part
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
+    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
     tokens = torch.arange(24).reshape(6, 4) % 5
     np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
     code, out, err = curvatlas(

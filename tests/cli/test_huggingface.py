@@ -97,7 +97,7 @@ def test_a_folder_in_half_precision_is_computed_with_in_float32_and_says_what_th
     quick = ["--samples", "3", "--batch-size", "2", "--context", "8"]
     more = ["--eigenvalues", "2", "--skip", "density", "--products", "12"]
     if command == "landscape":
-        more = ["--steps", "3", "--orders", "5"]
+        more = ["--steps", "2", "--orders", "5", "--spectra", "0"]
     code, out, err = _run(
         [command, "tiny", "sea.txt", "--json", *quick, *more], gpt.parent, capsys, monkeypatch
     )

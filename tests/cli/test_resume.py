@@ -42,8 +42,8 @@ def _numbers(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("analyze", *_INPUTS, "--eigenvalues", "2", "--products", "40", "--skip", "map"),
-        ("landscape", *_INPUTS, "--steps", "5"),
+        ("analyze", *_INPUTS, "--eigenvalues", "2", "--products", "16", "--skip", "map"),
+        ("landscape", *_INPUTS, "--steps", "3"),
     ],
     ids=["analyze", "landscape"],
 )

@@ -76,6 +76,7 @@ def test_a_study_is_kept_model_by_model_and_taken_up(
         return sharpness_by_ascent(problem, **options | {"steps": 2, "starts": 0})
 
     monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))  # whether it ended at a maximum
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
     monkeypatch.setattr(pac_bayes, "_SEARCH_DRAWS", 1)
     monkeypatch.setattr(flatness_module, "sharpness_by_ascent", one_short_climb)
     how = {"models": 5, "steps": 4, "products": 16, "draws": 2, "output": tmp_path / "study"}

@@ -7,7 +7,6 @@ after the other elsewhere; whether they are apart at all is found by ``Problem.s
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,8 @@ _GRADIENT_BYTES = 2**27  # gradients of single samples that exist at the same ti
 _GRADIENT_COPIES = 3  # a gradient, its square and their sum
 _OUTPUT_BYTES = 2**26  # of samples that go through together where only their losses are wanted
 _ROW_NUMBERS = 2**23  # of gradients of one sample held at once: 32 MB in float32
+_ROWS_ABREAST = 16  # sampled gradients: as many as the surgeon plans memory for
+_ROW_OUTPUTS = 2**18  # outputs of the samples side by side: their activations grow with them
 _MAX_OUTPUTS = 256  # numbers that the model gives for one sample; Λ_i is decomposed densely
 _MAX_NUMBERS = 2**27  # in the matrices Λ_t of one call, 1 GB
 _OUTER_UNITS, _TOTAL_UNITS = 4, 6  # of a product with H_o and with H; a forward pass is one
@@ -84,7 +85,7 @@ def sample_operations(problem: Problem) -> int:
     sample = next(problem.batches()).part(0, 1, problem.loss.count)
     with problem.evaluating(), torch.no_grad(), _Counted() as counted:
         problem.outputs(sample, {})
-    return counted.operations
+    return int(counted.operations)
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -194,19 +195,117 @@ def sampled_gradient_rows(
             "each other or their axis is not found (batch_axis=): use method='obd'."
         )
     problem.check()
+    rows = _SampledRows(problem, seed)
     with problem.evaluating():
-        for place, piece in enumerate(itertools.islice(pieces(problem, 1), samples)):
-            leaves = problem.leaves()
-            outputs = problem.outputs(piece, leaves)
-            generator = torch.Generator().manual_seed(seed + place)
+        for piece in pieces(problem, rows.at_once):
+            if rows.taken >= samples:
+                break
+            if piece.samples > samples - rows.taken:
+                piece = piece.part(0, samples - rows.taken, problem.loss.count)
+            yield from rows.of(piece)
 
-            def uniform(shape: torch.Size, generator: torch.Generator = generator) -> Tensor:
-                drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
-                return drawn.clamp(1e-12, 1 - 1e-12)
 
-            residual = problem.loss.sample_residual(outputs, piece.targets, uniform).to(outputs)
-            row = pulled_rows(leaves, outputs, residual.unsqueeze(0))[0]
-            yield row, problem.loss.target_count(outputs, piece.targets)
+class _SampledRows:
+    """Rows of ``sampled_gradient_rows``, a few samples side by side where the model allows it."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self.problem, self.seed = problem, seed
+        self.taken = 0
+        first = next(problem.batches()).part(0, 1, problem.loss.count)
+        with problem.evaluating(), torch.no_grad():
+            numbers = getattr(problem.outputs(first, {}), "numel", lambda: _ROW_OUTPUTS)()
+        fitting = min(_ROW_NUMBERS // problem.size, _ROW_OUTPUTS // max(numbers, 1))
+        self.at_once = 1 if problem.checkpoint_activations else max(1, min(_ROWS_ABREAST, fitting))
+        self._compared = False
+
+    def of(self, batch: Batch) -> Iterator[tuple[Tensor, float]]:
+        count = self.problem.loss.count
+        singles = [batch.part(i, i + 1, count) for i in range(batch.samples)]
+        rows = None
+        if self.at_once > 1 and len(singles) > 1:
+            try:
+                rows = self._side_by_side(batch, singles)
+            except (RuntimeError, ProblemError):
+                self.at_once = 1  # an operation that vmap does not know, or a look at values
+        for place, single in enumerate(singles):
+            if single.count > 0:
+                yield self._alone(single) if rows is None else rows[place]
+                self.taken += 1
+
+    def _residual(self, outputs: Tensor, single: Batch, place: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + place)
+
+        def uniform(shape: torch.Size) -> Tensor:
+            drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+            return drawn.clamp(1e-12, 1 - 1e-12)
+
+        return self.problem.loss.sample_residual(outputs, single.targets, uniform).to(outputs)
+
+    def _alone(self, single: Batch) -> tuple[Tensor, float]:
+        leaves = self.problem.leaves()
+        outputs = self.problem.outputs(single, leaves)
+        residual = self._residual(outputs, single, self.taken)
+        row = pulled_rows(leaves, outputs, residual.unsqueeze(0))[0]
+        return row, self.problem.loss.target_count(outputs, single.targets)
+
+    def _side_by_side(
+        self, batch: Batch, singles: Sequence[Batch]
+    ) -> list[tuple[Tensor, float]] | None:
+        """None, from then on, where the mapped gradient is not that of a plain backward pass."""
+        problem, axis = self.problem, sample_axis_of_outputs(batch)
+        leaves, outputs = mapped_outputs(problem, batch, problem.layout.names)
+        residuals, counts, place = [], [], self.taken
+        for value, single in zip(outputs.detach().unsqueeze(axis + 1), singles, strict=True):
+            if single.count > 0:
+                residuals.append(self._residual(value, single, place).squeeze(axis))
+                place += 1
+            else:  # without a valid target: not asked for
+                residuals.append(torch.zeros_like(value).squeeze(axis))
+            counts.append(problem.loss.target_count(value, single.targets))
+        gradients = torch.autograd.grad(
+            outputs, list(leaves.values()), torch.stack(residuals), materialize_grads=True,
+            allow_unused=True,
+        )  # fmt: skip
+        rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
+        if not self._compared:
+            first = next(i for i, single in enumerate(singles) if single.count > 0)
+            plain, _ = self._alone(singles[first])
+            allowed = torch.finfo(rows.dtype).eps ** 0.5 * float(plain.abs().max())
+            if not bool((rows[first] - plain).abs().max() <= allowed):
+                self.at_once = 1
+                return None
+            self._compared = True
+        return list(zip(rows, counts, strict=True))
+
+
+def mapped_outputs(
+    problem: Problem, batch: Batch, names: Sequence[str]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Leaves (n, *shape) by name, and the outputs (n, *outputs of a sample) made of them.
+
+    Every sample gets parameters of its own, all views of the same memory: the gradient by them
+    is the samples' gradients side by side.
+    """
+    leaves = {
+        name: leaf.detach().expand(batch.samples, *leaf.shape).requires_grad_(True)
+        for name, leaf in problem.leaves(names).items()
+    }
+    output_axis = sample_axis_of_outputs(batch)
+    # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
+    single = batch.part(0, 1, problem.loss.count)
+
+    def one(inputs: Any, _: Any, parameters: dict[str, Tensor]) -> Tensor:
+        sample = Batch(
+            inputs=inputs,
+            targets=single.targets,
+            count=single.count,
+            index=batch.index,
+            offset=batch.offset,
+        )
+        outputs: Tensor = problem.outputs(sample, parameters)
+        return outputs.squeeze(output_axis)
+
+    return leaves, _mapped(batch, one, leaves)
 
 
 def root_gradients(
@@ -618,32 +717,10 @@ class SampleFactors:
         """J_iᵀ f_ic for every sample and column: (r, n, *shape) for each of ``names``.
 
         seeds: (r, n, *outputs of a sample), the columns.
-
-        Every sample gets parameters of its own, all views of the same memory: the gradient by them
-        is the samples' gradients side by side.
         """
-        problem, size = self.problem, batch.samples
-        leaves = {
-            name: leaf.detach().expand(size, *leaf.shape).requires_grad_(True)
-            for name, leaf in problem.leaves(self.names).items()
-        }
-        output_axis = sample_axis_of_outputs(batch)
-        # The check of the loss looks at the targets' values, which vmap forbids: one stands for all
-        single = batch.part(0, 1, problem.loss.count)
-
-        def one(inputs: Any, _: Any, parameters: dict[str, Tensor]) -> Tensor:
-            sample = Batch(
-                inputs=inputs,
-                targets=single.targets,
-                count=single.count,
-                index=batch.index,
-                offset=batch.offset,
-            )
-            outputs: Tensor = problem.outputs(sample, parameters)
-            return outputs.squeeze(output_axis)
-
+        leaves, outputs = mapped_outputs(self.problem, batch, self.names)
         gradients = torch.autograd.grad(
-            _mapped(batch, one, leaves),
+            outputs,
             list(leaves.values()),
             seeds,
             is_grads_batched=True,

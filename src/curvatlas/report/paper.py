@@ -67,14 +67,24 @@ def write_figures(
         raise ImportError("figures need: pip install 'curvatlas[figures]'.") from error
     written = []
     folder.mkdir(parents=True, exist_ok=True)
-    # the same numbers give the same file: no dates, no random identifiers
-    with mpl.rc_context({"svg.hashsalt": "curvatlas", "svg.fonttype": "none"}):
+    style: dict[Any, Any] = {
+        # the same numbers give the same file: no dates, no random identifiers
+        "svg.hashsalt": "curvatlas",
+        "svg.fonttype": "none",
+        # what "no layout engine" means to matplotlib, whatever its user has set
+        "figure.autolayout": False,
+        "figure.constrained_layout.use": False,
+    }
+    with mpl.rc_context(style):
         for name, draw in _figures(contents_of(run), run, parts):
             if kinds is not None and name.split("-")[0] not in kinds:
                 continue
             figure = tidy_log_axes(draw())
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")  # laid out once for both formats: half the time
+            if (layout := figure.get_layout_engine()) is not None:
+                layout.execute(figure)
+            # Laid out once for both formats. While a figure has an engine, the name "none"
+            # included, matplotlib draws twice to save once.
+            figure.set_layout_engine(None)
             for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
                 path = folder / f"{name}{suffix}"
                 figure.savefig(path, dpi=160, metadata=metadata)

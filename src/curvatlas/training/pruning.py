@@ -180,11 +180,11 @@ def pruning_problem(
     whole = model if isinstance(model, Problem) else Problem(model, loss, data)
     slices = whole.anatomy.slices
     names = list(dict.fromkeys(piece.parameter for piece in slices if piece.role in roles))
-    named = whole.all_parameters
+    named, varying = list(whole.all_parameters), set(whole.parameter_names)
     frozen = [
         piece.name
-        for piece in anatomy_of(whole.model, list(named)).slices
-        if piece.role in roles and piece.parameter not in whole.parameter_names
+        for piece in (anatomy_of(whole.model, named).slices if len(varying) < len(named) else ())
+        if piece.role in roles and piece.parameter not in varying
     ]
     if not names:
         present = ", ".join(sorted({piece.role for piece in slices}))

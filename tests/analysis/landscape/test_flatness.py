@@ -37,6 +37,17 @@ def trained_vit(seed: int, count: int = 16, **options: Any) -> Problem:
     return Problem(model, "cross_entropy", tuple(SAMPLES.take(count)))
 
 
+@pytest.fixture
+def short_ascents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few steps of every ascent, for tests of other things, or of how two of them compare.
+
+    Whether one ends at a maximum, half of its cost, is not looked at.
+    """
+    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
+    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
+
+
 # --- SAM and ASAM ---------------------------------------------------------------------------------
 
 
@@ -133,6 +144,7 @@ def test_a_sharpness_without_a_radius_is_refused() -> None:
 # --- the other measures ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_the_fisher_rao_norm_of_a_linear_model_is_the_spread_of_its_logits() -> None:
     model = nn.Linear(64, 10, bias=False, dtype=torch.float64)
     x, y = SAMPLES.take(40)
@@ -160,6 +172,7 @@ def test_relative_flatness_is_the_sum_over_pairs_of_neurons() -> None:
     assert "embedding.position" not in found.values  # a table multiplies nothing
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_the_log_volume_is_that_of_the_eigenvalues() -> None:
     problem = trained_vit(0, d_model=4)
     found = ca.flatness(problem, damping=0.02, products=60, draws=2)
@@ -172,6 +185,7 @@ def test_the_log_volume_is_that_of_the_eigenvalues() -> None:
     assert found.parameters == problem.size
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_flatness_takes_up_what_was_kept() -> None:
     problem = vit_problem(8)
     kept: dict[str, Any] = {}
@@ -253,6 +267,31 @@ def test_the_bound_lies_above_the_measured_test_loss_in_fifty_trials() -> None:
     assert max(gaps) > 1.0  # some of them did overfit
 
 
+class Peeking(nn.Linear):
+    """Looks at a weight, which cannot be mapped over draws of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)) * (
+            1.0 if float(self.weight.detach().sum()) > 1e9 else 2.0
+        )
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_draws_side_by_side_give_the_bounds_of_one_after_the_other(
+    peeks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = SAMPLES.take(12)
+    torch.manual_seed(0)
+    model = Peeking(64, 10).double() if peeks else copy.deepcopy(_trained(0, d_model=4))
+    problem = Problem(model, "cross_entropy", [(x[:7], y[:7]), (x[7:], y[7:])])
+    curvature = torch.ones(problem.size, dtype=torch.float64)
+    together = ca.pac_bayes(problem, curvature, draws=7)
+    monkeypatch.setattr(pac_bayes, "_ABREAST", 0)
+    for one, other in zip(together, ca.pac_bayes(problem, curvature, draws=7), strict=True):
+        for name in ("value", "loss", "error", "error_bound", "divergence"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9), name
+
+
 def test_more_samples_and_the_diagonal_make_the_bound_tighter() -> None:
     values = {}
     x, y = SAMPLES
@@ -284,6 +323,7 @@ def test_targets_of_a_sequence_count_as_one_sample_and_ignored_ones_not_at_all()
     assert bound.loss == pytest.approx(float(single), rel=1e-3)  # the noise is next to nothing
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_a_loss_without_a_bound_leaves_the_bounds_out_and_says_so() -> None:
     model = nn.Linear(3, 2, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -311,13 +351,8 @@ def _two_layers() -> Problem:
     return trained_vit(1, 6, norm_first=True, n_heads=2, activation="relu", n_layers=2)
 
 
-def _uncertified(*_: object) -> tuple[float, int]:
-    return 0.0, 0
-
-
 def _measured(problem: Problem) -> dict[str, float]:
-    """Values alone: whether an ascent ended at a maximum, half of its cost, is no part of them."""
-    steps: Any = {"starts": 0, "steps": 1}  # the same steps of both: how far they go is no matter
+    steps: Any = {"starts": 0, "steps": 1}
     return {
         "loss": problem.value(),
         "fisher_rao": float(problem.parameters @ (ca.GaussNewton(problem) @ problem.parameters)),
@@ -332,11 +367,9 @@ def _before() -> dict[str, float]:
     return _measured(_two_layers())
 
 
+@pytest.mark.usefixtures("short_ascents")
 @pytest.mark.parametrize(("rescaling", "mode"), ALL)
-def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(
-    rescaling: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ascent, "_margin", _uncertified)
+def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(rescaling: Any, mode: Any) -> None:
     problem = _two_layers()
     other = ca.rescaled(problem, rescaling, mode=mode)
     moved = float((other.parameters - problem.parameters).norm() / problem.parameters.norm())
@@ -352,6 +385,7 @@ def test_what_a_rescaling_leaves_alone_stays_to_eight_digits(
     }
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_the_table_of_invariance_says_what_changes_and_what_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,7 @@ with β searched by the bound itself, on draws of its own. Cross-entropy is cut 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from curvatlas.spectra.checkpoint import generator
 _GRID = 10  # points of the prior's variance a factor e
 _GRID_MASS = math.pi**2 / 3 - 1  # Σ over j ∈ ℤ of 1/(|j| + 1)²
 _SEARCH_DRAWS = 6  # of the noise, for each β that is tried
+_ABREAST = 2**17  # weights, and outputs, of the draws that are computed side by side
 _CLIP = 4  # the loss is cut off at so many times log C, the loss of guessing
 _DRAWN_SHARE = 0.2  # of δ, for the uncertainty of the draws
 
@@ -225,6 +227,15 @@ class _Scores:
             raise ValueError(f"loss_bound is a positive number, got {loss_bound!r}.")
         self.loss_bound = loss_bound
         self.kinds = 2 if self.classes else 1
+        self._at_once = self._abreast() if self.classes else 1
+        self._compared = False  # draws side by side with one alone
+
+    def _abreast(self) -> int:
+        """How many draws may be computed side by side: of small models only, where it pays."""
+        problem = self.problem
+        targets = sum(int(batch.targets.numel()) for batch in problem.batches())
+        outputs = targets * self._outputs()
+        return max(1, min(_SEARCH_DRAWS, _ABREAST // max(problem.size, outputs, 1)))
 
     def _outputs(self) -> int:
         problem = self.problem
@@ -234,15 +245,48 @@ class _Scores:
 
     def at(self, places: Iterable[Tensor]) -> list[tuple[float, float]]:
         """(cut-off loss / loss_bound, error) at each weights; the error is nan without classes."""
-        layout, found = self.problem.layout, []
+        found: list[tuple[float, float]] = []
         with self.problem.evaluating(), torch.no_grad():
-            for weights in places:
-                pieces = layout.split(weights)
-                leaves = {n: p.squeeze(0) for n, p in zip(layout.names, pieces, strict=True)}
-                rows = torch.cat(list(self._samples(leaves)))  # (n, 2)
-                loss, error = rows.nan_to_num(nan=1.0).mean(0).tolist()
-                found.append((loss, error if self.classes else math.nan))
+            waiting = iter(places)
+            while some := list(itertools.islice(waiting, self._at_once)):
+                found += self._side_by_side(some) or list(map(self._alone, some))
         return found
+
+    def _mean(self, rows: Tensor) -> tuple[float, float]:
+        loss, error = rows.nan_to_num(nan=1.0).mean(0).tolist()
+        return loss, error if self.classes else math.nan
+
+    def _alone(self, weights: Tensor) -> tuple[float, float]:
+        layout = self.problem.layout
+        pieces = layout.split(weights)
+        leaves = {n: p.squeeze(0) for n, p in zip(layout.names, pieces, strict=True)}
+        return self._mean(torch.cat(list(self._samples(leaves))))
+
+    def _side_by_side(self, places: list[Tensor]) -> list[tuple[float, float]] | None:
+        """``at`` of a few places in one pass; None, from then on, where the model has none."""
+        problem = self.problem
+        if len(places) < 2:
+            return None
+        leaves = problem.layout.split(torch.stack(places, -1))  # (draws, *shape) each
+        named = dict(zip(problem.layout.names, leaves, strict=True))
+
+        def rows(own: dict[str, Tensor]) -> Tensor:
+            return torch.cat(list(self._samples(own)))
+
+        try:
+            every = torch.func.vmap(rows)(named)  # (draws, n, 2)
+        except (RuntimeError, ProblemError):  # an operation that vmap does not know
+            self._at_once = 1
+            return None
+        means = [self._mean(one) for one in every]
+        if not self._compared:
+            plain = self._alone(places[0])
+            rounding = torch.finfo(problem.dtype).eps ** 0.5
+            if not math.isclose(plain[0], means[0][0], rel_tol=rounding, abs_tol=rounding):
+                self._at_once = 1
+                return None
+            self._compared = True
+        return means
 
     def _samples(self, leaves: dict[str, Tensor]) -> Iterator[Tensor]:
         problem = self.problem
