@@ -42,3 +42,17 @@ def unflushed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture
+def short_ascents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few steps of every ascent, for tests of other things, or of how two of them compare.
+
+    Whether one ends at a maximum, half of its cost, is not looked at.
+    """
+    import curvatlas as ca
+    from curvatlas.analysis.landscape import ascent
+
+    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))
+    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
+    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)

@@ -16,7 +16,6 @@ import curvatlas as ca
 import oracles
 from cli_models import make_model
 from curvatlas import cli, runs
-from curvatlas.analysis.landscape import ascent
 from curvatlas.cli import COMMANDS
 from curvatlas.report import paper
 
@@ -389,6 +388,7 @@ def test_flatness_measures_a_users_model_and_is_taken_up(
     assert json.loads(again)["results"]["model.flatness"] == found
 
 
+@pytest.mark.usefixtures("short_ascents")
 @pytest.mark.draws
 @pytest.mark.slow
 def test_flatness_shows_what_rescaling_changes(
@@ -398,9 +398,6 @@ def test_flatness_shows_what_rescaling_changes(
     usual = ca.rescaling_invariance.__kwdefaults__
     monkeypatch.setitem(usual, "modes", ("uniform",))
     monkeypatch.setitem(usual, "rescalings", usual["rescalings"][:2])
-    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))  # how far they climb is no part
-    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
-    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
     tokens = torch.arange(24).reshape(6, 4) % 5
     np.savez(tmp_path / "data.npz", inputs=tokens.numpy(), targets=tokens.roll(1, 1).numpy())
     code, out, err = curvatlas(

@@ -18,6 +18,7 @@ Whole tensors are compared and never sums, so that samples cannot cancel each ot
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -219,10 +220,11 @@ class _Probe:
             return values
         squares = {n: float(in_float64(values[n]).square().sum()) for n in problem.parameter_names}
         own = {weight.data_ptr() for weight in problem.own_tensors()}
+        total = sum(squares.values())
         for name, square in squares.items():
             value = values[name]
             into = None if value.data_ptr() in own else value  # a copy is moved where it is
-            values[name] = self._away(value, square, sum(squares.values()), out=into)
+            values[name] = self._away(value, square, total, out=into)
         return values
 
     def _away(
@@ -231,11 +233,14 @@ class _Probe:
         """A weight moved by noise of its own size; ``squares`` are summed over all weights."""
         typical = math.sqrt(squares / max(self._problem.size, 1)) or 1.0
         size = max(math.sqrt(square / max(value.numel(), 1)), typical)
-        drawn = torch.randn(
-            _NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
-        )
-        noise = drawn.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
+        noise = self._noise.to(value).repeat(-(-value.numel() // _NOISE))[: value.numel()]
         return torch.add(value, noise.view(value.shape), alpha=self._distance * size, out=out)
+
+    @functools.cached_property
+    def _noise(self) -> Tensor:
+        """Normal numbers, the same for every weight."""
+        seeded = torch.Generator().manual_seed(0)
+        return torch.randn(_NOISE, generator=seeded, dtype=torch.float64, device="cpu")
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
         """A weight of a spread model as it is tried, when it is gathered."""
@@ -330,6 +335,8 @@ class _Probe:
         length = self._length(axes)
         if self._problem.sharded is not None:  # a graph would hold all weights
             return min(length, _REPLACED)
+        if length <= 2:
+            return 2
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:  # and save nothing: there is no backward pass

@@ -17,7 +17,7 @@ from torch.distributions import Normal, kl_divergence
 
 import curvatlas as ca
 from curvatlas import zoo
-from curvatlas.analysis.landscape import ascent, pac_bayes
+from curvatlas.analysis.landscape import pac_bayes
 from curvatlas.analysis.landscape.pac_bayes import _Bound, inverse_kl
 from curvatlas.errors import ProblemError
 from curvatlas.problem import Problem
@@ -35,17 +35,6 @@ def _trained(seed: int, **options: Any) -> nn.Module:
 def trained_vit(seed: int, count: int = 16, **options: Any) -> Problem:
     model = copy.deepcopy(_trained(seed, **options))
     return Problem(model, "cross_entropy", tuple(SAMPLES.take(count)))
-
-
-@pytest.fixture
-def short_ascents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few steps of every ascent, for tests of other things, or of how two of them compare.
-
-    Whether one ends at a maximum, half of its cost, is not looked at.
-    """
-    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))
-    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
-    monkeypatch.setitem(ca.sharpness_by_ascent.__kwdefaults__, "steps", 2)
 
 
 # --- SAM and ASAM ---------------------------------------------------------------------------------
