@@ -336,7 +336,8 @@ def _way_of(model: LayeredModel, budget: int) -> _Way:
     blocked = goes_by_blocks(reading.layers, length, problem.dtype.itemsize, room)
     numbers = tangent_numbers(reading.layers, one, length, d, blocked=blocked) / one
     tangents = model.batch * numbers * deeper * problem.dtype.itemsize
-    run = run_length(model.batch, tangents, model.weight_bytes)
+    weights = sum(p.numel() for p in model.whole.parameters()) * problem.dtype.itemsize
+    run = run_length(model.batch, tangents, weights)
     calls = _CALLS * model.depth * math.ceil(model.batch / run)
     return _Way(run=run, blocked=blocked, record=calls < MOST_CALLS)
 

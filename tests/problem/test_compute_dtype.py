@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import curvatlas as ca
+from curvatlas.engines.tangent import model as tangent_model
 from curvatlas.errors import DifferentiationError, ProblemError
 from curvatlas.zoo.models import GPT, GPTConfig
 from oracles import relative_error
@@ -35,6 +36,35 @@ def _tokens(samples: int = 3, length: int = 8) -> tuple[Tensor, Tensor]:
 
 def _widened(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     return copy.deepcopy(model).to(dtype)
+
+
+def test_samples_go_through_in_the_runs_of_float32_and_give_its_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tangent_model, "ONE_RUN_BYTES", 1)
+    monkeypatch.setattr(tangent_model, "RUN_SHARE", 2.5)  # of the weights' bytes: four samples
+    runs: list[int] = []
+    length = tangent_model.run_length
+
+    def noted(*sizes: Any, **options: Any) -> int:
+        runs.append(length(*sizes, **options))
+        return runs[-1]
+
+    monkeypatch.setattr(tangent_model, "run_length", noted)
+    model = _gpt()
+    seen, found = [], []
+    for samples in range(2, 9):  # few go through together, more do not
+        data = _tokens(samples)
+        half = ca.Problem(model, "cross_entropy", data, compute_dtype=torch.float32)
+        for problem in (half, ca.Problem(_widened(model), "cross_entropy", data)):
+            runs.clear()
+            v = torch.ones(problem.size)
+            found.append(ca.Hessian(problem, engine="tangent") @ v)
+            seen.append((samples, tuple(runs)))
+    assert seen[::2] == seen[1::2]
+    assert len({taken[-1] == samples for samples, taken in seen}) == 2  # some are cut, some not
+    for got, want in zip(found[::2], found[1::2], strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("engine", ["tangent", "autograd"])

@@ -1298,8 +1298,13 @@ def runs_of(
     if batch.length < 2 or not problem.separable or batch.samples < 2:
         return [(batch, 1.0)]
     samples = batch.samples
-    size = tangent_numbers(reading.layers, *shape, blocked=blocked) * problem.dtype.itemsize
-    weights = sum(t.numel() * t.itemsize for t in problem.own_tensors())
+    itemsize = problem.dtype.itemsize
+    size = tangent_numbers(reading.layers, *shape, blocked=blocked) * itemsize
+    # As they are computed with: half-precision ones give the float32 model's runs, and its bits.
+    weights = sum(
+        t.numel() * (itemsize if t.is_floating_point() else t.itemsize)
+        for t in problem.own_tensors()
+    )
     step = together or run_length(samples, size, weights, alone=alone, at_once=at_once)
     if step >= samples:
         return [(batch, 1.0)]
