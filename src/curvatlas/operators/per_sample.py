@@ -263,9 +263,12 @@ class _SampledRows:
                 residuals.append(torch.zeros_like(value).squeeze(axis))
             counts.append(problem.loss.target_count(value, single.targets))
         gradients = torch.autograd.grad(
-            outputs, list(leaves.values()), torch.stack(residuals), materialize_grads=True,
+            outputs,
+            list(leaves.values()),
+            torch.stack(residuals),
+            materialize_grads=True,
             allow_unused=True,
-        )  # fmt: skip
+        )
         rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
         if not self._compared:
             first = next(i for i, single in enumerate(singles) if single.count > 0)
