@@ -12,7 +12,7 @@ from scipy import stats
 from torch.utils.data import TensorDataset
 
 from curvatlas import runs, zoo
-from curvatlas.analysis.landscape import ascent, flatness as flatness_module, pac_bayes
+from curvatlas.analysis.landscape import flatness as flatness_module, pac_bayes
 from curvatlas.analysis.landscape.ascent import Sharpness, sharpness_by_ascent
 from curvatlas.problem import Problem
 from curvatlas.studies import generalisation
@@ -61,6 +61,7 @@ def test_every_level_of_an_axis_is_used_equally_often() -> None:
     assert chosen != configurations(24, seed=4)
 
 
+@pytest.mark.usefixtures("short_ascents")
 def test_a_study_is_kept_model_by_model_and_taken_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +76,6 @@ def test_a_study_is_kept_model_by_model_and_taken_up(
     def one_short_climb(problem: Problem, **options: Any) -> Sharpness:
         return sharpness_by_ascent(problem, **options | {"steps": 2, "starts": 0})
 
-    monkeypatch.setattr(ascent, "_margin", lambda *_: (0.0, 0))  # whether it ended at a maximum
-    monkeypatch.setattr(ascent, "_FIRST_LOOK", 2)
     monkeypatch.setattr(pac_bayes, "_SEARCH_DRAWS", 1)
     monkeypatch.setattr(flatness_module, "sharpness_by_ascent", one_short_climb)
     how = {"models": 5, "steps": 4, "products": 16, "draws": 2, "output": tmp_path / "study"}

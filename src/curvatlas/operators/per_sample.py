@@ -420,10 +420,9 @@ class _Sampler:
                     rows = self._side_by_side(batch)
                 except RuntimeError:
                     self._vectorised = False  # an operation without a batching rule
-            if rows is None and batch.layout is not None and not self.directions.shape[1]:
-                rows = (self._losses(batch),)
             if rows is None:
-                rows = self._one_by_one(batch)
+                wide = self.directions.shape[1] > 0
+                rows = self._one_by_one(batch) if wide else (self._losses(batch),)
         count = self.problem.loss.count
         counts = [batch.part(i, i + 1, count).count for i in range(batch.samples)]
         weights = torch.tensor(counts, dtype=torch.float64)
@@ -460,17 +459,17 @@ class _Sampler:
 
     def _losses(self, batch: Batch) -> Tensor:
         """ℓ_i, (n,): forward passes of some samples together, whose outputs are cut by sample."""
-        problem, losses = self.problem, []
+        problem, count, losses = self.problem, self.problem.loss.count, []
         start, stop = 0, 1  # the first one alone tells how large outputs are
         while start < batch.samples:
-            part = batch.part(start, stop, problem.loss.count)
+            part = batch.part(start, stop, count)
             outputs, spec = tree_flatten(problem.outputs(part, {}))
-            assert batch.layout is not None
+            axes = (None,) * len(outputs) if batch.layout is None else batch.layout.outputs
             for i in range(part.samples):
-                one = part.part(i, i + 1, problem.loss.count)
-                own = tree_unflatten(cut(outputs, batch.layout.outputs, i, i + 1), spec)
-                value = problem.loss.value(own, one.targets) if one.count > 0 else torch.zeros(())
-                losses.append(value.detach().to(problem.device))
+                one = part.part(i, i + 1, count)
+                own = tree_unflatten(cut(outputs, axes, i, i + 1), spec)
+                value = problem.loss.value(own, one.targets) if one.count > 0 else None
+                losses.append(self.directions.new_zeros(()) if value is None else value.detach())
             size = sum(z.nbytes for z in outputs if isinstance(z, Tensor)) / part.samples
             start, stop = stop, min(batch.samples, stop + max(1, int(_OUTPUT_BYTES / size)))
         return torch.stack(losses)
@@ -487,9 +486,6 @@ class _Sampler:
                 continue
             leaves = problem.leaves()
             value = problem.loss.value(problem.outputs(part, leaves), part.targets)
-            if not width:
-                rows.append((value.detach(),) * 4)
-                continue
             tensors = list(leaves.values())
             grads = torch.autograd.grad(value, tensors, create_graph=True, materialize_grads=True)
             like = directions[:, 0]
@@ -502,8 +498,7 @@ class _Sampler:
                 for column in zip(*self._columns, strict=True)
             ]
             rows.append((value.detach(), flat.norm(), flat @ directions, torch.stack(products)))
-        stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
-        return tuple(stacked if width else stacked[:1])
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
     def _check(self, batch: Batch, counts: Tensor, rows: tuple[Tensor, ...]) -> None:
         """The weighted mean of the samples' curvatures is the Hessian operator's."""
