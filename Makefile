@@ -8,7 +8,7 @@ ONE_THREAD := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENB
 
 .PHONY: demo test gpu-test check format docs notebooks wheel bench drill sweep fixtures clean
 
-# Only what the demo needs: torch, the package and matplotlib.
+# Only what the demo needs: torch and the package.
 demo: $(VENV)/.demo-ready
 	$(BIN)/curvatlas demo
 
@@ -68,7 +68,7 @@ fixtures:
 $(VENV)/.demo-ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[figures]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -63,7 +63,8 @@ def test_a_figure_shows_itself_in_a_notebook_without_magic(atlas: ca.Atlas) -> N
 
 
 def test_one_panel_is_drawn_on_the_axes_given(problem: ca.Problem) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as pyplot
+
     pairs = ca.eigenpairs(ca.Hessian(problem), k=2)
     figure, (left, right) = pyplot.subplots(1, 2)
     try:
@@ -76,7 +77,8 @@ def test_one_panel_is_drawn_on_the_axes_given(problem: ca.Problem) -> None:
 
 
 def test_several_panels_take_the_place_of_the_axes_given(atlas: ca.Atlas) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as pyplot
+
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
     try:
         atlas.plot(ax=right, view="role")
@@ -89,21 +91,13 @@ def test_several_panels_take_the_place_of_the_axes_given(atlas: ca.Atlas) -> Non
 
 
 def test_axes_are_forgotten_after_the_picture(problem: ca.Problem) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    import matplotlib.pyplot as pyplot
+
     pairs = ca.eigenpairs(ca.Hessian(problem), k=2)
     figure, ax = pyplot.subplots()
     pairs.plot(ax=ax)
     pyplot.close(figure)
     assert pairs.plot() is not figure
-
-
-def test_a_missing_matplotlib_is_a_hint_in_the_table_and_an_error_when_plotting(
-    atlas: ca.Atlas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install &#x27;curvatlas[figures]&#x27;" in atlas._repr_html_()
-    with pytest.raises(ImportError, match=r"curvatlas\[figures\]"):
-        atlas.plot()
 
 
 def test_a_result_without_a_picture_says_what_to_do() -> None:

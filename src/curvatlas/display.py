@@ -1,7 +1,6 @@
 """How results show themselves: pictures, inline or on the user's own axes, tables, data frames.
 
-matplotlib and pandas are imported when a picture or a data frame is asked for, and an error says
-what to install where they are missing.
+matplotlib and pandas are imported when a picture or a data frame is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NO_MATPLOTLIB = "figures need matplotlib: pip install 'curvatlas[figures]'."
 _NO_PANDAS = "a data frame needs pandas: pip install 'curvatlas[notebooks]'."
 _LINES, _LETTERS = 8, 160  # of a result's text that a notebook shows
 _ROWS = 14  # of the small table
@@ -41,10 +39,8 @@ def new_figure(width: float, height: float) -> Figure:
     axes = _axes.get()
     if axes is not None:
         return _PlaceOfAxes(axes)  # type: ignore[return-value]
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(NO_MATPLOTLIB) from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     # matplotlib itself does this only for figures of pyplot, after %matplotlib inline
     figure._repr_png_ = functools.partial(as_png, figure)  # type: ignore[attr-defined]

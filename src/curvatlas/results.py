@@ -125,8 +125,6 @@ class Result:
         if type(self)._picture is not Result._picture:
             try:
                 picture = self.plot()
-            except ImportError:
-                picture = display.NO_MATPLOTLIB
             except _BY_CONTENT as error:
                 picture = f"there is no picture of it: {error}"
         return display.as_html(self.kind, repr(self), _fields(self), picture)

@@ -5,7 +5,6 @@ The module is not called ``survey``: as a submodule it would hide the function `
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -212,8 +211,7 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
             return
         give_back()
         loaded = load(run.path)
-        draws = importlib.util.find_spec("matplotlib") is not None
-        if draws and (stopped is None or isinstance(stopped, TimeUp)):
+        if stopped is None or isinstance(stopped, TimeUp):
             from curvatlas.report.paper import MAIN, write_figures
 
             write_figures(loaded, run.path / "figures", kinds=MAIN)

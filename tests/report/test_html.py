@@ -145,7 +145,6 @@ def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_paper_figures_are_png_and_svg(sample: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     written = write_figures(runs.load(sample), tmp_path, parts=("functional",))
     names = [
         "map-initial", "map-trained", "overview", "spectrum-initial-functional",
@@ -161,6 +160,5 @@ def test_paper_figures_are_png_and_svg(sample: Path, tmp_path: Path) -> None:
 
 
 def test_only_the_kinds_of_figures_asked_for_are_drawn(sample: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     written = write_figures(runs.load(sample), tmp_path, kinds=MAIN)
     assert [path.name for path in written] == ["overview.png", "overview.svg"]

@@ -207,7 +207,6 @@ def test_results_survive_a_round_trip_and_draw(tmp_path: object) -> None:
     found = ca.theory.bounds((case.spec, case.weights), case.x, case.target, loss=case.loss)
     again = load(found.save(f"{tmp_path}/bounds"))
     assert again.to_dict() == found.to_dict()
-    pytest.importorskip("matplotlib")
     assert len(found.plot().axes) >= 2
 
 

@@ -15,7 +15,6 @@ QUICK = ("softmax-derivative", "theorem-7-segment", "growth-input-outer")
 
 
 def test_entries_json_and_pictures_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = run_verify(QUICK, output=tmp_path)
     assert result.agrees
     listed = json.loads((tmp_path / "verify.json").read_text(encoding="utf-8"))

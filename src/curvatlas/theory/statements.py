@@ -257,7 +257,7 @@ def run_verify(
     """Check the named statements (all by default) on this machine.
 
     ``full`` runs the large sweeps (2,000 random blocks and 50 ascents for the bounds). ``output``
-    is a folder for ``verify.json`` and ``figures/*.png``; without matplotlib no figure is drawn.
+    is a folder for ``verify.json`` and ``figures/*.png``.
     """
     chosen = [find(name) for name in names] if names else list(all_statements())
     folder = None if output is None else Path(output)
@@ -309,13 +309,10 @@ def _entry(item: Statement, *, full: bool, seed: int, folder: Path | None) -> di
     }
 
 
-def _draw(item: Statement, outcome: Outcome, folder: Path) -> str | None:
-    """Save the statement's picture; None when matplotlib is not installed."""
+def _draw(item: Statement, outcome: Outcome, folder: Path) -> str:
+    """Save the statement's picture."""
     assert item.plot is not None
-    try:
-        figure = item.plot(outcome)
-    except ImportError:
-        return None
+    figure = item.plot(outcome)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{item.name}.png"
     figure.savefig(path, dpi=130)
