@@ -16,8 +16,6 @@ from curvatlas.figures import visualize_hessian_spectrum, visualize_overview
 from curvatlas.spectra.density_result import exact_density
 from report_samples import density, eigenpairs
 
-pytest.importorskip("matplotlib")
-
 
 def test_the_spectrum_shows_every_eigenvalue_and_its_statistics(tmp_path: Path) -> None:
     values = torch.tensor([4.0, 1.0, -0.5, 1e-9])

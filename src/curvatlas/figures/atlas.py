@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     BLUE,
     GREEN,
     PINK,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import BLUE, GREY, ORANGE, new_figure
+from curvatlas.figures.style import BLUE, GREY, ORANGE, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

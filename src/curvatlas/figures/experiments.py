@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     BLUE,
     GREEN,
     ORANGE,

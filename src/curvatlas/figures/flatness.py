@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvatlas.figures.drawing import BLUE, GREEN, GREY, ORANGE, error_bars, log_map, new_figure
+from curvatlas.figures.style import BLUE, GREEN, GREY, ORANGE, error_bars, log_map, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

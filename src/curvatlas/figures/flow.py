@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     BLUE,
     GREEN,
     ORANGE,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
-    from curvatlas.figures.drawing import Array
+    from curvatlas.figures.style import Array
 
 _KINDS = {"attention": BLUE, "ffn": YELLOW, "norm": GREEN}
 

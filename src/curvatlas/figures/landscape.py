@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     BLUE,
     GREEN,
     GREY,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     GREY,
     ORANGE,
     PathLike,

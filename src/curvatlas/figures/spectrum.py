@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.drawing import (
+from curvatlas.figures.style import (
     BLUE,
     ORANGE,
     PathLike,
@@ -21,7 +21,7 @@ from curvatlas.results import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from curvatlas.figures.drawing import Array
+    from curvatlas.figures.style import Array
 
 
 def visualize_hessian_spectrum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from curvatlas.figures import drawing
+from curvatlas.figures import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from curvatlas.theory.statements import Outcome
 
 _COLOURS = (
-    drawing.BLUE,
-    drawing.ORANGE,
-    drawing.GREEN,
-    drawing.YELLOW,
-    drawing.SKY,
-    drawing.PINK,
-    drawing.GREY,
+    style.BLUE,
+    style.ORANGE,
+    style.GREEN,
+    style.YELLOW,
+    style.SKY,
+    style.PINK,
+    style.GREY,
 )
 
 
 def _panels(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
     """An empty figure with axes in a row."""
-    figure = drawing.new_figure(width, height)
+    figure = style.new_figure(width, height)
     axes = list(figure.subplots(1, columns, squeeze=False)[0])
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -90,7 +90,7 @@ def growth_figure(outcome: Outcome) -> Figure:
         axis.set_ylabel(outcome.series.get("ylabel", "Frobenius norm of the block"))
         axis.set_title(title, fontsize=9)
         axis.legend(fontsize=7, frameon=False)
-    return drawing.tidy_log_axes(figure)
+    return style.tidy_log_axes(figure)
 
 
 def spectrum_figure(outcome: Outcome) -> Figure:
@@ -123,4 +123,4 @@ def lines_figure(outcome: Outcome) -> Figure:
     axis.set_xlabel(outcome.series.get("xlabel", ""))
     axis.set_ylabel(outcome.series.get("ylabel", ""))
     axis.legend(fontsize=8, frameon=False)
-    return drawing.tidy_log_axes(figure)
+    return style.tidy_log_axes(figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from curvatlas.figures import visualize_hessian_spectrum, visualize_overview
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.style import tidy_log_axes
 from curvatlas.report.contents import PARTS, Contents, contents_of, stage_words, subject_name
 from curvatlas.runs.loading import LoadedRun
 
@@ -61,10 +61,8 @@ def write_figures(
     parts: of the Hessian, for the spectra. kinds: spectrum, map, propagation, or of MAIN (default:
     all that the run has).
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ImportError("figures need: pip install 'curvatlas[figures]'.") from error
+    import matplotlib as mpl
+
     written = []
     folder.mkdir(parents=True, exist_ok=True)
     style: dict[Any, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.figures.atlas import compare_atlases
-from curvatlas.figures.drawing import tidy_log_axes
+from curvatlas.figures.style import tidy_log_axes
 from curvatlas.fits import mean_reach
 from curvatlas.linear_operator import PARTS
 from curvatlas.problem import Problem

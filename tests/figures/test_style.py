@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from curvatlas.figures.drawing import tidy_log_axes
-
-pytest.importorskip("matplotlib")
+from curvatlas.figures.style import tidy_log_axes
 
 
 def _labels(low: float, high: float) -> list[tuple[str, float, float]]:

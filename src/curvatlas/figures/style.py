@@ -1,9 +1,10 @@
-"""What the figures share: colours, the figure object, bands and bars of intervals, saving."""
+"""What the figures share: colours, sizes, axes that can be read, marks that say what they show."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,18 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
+# A page exchanges these for its own (report/svg.py), so that a picture follows its dark mode.
+INK, MUTED, GRID, PAPER = "#1b2530", "#667080", "#d5dae0", "#ffffff"
 # of Okabe and Ito: told apart by colour-blind readers
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#777777"
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 YELLOW, SKY = "#e69f00", "#56b4e9"
+GREY = MUTED
+SERIES = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
+EXCHANGED = {
+    INK: "ink", "#000000": "ink", MUTED: "muted", GRID: "grid", PAPER: "paper",
+    **{colour: f"c{index}" for index, colour in enumerate(SERIES)},
+}  # fmt: skip
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 PathLike = str | os.PathLike[str]
 _FEW_DECADES = 2.0  # below this, 1, 2 and 5 of every decade are labelled
 
@@ -49,6 +59,28 @@ def saved(figure: Figure, path: PathLike | None) -> Figure:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)
     return figure
+
+
+def tooltip(artist: Any, texts: Any) -> None:
+    """What a page shows when a mark of this artist is pointed at.
+
+    A text a point of a line or collection, a text for a bar, or a matrix of texts for a map's
+    cells. Points and bars with a label in the legend have tooltips without this.
+    """
+    artist.tooltips = texts
+
+
+def printable(text: str) -> str:
+    """Without the characters that neither a font nor XML has: names come from anywhere."""
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def clean_texts(figure: Any) -> None:
+    """Names of a model's parameters are drawn without what no font has."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_text(printable(text.get_text()))
 
 
 def mapping(value: Result | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,6 +134,13 @@ def thinned(names: Sequence[str], most: int) -> tuple[list[int], list[str]]:
     """Every k-th place and its name, so that at most ``most`` are written."""
     places = list(range(0, len(names), max(-(-len(names) // most), 1)))
     return places, [names[i] for i in places]
+
+
+def name_axis(axis: Any, names: Sequence[str], *, most: int = 40, **text: Any) -> None:
+    """Names at 0, 1, 2 …; of more than ``most`` every second, third … is written."""
+    places, labels = thinned(names, most)
+    axis.set_ticks(places, [printable(label) for label in labels], **text)
+    axis.names = list(names)  # tooltips know them all
 
 
 def log_map(
