@@ -32,19 +32,27 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 # --- closed forms ---------------------------------------------------------------------------------
 
 
-def test_layer_norm_forward_and_jacobian() -> None:
+def test_layer_norm_forward_and_jacobian_of_every_sample() -> None:
     layer = ca.LayerNormHessian(6, eps=1e-5).double()
-    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     assert_near(layer.forward(x), nn.functional.layer_norm(x, (6,)))
-    jacobian = torch.autograd.functional.jacobian(layer, x[0, 0])
-    assert_near(layer.compute_jacobian(x)[0, 0], jacobian)  # type: ignore[arg-type]
+    found = layer.compute_jacobian(x)
+    assert found.shape == (2, 3 * 6, 3 * 6)
+    step = 1e-6
+    for sample, matrix in zip(x.detach(), found, strict=True):
+        for i in range(sample.numel()):
+            moved = torch.zeros(sample.numel(), dtype=x.dtype).index_fill_(0, torch.tensor(i), step)
+            moved = moved.view_as(sample)
+            difference = (layer(sample + moved) - layer(sample - moved)).reshape(-1) / (2 * step)
+            torch.testing.assert_close(matrix[:, i], difference.detach(), rtol=1e-8, atol=1e-9)
 
 
 def test_layer_norm_weight_hessian_without_target_is_that_of_half_the_squared_norm() -> None:
     layer = ca.LayerNormHessian(6).double()
     x = torch.randn(2, 3, 6, dtype=torch.float64)
-    expected = double_backward(half_squared_norm(layer(x)), list(layer.parameters()))
-    assert_near(layer.compute_hessian_wrt_weight(x).H, expected)
+    found = layer.compute_hessian_wrt_weight(x)
+    assert found.shape == (6, 6)
+    assert_near(found, double_backward(half_squared_norm(layer(x)), [layer.weight]))  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"'cross_entropy' needs a target"):
         layer.compute_hessian_wrt_weight(x, loss="cross_entropy")
 
@@ -53,34 +61,45 @@ def test_verify_layernorm_hessian_runs_and_agrees() -> None:
     assert ca.verify_layernorm_hessian()["passed"]
 
 
-def test_ffn_forward_with_dropout() -> None:
-    layer = ca.FFNHessian(4, 8, dropout=0.1)
-    assert layer.forward(torch.randn(3, 4)).shape == (3, 4)
+def test_ffn_is_two_linear_maps_with_a_residual() -> None:
+    layer = ca.FFNHessian(4, 8, dropout=0.1).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    assert isinstance(layer.w1, nn.Linear)
+    assert isinstance(layer.w2, nn.Linear)
+    assert len(list(layer.parameters())) == 4
+    assert not torch.equal(layer(x), layer(x))  # dropout, in train mode
+    layer.eval()
+    assert_near(layer.forward(x), x + layer.w2(nn.functional.gelu(layer.w1(x))))
 
 
 def test_ffn_jacobians_by_their_keys() -> None:
     layer = ca.FFNHessian(4, 8, dropout=0.1).double()
-    x = torch.randn(3, 4, dtype=torch.float64)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match="evaluation mode"):
         found = layer.compute_ffn_jacobians(x)
     layer.eval()
-    weights = dict(layer.named_parameters())
-    for key, name in (("d_ffn_d_w1", "up_weight"), ("d_ffn_d_w2", "down_weight")):
-        rows = [torch.autograd.grad(layer(x)[0, o], weights[name])[0] for o in range(4)]
-        assert_near(found[key][0], torch.stack(rows))
-    hidden = x @ weights["up_weight"].T + weights["up_bias"]
-    assert_near(found["intermediate"], nn.functional.gelu(hidden))
+    for key, linear in (("d_ffn_d_w1", layer.w1), ("d_ffn_d_w2", layer.w2)):
+        rows = [torch.autograd.grad(layer(x)[0, 0, o], linear.weight)[0] for o in range(4)]
+        assert_near(found[key][0, 0], torch.stack(rows))
+    hidden = layer.w1(x)
+    assert_near(found["intermediate"], hidden)
     step = 1e-6
     difference = (nn.functional.gelu(hidden + step) - nn.functional.gelu(hidden - step)) / 2 / step
-    torch.testing.assert_close(found["activation_derivative"], difference, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        found["activation_derivative"], difference.detach(), rtol=1e-8, atol=1e-9
+    )
 
 
-def test_ffn_hessian_wrt_w2() -> None:
+def test_ffn_hessian_wrt_w2_has_the_objective_of_norm_and_block() -> None:
     layer = ca.FFNHessian(4, 3, dropout=0.1).double().eval()
-    x = torch.randn(5, 4, dtype=torch.float64)
-    value = layer(x).sub(torch.randn_like(x)).square().mean()
-    expected = double_backward(value, [layer.get_parameter("down_weight")])
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    expected = double_backward(half_squared_norm(layer(x)), [layer.w2.weight])
     assert_near(layer.compute_hessian_wrt_w2(x), expected)
+    target = torch.randn_like(x)
+    expected = double_backward((layer(x) - target).square().mean(), [layer.w2.weight])
+    assert_near(layer.compute_hessian_wrt_w2(x, target), expected)
+    whole = double_backward(half_squared_norm(layer(x)), list(layer.parameters()))
+    assert_near(layer.compute_hessian(x).H, whole)
 
 
 def article_block() -> tuple[ca.TransformerBlockHessian, Tensor]:
@@ -89,9 +108,19 @@ def article_block() -> tuple[ca.TransformerBlockHessian, Tensor]:
     return block, torch.randn(2, 3, 4, dtype=torch.float64)
 
 
-def test_block_forward() -> None:
+def test_block_is_post_norm_as_in_the_theorems_and_pre_norm_when_asked() -> None:
     block, x = article_block()
     assert block.forward(x).shape == x.shape
+    doc = str(ca.TransformerBlockHessian.__doc__)
+    assert "By default post-norm" in doc
+    layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, "gelu", batch_first=True, norm_first=True)
+    wrapped = ca.TransformerBlockHessian.from_module(layer.double().eval())
+    article = ca.TransformerBlockHessian(4, 6, 2, dropout=0.1, norm_first=True).double().eval()
+    article.load_state_dict(wrapped.state_dict())
+    assert_near(article(x), layer(x))
+    found = article.compute_block_hessian(x)["H"]
+    objective = half_squared_norm(article(x))
+    assert_near(found, double_backward(objective, list(article.parameters())))
 
 
 def test_block_hessian_without_target_is_that_of_half_the_squared_norm() -> None:
@@ -133,30 +162,39 @@ def test_attention_forward_returns_its_weights_when_asked() -> None:
     layer, x, _ = article_attention()
     outputs, weights = layer.forward(x, return_attention=True)
     assert torch.equal(outputs, layer(x))
-    query, key = ((x @ w.T).unflatten(-1, (2, 2)).transpose(1, 2) for w in (layer.W_Q, layer.W_K))
+    query, key = (w(x).unflatten(-1, (2, 2)).transpose(1, 2) for w in (layer.W_Q, layer.W_K))
     assert_near(weights, torch.softmax(query @ key.mT / math.sqrt(2), -1))
+    context = (weights @ layer.W_V(x).unflatten(-1, (2, 2)).transpose(1, 2)).transpose(1, 2)
+    assert_near(outputs, layer.out_proj(context.flatten(2)))
 
 
-def test_attention_weights_by_name_are_the_parameters() -> None:
-    layer, x, _ = article_attention()
-    before = layer(x)
-    with torch.no_grad():
-        for weight in (layer.W_Q, layer.W_K, layer.W_V):
-            assert isinstance(weight, nn.Parameter)
-            weight.mul_(2.0)
-    assert not torch.equal(layer(x), before)
-    assert len(list(layer.parameters())) == 4
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_weights_are_linear_maps_of_which_the_last_has_a_bias(heads: int) -> None:
+    layer = ca.SelfAttentionHessian(4, heads)
+    for linear in (layer.W_Q, layer.W_K, layer.W_V, layer.out_proj):
+        assert isinstance(linear, nn.Linear)
+        assert linear.weight.shape == (4, 4)
+        assert (linear.bias is None) == (linear is not layer.out_proj)
+    assert len(list(layer.parameters())) == 5
 
 
-def test_attention_hessian_has_the_exact_blocks_as_its_estimates() -> None:
+@pytest.mark.parametrize("bias", [None, True])
+def test_attention_hessian_has_the_norms_of_its_exact_blocks_as_estimates(
+    bias: bool | None,
+) -> None:
     layer, x, target = article_attention()
+    if bias:
+        layer = ca.SelfAttentionHessian(4, 2, bias=True).double()
     found = layer.compute_attention_hessian(x, target)
     value = (layer(x) - target).square().mean()
     assert found["loss"] == pytest.approx(float(value), rel=1e-13)
     assert found["attention"].shape == (2, 2, 3, 3)
-    for key, weight in (("H_WQ", layer.W_Q), ("H_WK", layer.W_K), ("H_WV", layer.W_V)):
+    assert_near(found.H, double_backward(value, list(layer.parameters())))
+    for key, linear in (("H_WQ", layer.W_Q), ("H_WK", layer.W_K), ("H_WV", layer.W_V)):
         value = (layer(x) - target).square().mean()
-        assert_near(found["hessian_estimates"][key], double_backward(value, [weight]))
+        block = double_backward(value, [linear.weight])
+        assert found["hessian_estimates"][key] == pytest.approx(float(block.norm()), rel=1e-10)
+        assert_near(found[key[-1] * 2], block)
 
 
 # --- a small token Transformer as in the article's demo ------------------------------------------

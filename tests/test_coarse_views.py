@@ -67,7 +67,7 @@ def test_the_coarse_view_is_three_by_three_and_holds_all_of_the_hessian(
 def test_closed_forms_of_one_sublayer_know_it_by_name() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64)
-    norm = ca.LayerNormHessian(4).double().compute_hessian_wrt_weight(x)
+    norm = ca.LayerNormHessian(4).double().compute_hessian_wrt_parameters(x)
     assert torch.equal(norm.block("norm", "norm"), norm.H)
     ffn = ca.FFNHessian(4, 3).double().eval().compute_hessian(x, torch.randn_like(x))
     assert torch.equal(ffn.block("ffn", "ffn"), ffn.H)

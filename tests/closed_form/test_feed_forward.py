@@ -32,7 +32,7 @@ def test_all_blocks_and_parts_equal_double_backward(
     x, y = torch.randn(2, 2, 3, 4, dtype=torch.float64).unbind()
     want = parts(layer(x), lambda z: (z - y).pow(2).mean(), list(layer.parameters()))
     result = layer.compute_hessian(x, y)
-    assert result.names == tuple(name for name, _ in layer.named_parameters())
+    assert result.names == tuple(layer.weights)
     for key, part in (("H", "total"), ("H_outer", "outer"), ("H_functional", "functional")):
         error = float((result[key] - want[part]).norm())
         assert error <= 1e-13 * float(want["total"].norm()), (part, activation)
@@ -49,31 +49,31 @@ def test_jacobians_equal_reverse_mode(gated: bool, lead: tuple[int, ...]) -> Non
     layer = random_ffn(activation="gelu", gated=gated)
     x = torch.randn(*lead, 4, dtype=torch.float64)
     found = layer.compute_ffn_jacobians(x)
-    names = {"d_ffn_d_w1": "up_weight", "d_ffn_d_w2": "down_weight"}
-    for key, name in (names | ({"d_ffn_d_gate": "gate_weight"} if gated else {})).items():
+    names = {"d_ffn_d_w1": "w1.weight", "d_ffn_d_w2": "w2.weight"}
+    for key, name in (names | ({"d_ffn_d_gate": "w_gate.weight"} if gated else {})).items():
         want = jacrev(lambda w, n=name: functional_call(layer, {n: w}, (x,)))(
             layer.get_parameter(name)
         )
         torch.testing.assert_close(found[key], want.detach(), rtol=1e-12, atol=1e-13)
-    assert found["intermediate"].shape == (*lead, 6)
+    torch.testing.assert_close(found["intermediate"], layer.w1(x).detach())
     assert found["activation_derivative"].shape == (*lead, 6)
 
 
-def test_w2_hessian_is_kronecker_and_needs_no_target_for_mse() -> None:
+def test_w2_hessian_is_kronecker_and_without_a_target_half_the_squared_norms() -> None:
     layer = random_ffn()
     x, y = torch.randn(2, 5, 4, dtype=torch.float64).unbind()
-    g = layer.compute_ffn_jacobians(x).intermediate
-    want = torch.kron(torch.eye(4, dtype=torch.float64), g.T @ g) * 2 / y.numel()
-    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x), want)
-    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x, y), want)
-    with pytest.raises(ValueError, match="does not depend on the target"):
+    g = layer.activation(layer.w1(x)).detach()
+    want = torch.kron(torch.eye(4, dtype=torch.float64), g.T @ g)
+    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x), want / len(x))
+    torch.testing.assert_close(layer.compute_hessian_wrt_w2(x, y), want * 2 / y.numel())
+    with pytest.raises(ValueError, match="'cross_entropy' needs a target"):
         layer.compute_hessian_wrt_w2(x, loss="cross_entropy")
 
 
 def test_relu_at_exactly_zero_uses_the_slope_zero_and_no_nan() -> None:
     layer = FFNHessian(3, 2, activation="relu", bias=False).double()
     with torch.no_grad():
-        layer.get_parameter("up_weight").zero_()  # every pre-activation is exactly zero
+        layer.w1.weight.zero_()  # every pre-activation is exactly zero
     x, y = torch.randn(2, 4, 3, dtype=torch.float64).unbind()
     assert float(layer.compute_hessian(x, y).H.abs().max()) == 0.0
 

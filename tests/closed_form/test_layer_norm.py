@@ -30,7 +30,7 @@ def test_jacobian_and_hessian_of_every_token_include_gamma(
 ) -> None:
     layer = random_norm(kind, 5)
     x = torch.randn(shape, dtype=torch.float64)
-    J, T = layer.compute_jacobian(x), layer.compute_hessian(x)
+    J, T = layer.token_jacobians(x), layer.compute_hessian(x)
     assert J.shape == (*shape, 5)
     assert T.shape == (*shape, 5, 5)
     c = torch.randn_like(x)
@@ -47,19 +47,31 @@ def test_jacobian_and_hessian_of_every_token_include_gamma(
         torch.testing.assert_close(p, torch.einsum("a,abc->bc", ct, t), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+def test_the_jacobian_of_a_sample_is_one_matrix_over_all_its_tokens(shape: tuple[int, ...]) -> None:
+    layer = random_norm(LayerNormHessian, 5)
+    x = torch.randn(shape, dtype=torch.float64)
+    samples = x.view(1, -1, 5) if x.ndim < 3 else x
+    found = layer.compute_jacobian(x)
+    for sample, matrix in zip(samples, found.view(len(samples), *found.shape[-2:]), strict=True):
+        point = sample.clone().requires_grad_(True)
+        want = jacobian(layer(point).reshape(-1), [point])
+        torch.testing.assert_close(matrix, want, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("kind", [LayerNormHessian, RMSNormHessian])
 def test_parameter_hessian_is_the_true_one_for_mse_and_cross_entropy(
     kind: type[LayerNormHessian],
 ) -> None:
     layer = random_norm(kind, 5)
     x, y = torch.randn(2, 2, 3, 5, dtype=torch.float64).unbind()
-    result = layer.compute_hessian_wrt_weight(x, y)
+    result = layer.compute_hessian_wrt_parameters(x, y)
     want = hessian((layer(x) - y).pow(2).mean(), list(layer.parameters()))
     torch.testing.assert_close(result.H, want, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(result.block("gamma", "gamma"), want[:5, :5])
     assert float(result.H_functional.abs().max()) == 0.0
     head, t = torch.randn(3, 5, dtype=torch.float64), torch.randint(0, 3, (2, 3))
-    result = layer.compute_hessian_wrt_weight(x, t, loss=LinearHeadCrossEntropy(head))
+    result = layer.compute_hessian_wrt_parameters(x, t, loss=LinearHeadCrossEntropy(head))
     loss = nn.functional.cross_entropy((layer(x) @ head.T).flatten(0, 1), t.flatten())
     want = hessian(loss, list(layer.parameters()))
     torch.testing.assert_close(result.H, want, rtol=1e-11, atol=1e-14)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from curvatlas.closed_form.block import ClosedFormBlock, combine_masks
 from curvatlas.closed_form.evaluation import evaluate
 from curvatlas.engines.tangent.block import check_spec, weight_shapes
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
 from curvatlas.results import Result
 
 
@@ -28,29 +29,41 @@ class AttentionMoments(Result):
     attention: Tensor  # A (B, heads, L, L)
 
 
-class SelfAttentionHessian(ClosedFormBlock):
-    """Self-attention Z = Att(X) with its exact Hessian.
+# the article's name of each linear map
+_LINEAR = {"query": "W_Q", "key": "W_K", "value": "W_V", "output": "out_proj"}
 
-    ``output_projection=None``: a single head of value size d_model has none, others have one.
+
+class SelfAttentionHessian(ClosedFormBlock):
+    """Self-attention Z = Att(X) with its exact Hessian; ``W_Q``, ``W_K``, ``W_V`` and ``out_proj``
+    are ``nn.Linear``.
+
+    As in the article ``SelfAttentionHessian(d_model, n_heads)`` has an output projection, which
+    alone has a bias. Without ``n_heads`` it is the papers' layer: one head of value size d_model,
+    whose values are the output. ``output_projection`` and ``bias`` (of all four maps) choose.
     ``softmax=False``: A = QKᵀ/√d_k on the allowed positions (linear attention).
 
     For one head, MSE with c = 2/(L d) and s = 1/√d_k (derivations §4, compact form of §9):
 
         QQ = s² Σ_i x_i x_iᵀ ⊗ (Gᵀ Λ G + T_KK)_i,    VV = c M1ᵀ M1 ⊗ I,
 
-    and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``, and by the article's
-    names ``result["hessian_estimates"]["H_WQ"]`` (which are exact).
+    and so on; ``result["QK"]``, ``result.block("Q", "K", part="functional")``. By the article's
+    name ``result["hessian_estimates"]["H_WQ"]`` is ‖QQ‖_F, a number.
     """
+
+    W_Q: nn.Linear
+    W_K: nn.Linear
+    W_V: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(
         self,
         d_model: int,
-        n_heads: int = 1,
+        n_heads: int | None = None,
         d_k: int | None = None,
         d_v: int | None = None,
         *,
         output_projection: bool | None = None,
-        bias: bool = False,
+        bias: bool | None = None,
         causal: bool = False,
         softmax: bool = True,
         n_kv_heads: int | None = None,
@@ -60,7 +73,7 @@ class SelfAttentionHessian(ClosedFormBlock):
     ) -> None:
         spec = BlockSpec(
             d_model=d_model,
-            n_heads=n_heads,
+            n_heads=1 if n_heads is None else n_heads,
             n_kv_heads=n_kv_heads,
             d_k=d_k,
             d_v=d_v,
@@ -73,28 +86,38 @@ class SelfAttentionHessian(ClosedFormBlock):
         )
         check_spec(spec)
         if output_projection is None:
-            output_projection = n_heads > 1 or spec.value_size != d_model
+            output_projection = n_heads is not None or spec.value_size != d_model
         names = set(weight_shapes(spec))
         if not output_projection:
             names -= {"output_weight", "output_bias"}
         if not bias:
-            names = {name for name in names if not name.endswith("_bias")}
+            keeps = "output_bias" if bias is None else ""
+            names = {name for name in names if not name.endswith("_bias") or name == keeps}
         super().__init__(spec, frozenset(names), dropout=dropout)
 
-    @property
-    def W_Q(self) -> nn.Parameter:
-        """The query weight (heads · d_k, d_model) by the papers' name."""
-        return self.get_parameter("query_weight")
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        role, _, kind = name.rpartition("_")
+        if kind == "weight":  # comes before the bias
+            rows, columns = parameter.shape
+            self.add_module(_LINEAR[role], nn.Linear(columns, rows, bias=False, device="meta"))
+        setattr(self.get_submodule(_LINEAR[role]), kind, parameter)
 
     @property
-    def W_K(self) -> nn.Parameter:
-        """The key weight (heads · d_k, d_model)."""
-        return self.get_parameter("key_weight")
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters by the names of the Hessian's blocks, in flat order."""
+        named = {}
+        for name in WEIGHT_NAMES:
+            role, _, kind = name.rpartition("_")
+            parameter = getattr(self._modules.get(_LINEAR.get(role, "")), kind, None)
+            if parameter is not None:
+                named[name] = parameter
+        return named
 
-    @property
-    def W_V(self) -> nn.Parameter:
-        """The value weight (heads · d_v, d_model)."""
-        return self.get_parameter("value_weight")
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """In the order of the flat vector: the three weights before their biases."""
+        place = {id(parameter): index for index, parameter in enumerate(self.weights.values())}
+        named = list(super().named_parameters(*args, **kwargs))
+        yield from sorted(named, key=lambda pair: place[id(pair[1])])
 
     @overload
     def forward(

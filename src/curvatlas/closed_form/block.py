@@ -223,12 +223,16 @@ class ClosedFormBlock(nn.Module):
         shapes = weight_shapes(spec)
         for name in WEIGHT_NAMES:  # named_parameters() follows the order of registration
             if name in names:
-                self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])))
+                self._place(name, nn.Parameter(torch.empty(shapes[name])))
         self.reset_parameters()
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        """Keep a weight, the names in the order of ``WEIGHT_NAMES``."""
+        self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
         """Uniform weights of variance 1/(3·inputs), zero biases, unit gains."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.weights.items():
             if name.startswith("norm"):
                 nn.init.constant_(parameter, 1.0 if name.endswith("_weight") else 0.0)
             elif name.endswith("_weight"):
@@ -243,7 +247,7 @@ class ClosedFormBlock(nn.Module):
         ClosedFormBlock.__init__(block, spec, frozenset())
         for name in WEIGHT_NAMES:
             if name in weights:
-                block.register_parameter(name, nn.Parameter(weights[name].detach()))
+                block._place(name, nn.Parameter(weights[name].detach()))
         return block.eval()
 
     @classmethod
@@ -253,8 +257,8 @@ class ClosedFormBlock(nn.Module):
         return cls.from_weights(mapped.spec, mapped.weights)
 
     @property
-    def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, in flat order."""
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters by the names of the Hessian's blocks, in flat order."""
         return dict(self.named_parameters())
 
     def forward(
@@ -339,6 +343,9 @@ class ClosedFormBlock(nn.Module):
 
 class TransformerBlockHessian(ClosedFormBlock):
     """A Transformer block with its exact Hessian.
+
+    By default post-norm, as in the papers' theorems; ``norm_first=True`` is the article's code,
+    pre-norm: x + Att(norm1(x)), then x + FFN(norm2(x)).
 
     Options as in ``nn.TransformerEncoderLayer``; beyond it: ``norm`` ("layer", "rms", "none"),
     ``gated`` feed-forward (SwiGLU with activation="silu"), ``n_kv_heads``, ``rope_base``, head

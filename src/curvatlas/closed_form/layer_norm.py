@@ -95,13 +95,26 @@ class LayerNormHessian(nn.Module):
         n, inv_std = normalize(x.detach(), eps=self.eps, norm=self.norm)
         return n, inv_std, gamma
 
-    def compute_jacobian(self, x: Tensor) -> Tensor:
+    def token_jacobians(self, x: Tensor) -> Tensor:
         r"""∂y/∂x of every token, J = diag(γ)(C − n nᵀ/d)/σ:  (…, d) → (…, d, d).
 
         Both terms of the P(X)·M(X) form, γ included; C = I − 11ᵀ/d (I for RMSNorm).
         """
         n, inv_std, gamma = self._statistics(x)
         return gamma.unsqueeze(-1) * norm_jacobian(n, inv_std, norm=self.norm)
+
+    def compute_jacobian(self, x: Tensor) -> Tensor:
+        """∂y/∂x as one matrix a sample:  (…, L, d) → (…, L·d, L·d), and (d,) → (d, d).
+
+        Block-diagonal over the tokens; ``token_jacobians`` gives the blocks alone.
+        """
+        blocks = self.token_jacobians(x)
+        if x.ndim == 1:
+            return blocks
+        *lead, length, d = x.shape
+        matrix = blocks.new_zeros(*lead, length, d, length, d)
+        matrix.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))
+        return matrix.reshape(*lead, length * d, length * d)
 
     def compute_hessian(self, x: Tensor, *, cotangent: Tensor | None = None) -> Tensor:
         r"""∂²y_a/∂x_b∂x_c of every token:  (…, d) → (…, d, d, d), or its contraction.
@@ -120,14 +133,22 @@ class LayerNormHessian(nn.Module):
 
     def compute_hessian_wrt_weight(
         self, x: Tensor, target: Tensor | None = None, loss: str | OutputLoss = "mse"
+    ) -> Tensor:
+        """∂²ℓ/∂γ² (d, d) of x (d,), (L, d) or (B, L, d); ``compute_hessian_wrt_parameters`` has β.
+
+        Without a target the objective is ½‖y‖², summed over the features and averaged over the
+        tokens: γγ = diag(mean n²).
+        """
+        return self.compute_hessian_wrt_parameters(x, target, loss).block("weight", "weight")
+
+    def compute_hessian_wrt_parameters(
+        self, x: Tensor, target: Tensor | None = None, loss: str | OutputLoss = "mse"
     ) -> BlockHessian:
         r"""The true Hessian over (γ, β):  γγ = Σ diag(n)Λ diag(n),  γβ = Σ diag(n)Λ,  ββ = ΣΛ.
 
         y is linear in γ and β, so the functional part is exactly zero and the outer part is the
-        whole Hessian. x (d,), (L, d) or (B, L, d); ``result.block("weight", "bias")``.
-
-        Without a target the objective is ½‖y‖², summed over the features and averaged over the
-        tokens, so that Λ = I/tokens: γγ = diag(mean n²).
+        whole Hessian. x (d,), (L, d) or (B, L, d); ``result.block("weight", "bias")``. Without a
+        target as ``compute_hessian_wrt_weight``.
         """
         if self.weight is None:
             raise ValueError("this norm has no weight: its parameter Hessian is empty.")
@@ -226,10 +247,10 @@ def verify_layernorm_hessian(
     ]
     weight = [torch.cat(row, 1) for row in hessian(loss, tuple(layer.parameters()))]
     compared = (
-        (layer.compute_jacobian(x), torch.stack([jacobian(layer, token) for token in x])),
+        (layer.token_jacobians(x), torch.stack([jacobian(layer, token) for token in x])),
         (layer.compute_hessian(x), torch.stack(tensor)),
         (layer.compute_hessian(x, cotangent=cotangent), torch.stack(contraction)),
-        (layer.compute_hessian_wrt_weight(x, target).H, torch.cat(weight)),
+        (layer.compute_hessian_wrt_parameters(x, target).H, torch.cat(weight)),
     )
     errors = [float(torch.linalg.norm(a - b) / torch.linalg.norm(b)) for a, b in compared]
     tolerance = 200 * torch.finfo(dtype).eps

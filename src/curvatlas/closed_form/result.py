@@ -166,11 +166,11 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         return (*own, "hessian_estimates") if _LETTERS["Q"] in self.block_sizes else own
 
     @property
-    def hessian_estimates(self) -> dict[str, Tensor]:
-        """The article's H_WQ, H_WK, H_WV (and H_WO): the exact diagonal blocks ∂²ℓ/∂W² of attention
-        weights."""
+    def hessian_estimates(self) -> dict[str, float]:
+        """The article's H_WQ, H_WK, H_WV (and H_WO): Frobenius norms of the exact diagonal blocks
+        ∂²ℓ/∂W² of the attention weights; ``result["QQ"]`` is the block itself."""
         letters = [x for x in "QKVO" if _LETTERS[x] in self.block_sizes]
-        return {f"H_W{x}": self.block(x, x) for x in letters}
+        return {f"H_W{x}": float(torch.linalg.norm(self.block(x, x))) for x in letters}
 
     def __getitem__(self, key: Any) -> Any:
         """``result["H_outer"]``, ``result["loss"]``, a block as ``result["QK"]``, or an operator of
