@@ -21,6 +21,9 @@ def start(op: ca.LinearOperator) -> Tensor:
 ESTIMATES: dict[str, Callable[[ca.LinearOperator, int], Any]] = {
     "eigenpairs": lambda op, seed: ca.eigenpairs(op, k=3, seed=seed),
     "both ends": lambda op, seed: ca.eigenpairs(op, k=3, which="both", seed=seed),
+    "restarts": lambda op, seed: ca.eigenpairs(
+        op, k=3, memory=16 * op.shape[0] * op.dtype.itemsize, tol=1e-6, seed=seed
+    ),
     "spectral_norm": lambda op, seed: ca.spectral_norm(op, seed=seed),
     "spectral_density": lambda op, seed: ca.spectral_density(op, max_products=80, seed=seed),
     "probes alone": lambda op, seed: ca.spectral_density(op, max_products=80, deflate=0, seed=seed),

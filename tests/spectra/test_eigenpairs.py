@@ -282,6 +282,40 @@ def test_the_smallest_basis_that_is_accepted_converges(seed: int) -> None:
     assert torch.allclose(found.values, wanted(values, 4, "both"), atol=0.05)
 
 
+@pytest.mark.parametrize("which", ["largest", "smallest", "both", "magnitude"])
+def test_a_restarted_run_on_an_operator_of_low_rank_is_not_called_asymmetric(which: Any) -> None:
+    n, k, random = 150, 2, torch.Generator().manual_seed(0)
+    wanted_pairs = 2 * k if which == "both" else k
+    for seed, dtype in enumerate((torch.float64, torch.float32, torch.float64)):
+        for rank in (1, 12, 40):
+            basis = torch.linalg.qr(torch.randn(n, rank, generator=random, dtype=torch.float64)).Q
+            values = torch.randn(rank, generator=random, dtype=torch.float64)
+            values = values if seed else values.abs()  # semi-definite: zero is its smallest value
+            matrix = ((basis * values) @ basis.T).to(dtype)
+            start = torch.randn(n, n // 2, generator=random, dtype=torch.float64).to(dtype)
+            true = torch.linalg.eigvalsh(matrix.double())
+            for rows, warm in ((9, None), (9, start), (20, None)):  # with 9 it only just restarts
+                memory = (2 * wanted_pairs + rows) * n * dtype.itemsize
+                found = ca.eigenpairs(
+                    DenseOperator(matrix), k=k, which=which, memory=memory, seed=seed, start=warm
+                )
+                distance = (found.values.double()[:, None] - true).abs().amin(1)
+                assert bool((distance <= found.residuals).all()), (seed, rank, rows)
+
+
+def test_what_a_restart_keeps_of_the_start_goes_with_the_checkpoint() -> None:
+    values = spectra()["heavy_tailed"]
+    basis = KrylovBasis(SpectrumOperator(values), 12)
+    basis.add_random(torch.Generator().manual_seed(0))
+    while basis.count < 10:
+        basis.expand()
+    before = basis.asymmetry_of_start()
+    basis.restart(np.arange(4), basis.ritz())
+    twin = KrylovBasis(SpectrumOperator(values), 12)
+    twin.restore(*basis.state())
+    assert 0 < before == basis.asymmetry_of_start() == twin.asymmetry_of_start()
+
+
 @pytest.mark.parametrize("device_bytes", [2**31, 2**36])
 def test_the_basis_does_not_depend_on_what_is_free(
     device_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -391,6 +391,8 @@ class LanczosRun(Resumable):
         self.random = generator(seed)
         self.next_look = min(wanted + 2, max_products)
         self.together = 1  # pending rows that the next call of the operator multiplies
+        # More would leave a restart no room for the wanted pairs and two products.
+        self.most_pending = max(basis.capacity - 4 - wanted, 1)
 
     @property
     def products(self) -> int:
@@ -410,7 +412,8 @@ class LanczosRun(Resumable):
                     "eigenvectors of this operator as columns (n, k)."
                 )
             # As many again become pending: half of the room.
-            for column in columns.T[: max(self.basis.capacity // 2 - 1, 1)]:
+            most = min(max(self.basis.capacity // 2 - 1, 1), self.most_pending)
+            for column in columns.T[:most]:
                 self.basis.add(column)
             self.search.plain = False
             self.together = max(self.basis.count, 1)
@@ -501,6 +504,8 @@ class LanczosRun(Resumable):
             search.keep_start()
         if not search.alphas or search.betas[-1] == 0.0:
             search.stop()
+            if basis.pending >= self.most_pending:
+                return True  # another direction does not fit
             search.going_on = basis.add_random(self.random)
             if not search.going_on:
                 search.missed = 0.0

@@ -207,6 +207,7 @@ class KrylovBasis:
         self.products = 0
         self.rewrites = 0  # moves before rows that are part of a state are written over
         self.scale = 0.0  # largest ‖A b‖ seen, a lower bound of ‖A‖
+        self.start_asymmetry: float | None = None  # as the start showed it until a restart
         self.eps = torch.finfo(op.dtype).eps
         # How far (1) is off in column j: rows are rounded when they are stored in fewer bits.
         self.drift: Array = np.zeros(0)
@@ -428,19 +429,29 @@ class KrylovBasis:
         return norms
 
     def asymmetry(self) -> float:
-        """‖C − Cᵀ‖ / ‖C‖ on the multiplied rows: rounding for a symmetric operator."""
+        """‖C − Cᵀ‖ / ‖C‖ on the multiplied rows: rounding for a symmetric operator.
+
+        Rows that the operator sends to zero hold nothing but rounding of ‖A‖, which is no less than
+        ``scale``.
+        """
         action = self.coefficients[: self.multiplied, : self.multiplied]
-        norm = float(np.linalg.norm(action))
+        norm = max(float(np.linalg.norm(action)), self.scale)
         return float(np.linalg.norm(action - action.T)) / norm if norm else 0.0
 
     def asymmetry_of_start(self) -> float:
-        """‖A − Aᵀ‖_F / ‖A‖_F as a random start b_1 shows it: its row of C against its column."""
+        """‖A − Aᵀ‖_F / ‖A‖_F as a random start b_1 shows it: its row of C against its column.
+
+        A restart turns that row into one that is not random: what it has shown by then is kept.
+        √n ‖A b_1‖ stands for ‖A‖_F, which is no less than ``scale``.
+        """
+        if self.start_asymmetry is not None:
+            return self.start_asymmetry
         m = self.multiplied
         if m < 2:
             return 0.0
         apart = self.coefficients[0, 1:m] - self.coefficients[1:m, 0]
-        norm = float(np.linalg.norm(self.coefficients[:, 0]))
-        return float(np.sqrt(self.size * (apart**2).mean())) / norm if norm else 0.0
+        whole = max(self.size**0.5 * float(np.linalg.norm(self.coefficients[:, 0])), self.scale)
+        return self.size * float(np.sqrt((apart**2).mean())) / whole if whole else 0.0
 
     def multiplied_columns(self) -> tuple[Tensor, Tensor]:
         """The multiplied rows and their images by (1), as columns (n, M) each."""
@@ -495,6 +506,7 @@ class KrylovBasis:
     def restart(self, keep: NDArray[np.int64], ritz: RitzPairs) -> None:
         """Thick restart: keep the Ritz vectors ``keep`` (positions) and the pending rows."""
         m, p, k = self.multiplied, self.pending, len(keep)
+        self.start_asymmetry = self.asymmetry_of_start()
         chosen = np.ascontiguousarray(ritz.coordinates[:, keep])
         self.rewrites += 1
         lost = self.store.rotate(slice(0, m), chosen)
@@ -517,6 +529,8 @@ class KrylovBasis:
             "drift": torch.from_numpy(self.drift[: self.count].copy()),
         }
         numbers = {"multiplied": self.multiplied, "products": self.products, "scale": self.scale}
+        if self.start_asymmetry is not None:
+            numbers["start_asymmetry"] = self.start_asymmetry
         return tensors, numbers
 
     def restore(self, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
@@ -531,6 +545,7 @@ class KrylovBasis:
         self.multiplied = int(numbers["multiplied"])
         self.products = int(numbers["products"])
         self.scale = float(numbers["scale"])
+        self.start_asymmetry = numbers.get("start_asymmetry")
 
     def _swap(self, i: int, j: int) -> None:
         if not (self.multiplied <= i < self.count):
