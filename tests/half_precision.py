@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HALF = (torch.bfloat16, torch.float16)
-# What stores, moves or looks at numbers: no machine has a kernel of its own for it.
+# What draws, stores, moves or looks at numbers: no machine has a kernel of its own for it.
 _STORES = (
     "_to_copy", "copy_", "clone", "empty", "zeros", "ones", "full", "fill_", "zero_", "lift_fresh",
     "isfinite", "eq", "ne", "equal", "abs", "all", "any", "_local_scalar_dense", "cat", "stack",
-    "view_dtype", "index", "nan_to_num",
+    "view_dtype", "index", "nan_to_num", "randn", "normal_", "uniform_",
 )  # fmt: skip
 
 

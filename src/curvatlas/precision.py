@@ -1,4 +1,4 @@
-"""Where float64 can be had: on the device itself, or in main memory where the device has none.
+"""What is computed in; and where float64 is, on the device or, where it has none, in main memory.
 
 Sums of many squares and small decompositions are computed in float64 whatever the model computes
 in. Apple's GPU ("mps") has no float64 at all: there the few numbers concerned go to main memory.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Second derivatives are lost in the rounding of half precision, and some processors die of it.
+COMPUTED = (torch.float32, torch.float64)
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of device
 
 

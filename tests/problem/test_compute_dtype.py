@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import curvatlas as ca
 from curvatlas.engines.tangent import model as tangent_model
 from curvatlas.errors import DifferentiationError, ProblemError
 from curvatlas.zoo.models import GPT, GPTConfig
+from half_precision import NoHalfPrecision
 from oracles import relative_error
 
 OPERATORS = (ca.Hessian, ca.GaussNewton, ca.FunctionalHessian)
@@ -308,3 +309,95 @@ def test_a_moved_copy_of_the_model_is_not_rounded() -> None:
     moved = problem.with_model(copied)
     assert moved.in_place
     assert moved.value() == pytest.approx(problem.value(), rel=1e-6)
+
+
+# --- before anything is computed ------------------------------------------------------------------
+
+
+class _Labelled(nn.Module):
+    """Returns its own loss, which is called when data are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = _gpt()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.gpt(input_ids)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            )
+        return {"loss": loss, "logits": logits}
+
+
+def _two_batches(model: nn.Module) -> ca.Problem:
+    """Of a loss that is called on the first batch when the data are read."""
+    tokens, targets = _tokens()
+
+    def loss(logits: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    return ca.Problem(model, loss, [(tokens, targets), (tokens[:1], targets[:1])])
+
+
+_HALF_USES: dict[str, Callable[[GPT], Any]] = {
+    "check": lambda model: ca.Problem(model, "cross_entropy", _tokens()).check(),
+    "a callable loss": lambda model: _two_batches(model).check(),
+    "separable": lambda model: ca.Problem(model, "cross_entropy", _tokens()).separable,
+    "value": lambda model: ca.Problem(model, "cross_entropy", _tokens()).value(),
+    "gradient": lambda model: ca.Problem(model, "cross_entropy", _tokens()).gradient(),
+    "Hessian": lambda model: ca.Hessian(ca.Problem(model, "cross_entropy", _tokens())).dense(),
+    "GaussNewton": lambda model: ca.GaussNewton(
+        ca.Problem(model, "cross_entropy", _tokens()), checks=False
+    ).dense(),
+    "Fisher": lambda model: ca.Fisher(ca.Problem(model, "cross_entropy", _tokens())).dense(),
+    "KFAC": lambda model: ca.KFAC(ca.Problem(model, "cross_entropy", _tokens())).dense(),
+    "Jacobian": lambda model: (
+        ca.Jacobian(ca.Problem(model, "cross_entropy", _tokens())) @ torch.ones(1)
+    ),
+    "atlas": lambda model: ca.atlas(ca.Problem(model, "cross_entropy", _tokens())),
+    "Monitor": lambda model: ca.Monitor(model, "cross_entropy", _tokens()).measure(),
+    "TransformerHessianAnalyzer": lambda model: ca.TransformerHessianAnalyzer(
+        model
+    ).analyze_layer_wise_curvature(_tokens()[0]),
+    "LayerNormHessian": lambda model: ca.LayerNormHessian.from_module(
+        nn.LayerNorm(8, dtype=torch.bfloat16)
+    ).compute_jacobian(torch.zeros(2, 8, dtype=torch.bfloat16)),
+    "TransformerBlockHessian": lambda model: ca.TransformerBlockHessian.from_module(
+        model.blocks[0]
+    ).compute_hessian(*torch.zeros(2, 1, 3, 12, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("use", list(_HALF_USES))
+def test_half_precision_is_refused_before_anything_is_computed_in_it(use: str) -> None:
+    model = _gpt()
+    with NoHalfPrecision(), pytest.raises((ValueError, TypeError), match="float32 or float64"):
+        _HALF_USES[use](model)
+
+
+def test_a_model_with_its_own_loss_is_refused_before_it_is_called() -> None:
+    model, (tokens, _) = _Labelled(), _tokens()
+    with NoHalfPrecision(), pytest.raises(ProblemError, match=r"parameters of bfloat16"):
+        ca.Problem(model, None, {"input_ids": tokens, "labels": tokens}).check()
+
+
+@pytest.mark.parametrize("engine", ["tangent", "autograd"])
+def test_half_precision_weights_are_never_computed_with(engine: Any) -> None:
+    model, data = _gpt(), _tokens()
+    problem = ca.Problem(model, "cross_entropy", data, compute_dtype=torch.float32)
+    with NoHalfPrecision():
+        problem.gradient()
+        ca.Hessian(problem, engine=engine) @ torch.ones(problem.size)
+        ca.trace(ca.Hessian(problem, engine=engine), max_products=4)
+        assert problem.separable
+        assert len(list(problem.anatomy)) > 20
+
+
+def test_what_notices_half_precision_would_notice_a_product() -> None:
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    with NoHalfPrecision(), pytest.raises(AssertionError, match=r"mm was computed in half"):
+        x @ x
+    with NoHalfPrecision(), pytest.raises(AssertionError, match=r"addmm was computed in half"):
+        nn.Linear(2, 2, dtype=torch.bfloat16)(x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import curvatlas as ca
 import forked
 from curvatlas.training import MlflowTracker, TensorBoardTracker, WandbTracker
+from half_precision import plain_half_precision
 
 SMALL: dict[str, Any] = {
     "budget": 1.0, "eigenvalues": 1, "density_products": 2, "probes": 2, "max_products": 12,
@@ -150,7 +151,7 @@ def test_mixed_precision_is_measured_in_the_weights_own_precision() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu")
     monitor = ca.Monitor(model, "cross_entropy", batch(), every=1, optimizer=optimizer, **SMALL)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with plain_half_precision(), torch.autocast("cpu", dtype=torch.bfloat16):
         scaler.scale(F.cross_entropy(model(batch()[0]), batch()[1])).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -24,6 +24,7 @@ from curvatlas.training.directions import (
     spectral_size,
 )
 from curvatlas.training.optimizer import MAX_RATE, Control
+from half_precision import plain_half_precision
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -288,9 +289,10 @@ def test_a_gradient_scaler_skips_overflow_and_unscales_the_rest() -> None:
     for step in range(3):
         x, y = batch(step, torch.float32)
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            value = F.cross_entropy(model(x).float(), y)
-        scaler.scale(value * (math.inf if step == 1 else 1.0)).backward()
+        with plain_half_precision():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = F.cross_entropy(model(x).float(), y)
+            scaler.scale(value * (math.inf if step == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
     assert float(optimizer.state[model[0].weight]["step"]) == 2
@@ -300,7 +302,8 @@ def test_a_gradient_scaler_skips_overflow_and_unscales_the_rest() -> None:
 
 def test_half_precision_weights_keep_their_dtype() -> None:
     model = network(torch.bfloat16)
-    losses = take_steps(model, ca.CurvatureAwareOptimizer(model, 5e-3), range(60))
+    with plain_half_precision():
+        losses = take_steps(model, ca.CurvatureAwareOptimizer(model, 5e-3), range(60))
     assert losses[-1] < losses[0]
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 

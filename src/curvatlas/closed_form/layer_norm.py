@@ -18,6 +18,7 @@ from curvatlas.engines.tangent.losses import OutputLoss
 from curvatlas.engines.tangent.norm import norm_hessian, norm_jacobian, norm_second, normalize
 from curvatlas.engines.tangent.reading import map_norm
 from curvatlas.engines.tangent.structure import Norm
+from curvatlas.precision import COMPUTED
 from curvatlas.results import Result
 
 N = TypeVar("N", bound="LayerNormHessian")
@@ -81,8 +82,11 @@ class LayerNormHessian(nn.Module):
         d = self.normalized_shape[0]
         if x.ndim < 1 or x.shape[-1] != d:
             raise ValueError(f"x must end in {d}, got {tuple(x.shape)}.")
-        if not x.is_floating_point():
-            raise TypeError(f"x must be of a floating dtype, got {x.dtype}.")
+        if x.dtype not in COMPUTED:
+            raise TypeError(
+                f"x must be of a floating dtype, float32 or float64, got {x.dtype}: convert the "
+                "layer and x."
+            )
         if not bool(torch.isfinite(x).all()):
             raise ValueError("x holds NaN or infinity: no derivative is defined there.")
         gamma = torch.ones(d, dtype=x.dtype, device=x.device)

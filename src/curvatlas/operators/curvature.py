@@ -429,8 +429,6 @@ class CurvatureOperator(LinearOperator):
         return self._partial
 
     def _start(self, names: list[str]) -> KeptLinearisations:
-        if self.dtype.itemsize < 4:
-            self.problem.check()  # half precision is refused, with or without checks
         self.problem.sample_axes.room = self.budget
         # Not where weights are spread: all processes have to meet as often as one of them does.
         version = None if self.problem.sharded is not None else self.problem.weights_version()

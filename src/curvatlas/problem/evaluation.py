@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.dlpack import from_dlpack
 
 from curvatlas.errors import NonFiniteError, ProblemError
+from curvatlas.precision import COMPUTED
 from curvatlas.problem.kernels import (
     TwiceDifferentiable,
     plain_python,
@@ -340,9 +341,13 @@ def evaluation(
     compiled or checkpointed; gradients enabled even under ``no_grad``; experts one by one in
     float64, which the grouped kernel does not take. Buffers and attributes that the model changes
     in its forward pass are put back. Nothing of ``compute_dtype``, or of float64 with
-    ``stay_double``, is rounded to a narrower dtype on the way.
+    ``stay_double``, is rounded to a narrower dtype on the way; half precision is refused.
     """
     modules = list(model.modules())
+    dtypes = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
+    if compute_dtype is None and not dtypes.issubset(COMPUTED):
+        everything = dict(model.named_parameters())
+        check_precision(everything, [n for n, p in everything.items() if p.requires_grad], None)
     training = [module for module in modules if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     first = next(model.parameters(), None)
@@ -580,12 +585,9 @@ def fresh_leaves(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 _RATES = ("dropout", "attention_dropout", "dropout_p", "attn_dropout", "drop_prob", "layerdrop")
 
 
-_COMPUTED = (torch.float32, torch.float64)  # dtypes that curvature is computed in
-
-
 def check_compute_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     """Refuse arithmetic in half precision, where second derivatives are lost in rounding."""
-    if dtype is not None and dtype not in _COMPUTED:
+    if dtype is not None and dtype not in COMPUTED:
         raise ProblemError(
             f"compute_dtype is torch.float32 or torch.float64, got {dtype!r}: curvature is lost in "
             "the rounding of half precision; weights may be stored in it."
@@ -593,13 +595,13 @@ def check_compute_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def check_weights(
+def check_precision(
     everything: Mapping[str, Tensor], varying: Sequence[str], compute_dtype: torch.dtype | None
 ) -> None:
-    """Finite values, one dtype of at least float32 to compute in, one device."""
+    """Weights that can be computed with: before they are, a processor may not know how at all."""
     real = {name: p for name, p in everything.items() if p.is_floating_point()}
     dtypes = {p.dtype for p in real.values()}
-    low = sorted(str(t).removeprefix("torch.") for t in dtypes if t not in _COMPUTED)
+    low = sorted(str(t).removeprefix("torch.") for t in dtypes if t not in COMPUTED)
     tiny = [t for t in low if "float8" in t or "float4" in t]
     if tiny:
         name = next(name for name, p in real.items() if str(p.dtype).endswith(tiny[0]))
@@ -608,14 +610,21 @@ def check_weights(
             "model dequantised (in bfloat16 or float32), or let only adapters vary."
         )
     if compute_dtype is None and low:
-        fixed = {n for n, p in real.items() if p.dtype not in _COMPUTED}.isdisjoint(varying)
+        fixed = {n for n, p in real.items() if p.dtype not in COMPUTED}.isdisjoint(varying)
         raise ProblemError(
             f"{'frozen weights' if fixed else 'parameters'} of {', '.join(low)}: curvature needs "
             "float32 or float64. Pass compute_dtype=torch.float32, which keeps them as they are "
             "and computes in float32, or call model.float()."
         )
+
+
+def check_weights(
+    everything: Mapping[str, Tensor], varying: Sequence[str], compute_dtype: torch.dtype | None
+) -> None:
+    """Finite values, one dtype of at least float32 to compute in, one device."""
+    check_precision(everything, varying, compute_dtype)
     named = {name: everything[name] for name in varying}
-    if compute_dtype is None and len(dtypes := {p.dtype for p in named.values()}) > 1:
+    if compute_dtype is None and len({p.dtype for p in named.values()}) > 1:
         examples = {str(p.dtype): name for name, p in named.items()}
         raise ProblemError(
             f"parameters of several dtypes ({examples}): pass compute_dtype=, or call "

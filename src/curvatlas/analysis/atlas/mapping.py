@@ -37,6 +37,7 @@ from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
 from curvatlas.problem import Problem
 from curvatlas.spectra.checkpoint import Checkpoint, Resumable, State, fingerprint
+from curvatlas.spectra.requirements import require_precision
 
 # Up to this size the three dense matrices are cheaper than their estimates are good.
 DENSE_UP_TO = 4096
@@ -99,6 +100,7 @@ def atlas(
         room = parallel.smallest_over_processes(room)  # all take the same way
     fits = problem.size <= DENSE_UP_TO and 4 * problem.size**2 * problem.dtype.itemsize <= room
     operator = CurvatureParts(problem, budget=budget)
+    require_precision(operator, "atlas")
     if method == "dense" or (method == "auto" and fits):
         places = [block.indices for block in blocks]
         maps, shares = maps_of_matrices(dense_parts(operator), places, blocks)

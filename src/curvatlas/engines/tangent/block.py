@@ -45,6 +45,7 @@ from curvatlas.engines.tangent.linear import BackwardPass, Buffers, add, stage_n
 from curvatlas.engines.tangent.norm import NORMS, Normalization, NormTangent
 from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Norm, Weights
 from curvatlas.linear_operator import Part, require_part
+from curvatlas.precision import COMPUTED
 
 # ---- what a block and its directions must look like --------------------------------------------
 
@@ -180,8 +181,11 @@ def check_block(spec: BlockSpec, weights: Weights, x: Tensor) -> None:
         raise ValueError(
             f"the input must be (samples, tokens, {spec.d_model}), got {tuple(x.shape)}."
         )
-    if not x.is_floating_point():
-        raise TypeError(f"the input must be of a floating dtype, got {x.dtype}.")
+    if x.dtype not in COMPUTED:
+        raise TypeError(
+            f"the input must be of a floating dtype, float32 or float64, got {x.dtype}: convert "
+            "the block and its input."
+        )
     shapes = weight_shapes(spec)
     if unknown := set(weights) - set(shapes):
         name = sorted(unknown)[0]
