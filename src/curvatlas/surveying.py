@@ -22,7 +22,7 @@ from curvatlas import files, parallel
 from curvatlas.analysis.atlas.mapping import atlas, with_known_traces
 from curvatlas.analysis.atlas.result import Atlas, AtlasBlock, blocks_of
 from curvatlas.analysis.conditioning import conditioning_of
-from curvatlas.analysis.diagnostics import Advice, Situation, recommend
+from curvatlas.analysis.diagnostics import Advice, Situation, advice_lines, advise
 from curvatlas.analysis.propagation.analyzer import CurvaturePropagationAnalyzer
 from curvatlas.analysis.propagation.pooling import pooled_flow
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
@@ -80,11 +80,13 @@ def survey(
     products: int | None = None,
     optimizer: str | None = None,
     learning_rate: float | None = None,
+    held_out: Any = None,
     memory: int | str | None = None,
     time: float | str | Clock | None = None,
     seed: int = 0,
     name: str | None = None,
     data: str | None = None,
+    basis: str = "",
     say: Callable[[object], object] | None = None,
     detail: Callable[[object], object] | None = None,
 ) -> LoadedRun:
@@ -106,13 +108,17 @@ def survey(
     skip: of trace, map, propagation, density, advice. eigenvalues: at each end of each spectrum.
     density_products, products: most matrix-vector products of a density, of any one estimate.
     optimizer, learning_rate: what the model is trained with ("sgd", "adamw" …), for the advice.
+    held_out: data the model was not trained on, in the form of the problem's: advice that predicts
+    a change of the loss is given where steps were taken on both and the loss fell, never without.
     memory: bytes or a text such as "2GB". time: seconds or a text such as "5m"; when it is used
     up, the run is returned with status "interrupted" and a page of what is there.
-    name, data: what the page calls the model and the data. say: called with each result as it is
+    name, data: what the page calls the model and the data; basis: a sentence on how many samples
+    were taken and why, where there are more. say: called with each result as it is
     ready, for example ``print``; detail: with each step's number, name and the time that is left.
     """
     _check_options(problem, stage, skip, eigenvalues, density_products, products)
     situation = Situation(optimizer=optimizer, learning_rate=learning_rate).checked()
+    others = None if held_out is None else problem.with_data(held_out)
     if roles is not None:
         chosen_slices(problem.anatomy, roles)  # a wrong name is told at once
     clock = time if isinstance(time, Clock) else Clock(time)
@@ -128,13 +134,14 @@ def survey(
             eigenvalues=eigenvalues,
             density_products=density_products,
             situation=situation,
+            held_out=others,
             products_asked=products,
             memory_asked=bytes_asked,
             clock=clock,
             seed=seed,
             say=say or _silent,
             detail=detail or _silent,
-        ).carry_out(name=name, data=data)
+        ).carry_out(name=name, data=data, basis=basis)
 
     if isinstance(output, Run):
         measure(output)
@@ -151,6 +158,7 @@ def survey(
         "density_products": density_products,
         "optimizer": optimizer,
         "learning_rate": learning_rate,
+        **({} if others is None else {"held_out": fingerprints_of(others)["data_fingerprint"]}),
         "seed": seed,
         "effort": effort(memory=bytes_asked, products=products, time=clock.seconds),
     }
@@ -333,6 +341,7 @@ class _Survey:
     eigenvalues: int
     density_products: int
     situation: Situation
+    held_out: Problem | None
     products_asked: int | None
     memory_asked: int | None
     clock: Clock
@@ -368,7 +377,7 @@ class _Survey:
         rows_needed = _basis_rows(self.eigenvalues)
         self.storage = torch.bfloat16 if self.memory.vectors < rows_needed * vector_bytes else None
 
-    def carry_out(self, *, name: str | None, data: str | None) -> None:
+    def carry_out(self, *, name: str | None, data: str | None, basis: str) -> None:
         """Every step, the most telling first, the dearest last."""
         self.say(
             self._step(
@@ -378,6 +387,7 @@ class _Survey:
                     name=name or class_name(self.problem.model),
                     data=data or f"{self.problem.total_count:g} targets",
                     state="" if self.stage == "model" else self.stage,
+                    basis=basis,
                 ),
             )
         )
@@ -511,16 +521,22 @@ class _Survey:
             )
             known = {"initial": False, "trained": True}.get(self.stage)
             situation = self.situation.at(self.problem, conditioning.loss, trained=known)
-            return Advice(
-                conditioning=conditioning,
-                recommendations=recommend(
-                    [conditioning], problem=self.problem, situation=situation
-                ),
+            recommendations, ruled_out = advise(
+                [conditioning],
+                self.problem,
+                ends,
+                held_out=self.held_out,
                 situation=situation,
             )
+            return Advice(
+                conditioning=conditioning,
+                recommendations=recommendations,
+                situation=situation,
+                ruled_out=ruled_out,
+            )
 
-        for recommendation in self._estimate("advice", read).recommendations:
-            self.say(f"  → {recommendation}")
+        for line in advice_lines(self._estimate("advice", read)):
+            self.say(f"  {line}")
 
     def _map(self) -> None:
         """The map over pairs of roles; biases count with their weights."""
@@ -778,7 +794,9 @@ def _groups(problem: Problem, *, own: bool) -> tuple[int, list[Batch]]:
     return samples, groups
 
 
-def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Subject:
+def subject_of(
+    problem: Problem, *, name: str, data: str, state: str = "", basis: str = ""
+) -> Subject:
     """Describe a ``Problem``; costs one gradient, and a product of one sample."""
     sizes: dict[tuple[int | None, str, str], int] = {}
     for piece in problem.anatomy:
@@ -802,6 +820,7 @@ def subject_of(problem: Problem, *, name: str, data: str, state: str = "") -> Su
             for (layer, sublayer, role), size in sizes.items()
         ),
         engine=str(Hessian(problem).prepare()),
+        basis=basis,
     )
 
 

@@ -52,7 +52,7 @@ class EffectiveConditioning(Result):
     gradient_norm: float
     largest: float  # λmax
     largest_interval: Interval  # certified
-    smallest: float  # λmin, negative at saddles
+    smallest: float  # λmin
     smallest_interval: Interval
     condition_number: float  # λmax / mean |λ|
     interval: Interval  # 95 %, of the condition number
@@ -113,12 +113,22 @@ def effective_conditioning(
     problem: Problem, *, learning_rate: float | None, products: int, layers: bool, seed: int
 ) -> EffectiveConditioning:
     """Both ends by Lanczos, the bulk by quadrature, every layer's own block."""
+    return conditioning_and_ends(
+        problem, learning_rate=learning_rate, products=products, layers=layers, seed=seed
+    )[0]
+
+
+def conditioning_and_ends(
+    problem: Problem, *, learning_rate: float | None, products: int, layers: bool, seed: int
+) -> tuple[EffectiveConditioning, Eigenpairs]:
+    """``effective_conditioning`` with the eigenvectors it was read from."""
     operator = Hessian(problem)
     ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
     density = spectral_density(operator, max_products=products, seed=seed)
-    return conditioning_of(
+    conditioning = conditioning_of(
         problem, operator, ends, density, learning_rate=learning_rate, layers=layers, seed=seed
     )
+    return conditioning, ends
 
 
 def conditioning_of(

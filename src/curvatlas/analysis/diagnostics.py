@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_flatten
 
 from curvatlas.analysis.conditioning import (
     EffectiveConditioning,
+    conditioning_and_ends,
     effective_conditioning,
     heterogeneity,
     sharpest_pair,
 )
 from curvatlas.analysis.landscape.line import value_and_gradient
 from curvatlas.analysis.propagation.capture import capture
+from curvatlas.analysis.trial import Trial, along_negative_curvature, along_the_gradient
 from curvatlas.errors import ProblemError
 from curvatlas.figures.training import trajectory_figure
 from curvatlas.fits import Array, line_slope
@@ -41,15 +43,14 @@ from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Interval, Result, also_named
+from curvatlas.spectra.eigen_result import Eigenpairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
-SADDLE = 0.1  # |λmin|/λmax from which negative curvature competes with positive
-# Of ‖θ‖: where the gradient alone decides that far, the point is a slope and no saddle.
-SADDLE_REACH = 1e-3
+DOWNWARD = 0.1  # |λmin|/λmax from which negative curvature competes with positive
 SPIKE = 5.0  # largest over median gradient norm
 BATCH_FACTOR = 2.0  # batch sizes within this factor of the critical one are left alone
 
@@ -109,7 +110,8 @@ def gradient_noise(problem: Problem, *, samples: int = 48) -> GradientNoise:
     hessian = Hessian(problem)
     spent = count
     simple = _ratio((gradients @ gradients.T).cpu().double().numpy())
-    assert simple is not None  # of a Gram matrix
+    if simple is None:  # a Gram matrix of nothing
+        raise ProblemError("the gradient of every sample is zero: there is no noise to compare.")
     critical, used = _ratio(through(hessian)), "H"
     if critical is None:
         with suppress(ProblemError):  # of a loss without an outer part
@@ -257,6 +259,7 @@ class Recommendation(Result):
     evidence: str  # one sentence with the numbers
     effect: str = ""  # what would change, by how much
     check: str = ""  # what to run to see whether it is so
+    trial: Trial | None = None  # the steps that were taken before it was given
 
     @property
     def uncertainty(self) -> str:
@@ -277,10 +280,54 @@ class Advice(Result):
     conditioning: EffectiveConditioning
     recommendations: tuple[Recommendation, ...]
     situation: Situation | None = None
+    ruled_out: tuple[Trial, ...] = ()  # tried, not confirmed, and so not advised
 
     def __str__(self) -> str:
-        said = [f"→ {item}" for item in self.recommendations] or ["→ nothing to recommend"]
-        return "\n".join([str(self.conditioning), *said])
+        return "\n".join([str(self.conditioning), *advice_lines(self)])
+
+
+def advice_lines(advice: Advice | ConvergenceTrajectory) -> list[str]:
+    """What is recommended, and what was tried and is not."""
+    said = [f"→ {item}" for item in advice.recommendations] or ["→ nothing to recommend"]
+    return [*said, *(f"not advised, {trial}" for trial in advice.ruled_out)]
+
+
+def advise(
+    looks: Sequence[EffectiveConditioning],
+    problem: Problem,
+    ends: Eigenpairs,
+    *,
+    held_out: Problem | None = None,
+    situation: Situation | None = None,
+    **measured: Any,
+) -> tuple[tuple[Recommendation, ...], tuple[Trial, ...]]:
+    """``recommend`` with what would change the loss tried first; and what was ruled out.
+
+    ends: of the Hessian at the last look.  held_out: the same problem on data the model was not
+    trained on: without, nothing that predicts a change of the loss is advised.
+    """
+    now = looks[-1]
+    situation = situation or Situation(optimizer="sgd", learning_rate=now.learning_rate)
+    gradient = problem.gradient()
+    trials: list[Trial | None] = []
+    if _bends_down(now, situation):
+        trials.append(along_negative_curvature(problem, ends, gradient, held_out))
+    higher = _higher_rate(now, situation)
+    if higher is not None:
+        rate = situation.learning_rate or 0.0
+        curvature = now.alignment * now.largest
+        rates = [rate * (higher / rate) ** share for share in (1 / 3, 2 / 3, 1)]
+        trials.append(
+            along_the_gradient(
+                problem, gradient, curvature=curvature, rate=rate, rates=rates, held_out=held_out
+            )
+        )
+    tried = [trial for trial in trials if trial is not None]
+    recommendations = recommend(
+        looks, problem=problem, situation=situation, trials=tried, **measured
+    )
+    given = [item.trial for item in recommendations]
+    return recommendations, tuple(trial for trial in tried if trial not in given)
 
 
 def recommend(
@@ -291,24 +338,27 @@ def recommend(
     batch_size: int | None = None,
     problem: Problem | None = None,
     situation: Situation | None = None,
+    trials: Sequence[Trial] = (),
 ) -> tuple[Recommendation, ...]:
     """Everything the measurements support; the last look is the present state.
 
     A rule compares one measured number, with its interval, to a threshold: "strong" evidence when
     the whole interval lies beyond it, "weak" when only the estimate does, else nothing.
     situation: what the model is trained with and whether it has been: nobody who uses Adam is told
-    to use it, and an untrained model is not told that it stands at a saddle.
+    to use it, and an untrained model is not told of its negative curvature.
     problem: what was measured, to see where its norms stand.
+    trials: steps that were taken (``advise`` takes them): what predicts a change of the loss is
+    recommended where they confirm it, and never without.
     """
     now = looks[-1]
     situation = situation or Situation(optimizer="sgd", learning_rate=now.learning_rate)
     rules = [
         _learning_rate(now, situation),
-        _room_for_rate(now, situation),
+        _room_for_rate(now, situation, trials),
         _adaptive(now, situation),
         _layer_wise(now, situation),
         _clipping(gradient_norms),
-        _negative_curvature(now, situation),
+        _negative_curvature(now, situation, trials),
         _pre_norm(now, problem),
         _batch(noise, batch_size),
     ]
@@ -316,7 +366,7 @@ def recommend(
 
 
 def _judged(
-    *, value: float, interval: Interval, threshold: float, **told: str
+    *, value: float, interval: Interval, threshold: float, **told: Any
 ) -> Recommendation | None:
     """A recommendation when the value exceeds the threshold, as strong as its interval allows."""
     if not value > threshold:
@@ -342,10 +392,11 @@ def _learning_rate(now: EffectiveConditioning, situation: Situation) -> Recommen
         value=value,
         interval=(low, high),
         threshold=1.0,
-        evidence=f"sharpness {now.largest:.4g} exceeds {edge:g}/η = {edge / rate:.4g}: plain "
-        "gradient descent leaves this point",
-        effect=f"at η = {rate:.3g} a deviation along the sharpest direction is multiplied by "
-        f"{abs(1 - rate * now.largest):.3g} a step, at {edge / 2 / now.largest:.3g} by 0",
+        evidence=f"sharpness {now.largest:.4g} exceeds {edge:g}/η = {edge / rate:.4g}: beyond the "
+        "edge of stability of the quadratic model",
+        effect=f"in the quadratic model (no step was taken) a deviation along the sharpest "
+        f"direction is multiplied by {abs(1 - rate * now.largest):.3g} a step at η = {rate:.3g}, "
+        f"by 0 at {edge / 2 / now.largest:.3g}",
         check="'curvatlas landscape' runs gradient descent on both sides of the edge",
     )
 
@@ -353,24 +404,44 @@ def _learning_rate(now: EffectiveConditioning, situation: Situation) -> Recommen
 _ROOM = 20.0  # of the edge, from which a higher rate is worth a thought
 
 
-def _room_for_rate(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
-    """A rate far below the edge, for a model that is trained: sharpness will not grow much."""
+def _higher_rate(now: EffectiveConditioning, situation: Situation) -> float | None:
+    """A quarter of the edge, for a trained model whose rate lies far below: worth a trial."""
     rate = situation.learning_rate
     if rate is None or situation.adaptive is not False or not situation.trained:
+        return None
+    edge = 2 * (1 + situation.momentum)
+    if not edge > _ROOM * rate * max(now.largest, 1e-300):
+        return None
+    return edge / now.largest / 4 if now.largest > 0 else None
+
+
+def _room_for_rate(
+    now: EffectiveConditioning, situation: Situation, trials: Sequence[Trial]
+) -> Recommendation | None:
+    """A rate far below the edge: sharpness of a trained model will not grow much."""
+    higher, rate = _higher_rate(now, situation), situation.learning_rate
+    trial = _confirmed(trials, "one step of gradient descent")
+    if higher is None or rate is None or trial is None:
         return None
     edge = 2 * (1 + situation.momentum) / rate
     low, high = (edge / max(bound, 1e-300) for bound in reversed(now.largest_interval))
     return _judged(
-        action=f"try a higher learning rate, up to about {rate * edge / now.largest / 4:.2g}",
+        action=f"try a higher learning rate, up to about {higher:.2g}",
         topic="learning rate",
         measure="edge over λmax",
         value=edge / max(now.largest, 1e-300),
         interval=(low, high),
         threshold=_ROOM,
         evidence=f"λmax {now.largest:.4g} lies far below the edge {edge:.4g} of η = {rate:.3g}",
-        effect=f"steps could be {edge / now.largest / 4:.3g} times as long and keep a factor of 4",
+        effect=f"measured on one step: {trial.steps}",
         check="train both for a few hundred steps and compare the loss at equal steps",
+        trial=trial,
     )
+
+
+def _confirmed(trials: Sequence[Trial], direction: str) -> Trial | None:
+    """The trial of this direction, if the loss fell as predicted."""
+    return next((t for t in trials if t.direction.startswith(direction) and t.confirmed), None)
 
 
 def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
@@ -392,8 +463,8 @@ def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendatio
         threshold=LAYERS_DIFFER,
         evidence=f"{top.name} is {now.heterogeneity:.3g} times as sharp as {low.name}, of like "
         "size: one step size for both is unstable in one or slow in the other",
-        effect=f"with one rate that {top.name} bears, {low.name} moves "
-        f"{now.heterogeneity:.3g} times slower than it could",
+        effect=f"in the quadratic model (nothing was trained) {low.name} moves "
+        f"{now.heterogeneity:.3g} times slower than it could, with one rate that {top.name} bears",
         check="train with both for a few hundred steps and compare the loss at equal steps",
     )
 
@@ -413,7 +484,8 @@ def _layer_wise(now: EffectiveConditioning, situation: Situation) -> Recommendat
         interval=interval,
         threshold=LAYERS_DIFFER / 2,
         evidence=f"{top.name} has λmax {top.sharpness:.4g}, {low.name} {low.sharpness:.4g}",
-        effect=f"{low.name} could take steps {ratio:.3g} times as long as {top.name}",
+        effect=f"in the quadratic model (nothing was trained) {low.name} could take steps "
+        f"{ratio:.3g} times as long as {top.name}",
         check="parameter groups with these rates for a few hundred steps, against one rate",
     )
 
@@ -443,32 +515,35 @@ def _clipping(norms: Sequence[float]) -> Recommendation | None:
 _VAGUE = 0.3  # width of an interval of a share beyond which the share is no evidence
 
 
-def _negative_curvature(now: EffectiveConditioning, situation: Situation) -> Recommendation | None:
-    """Of a model that has been trained, or may have been: at initialisation it is the rule.
+def _bends_down(now: EffectiveConditioning, situation: Situation) -> bool:
+    """Whether negative curvature is worth a trial: not at initialisation, where it is the rule."""
+    return situation.trained is not False and now.indefiniteness > DOWNWARD
 
-    Where that cannot be told, only near a critical point: along the most negative eigenvector
-    ½ |λmin| r² outweighs the slope ‖g‖ r from r = 2 ‖g‖ / |λmin| on.
-    """
-    reach = 2 * now.gradient_norm / max(-now.smallest, 1e-300)
-    sloping = situation.trained is None and reach > SADDLE_REACH * now.weights_norm
-    if situation.trained is False or sloping:
+
+def _negative_curvature(
+    now: EffectiveConditioning, situation: Situation, trials: Sequence[Trial]
+) -> Recommendation | None:
+    """Only where steps along it were taken, and lowered the loss by more than the gradient does."""
+    trial = _confirmed(trials, "the most negative eigenvector")
+    if not _bends_down(now, situation) or trial is None:
         return None
     low, high = (max(-bound, 0.0) / max(now.largest, 1e-300) for bound in now.smallest_interval)
     few, many = now.negative_mass_interval
     share = f" ({now.negative_mass:.0%} of all are negative)" if many - few < _VAGUE else ""
     return _judged(
-        action="train on: use momentum or noise to leave the saddle, and clip the steps",
+        action="follow the negative curvature: a step along it lowers the loss more than one along "
+        "the gradient (momentum or noise find it; clip the steps)",
         topic="negative curvature",
         measure="|λmin|/λmax",
         value=now.indefiniteness,
         interval=(min(low, high), max(low, high)),
-        threshold=SADDLE,
+        threshold=DOWNWARD,
         evidence=f"the most negative eigenvalue is {now.smallest:.4g} against λmax "
-        f"{now.largest:.4g}{share}",
-        effect=f"a step of length s along that direction lowers the loss by about "
-        f"{abs(now.smallest) / 2:.3g}·s²",
+        f"{now.largest:.4g}{share}; {trial.place}",
+        effect=f"measured along it: {trial.steps}",
         check="ca.TaylorExpansionAnalyzer.compute_taylor_coefficients with the eigenvector as "
         "displacement",
+        trial=trial,
     )
 
 
@@ -511,7 +586,7 @@ def _batch(noise: GradientNoise | None, batch_size: int | None) -> Recommendatio
     if noise.lower_bound:  # nothing says that it is small
         return larger
     return larger or _judged(
-        action=f"a smaller batch, about {noise.value:.3g}, learns as much a step",
+        action=f"try a smaller batch, about {noise.value:.3g}: its steps would be little noisier",
         topic="batch size",
         measure="batch size over critical batch size",
         value=batch_size / noise.value,
@@ -578,6 +653,7 @@ class ConvergenceTrajectory(Result):
     noise: GradientNoise | None
     diverged: bool
     recommendations: tuple[Recommendation, ...]
+    ruled_out: tuple[Trial, ...] = ()  # tried, not confirmed, and so not advised
 
     also = ("loss_decreased", "condition_number_trend", "final_condition")
 
@@ -618,8 +694,7 @@ class ConvergenceTrajectory(Result):
             lines.append(f"log condition number {self.condition_trend}")
         if self.noise is not None:
             lines.append(str(self.noise))
-        lines += [f"→ {item}" for item in self.recommendations] or ["nothing to recommend"]
-        return "\n".join(lines)
+        return "\n".join([*lines, *advice_lines(self)])
 
     def _picture(self) -> Figure:
         """Loss and gradient norm, sharpness against 2/η, conditioning."""
@@ -668,19 +743,21 @@ class ConvergenceDiagnostics:
         products: int = 60,
         loss: LossLike | None = None,
         in_place: bool = False,
+        held_out: Any = None,
         seed: int = 0,
     ) -> ConvergenceTrajectory:
         """Train for ``n_steps`` of SGD (on a copy unless ``in_place``) and look at the curvature.
 
         batch_size: samples a step, drawn at random (default: all). looks: times the conditioning is
-        measured on all the data, first and last step included.
+        measured on all the data, first and last step included. held_out: data that are not trained
+        on: what would lower the loss is tried on them, too, before it is advised.
         """
         if n_steps < 2 or looks < 2 or not learning_rate > 0:
             raise ValueError("need n_steps ≥ 2, looks ≥ 2 and learning_rate > 0.")
         model = self.model if in_place else copy.deepcopy(self.model)
         problem = self._problem(model, data, loss)
         return _Trajectory(
-            problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed
+            problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed, held_out
         ).result()
 
     def _problem(self, model: nn.Module, data: Any, loss: LossLike | None) -> Problem:
@@ -698,7 +775,10 @@ class _Trajectory:
         looks: int,
         products: int,
         seed: int,
+        held_out: Any,
     ) -> None:
+        self.held_out = None if held_out is None else problem.with_data(held_out)
+        self.ends: Eigenpairs | None = None  # at the last look
         self.problem, self.steps, self.rate, self.momentum = problem, steps, rate, momentum
         self.products, self.seed = products, seed
         problem.require_one_process("a trajectory of gradient descent")
@@ -713,9 +793,21 @@ class _Trajectory:
         diverged = self._train()
         noise = None
         if not diverged and self.total >= 8 and self.problem.separable:
-            noise = gradient_noise(self.problem)
+            with suppress(ProblemError):  # every gradient is zero
+                noise = gradient_noise(self.problem)
         first, last = self.looks[0].loss, self.looks[-1].loss
         kappas = [look.condition_number for look in self.looks]
+        assert self.ends is not None
+        recommendations, ruled_out = advise(
+            self.looks,
+            self.problem,
+            self.ends,
+            held_out=self.held_out,
+            situation=Situation(optimizer="sgd", learning_rate=self.rate, momentum=self.momentum),
+            gradient_norms=self.norms,
+            noise=noise,
+            batch_size=self.batch,
+        )
         seen = self.at[: len(self.looks)]
         return ConvergenceTrajectory(
             learning_rate=self.rate,
@@ -731,16 +823,8 @@ class _Trajectory:
             condition_trend=_rate(seen, kappas) if len(kappas) > 2 else None,
             noise=noise,
             diverged=diverged,
-            recommendations=recommend(
-                self.looks,
-                gradient_norms=self.norms,
-                noise=noise,
-                batch_size=self.batch,
-                problem=self.problem,
-                situation=Situation(
-                    optimizer="sgd", learning_rate=self.rate, momentum=self.momentum
-                ),
-            ),
+            recommendations=recommendations,
+            ruled_out=ruled_out,
         )
 
     def _train(self) -> bool:
@@ -752,7 +836,9 @@ class _Trajectory:
         for step in track(range(self.steps + 1), "training", total=self.steps + 1):
             if step in self.at:
                 options: Any = {"products": self.products, "layers": True, "seed": self.seed}
-                look = effective_conditioning(self.problem, learning_rate=self.rate, **options)
+                look, self.ends = conditioning_and_ends(
+                    self.problem, learning_rate=self.rate, **options
+                )
                 self.looks.append(look)
             if step == self.steps:
                 return False

@@ -61,6 +61,8 @@ class Prepared:
     loss: str
     batches: Any
     named_model: NamedModel
+    held_out: Any = None  # batches of the other part, of data that come split
+    basis: str = ""  # how many of the samples, and why
     notes: tuple[str, ...] = ()  # kept with the run
 
     def open_run(self, command: str, output: Path | None, **more: Any) -> Run:
@@ -80,7 +82,25 @@ class Prepared:
 
     def subject(self) -> Subject:
         """Model, data, loss and gradient norm; costs one gradient."""
-        return subject_of(self.problem, name=self.model_name, data=self.data_name)
+        return subject_of(self.problem, name=self.model_name, data=self.data_name, basis=self.basis)
+
+
+def _basis(asked: int | None, limit: int, available: int | None) -> str:
+    """How many samples are used and why, as a sentence; nothing where they are all there are.
+
+    available: where a reader stops at the limit (images, tokens) it is the limit itself.
+    """
+    if available is None or available < limit or (available == limit and asked is not None):
+        return ""
+    whole = f"{limit} of {available:,} samples" if available > limit else f"{limit} samples"
+    if asked is not None:
+        return f"{whole} were used, as --samples says."
+    if limit < MOST_SAMPLES:
+        return (
+            f"{whole} were used: about as many as keep a survey of this model to a minute on two "
+            "cores (--samples takes more or fewer)."
+        )
+    return f"{whole} were used, the most unless --samples says more."
 
 
 def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> Prepared:
@@ -153,6 +173,8 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
         loss=data.loss,
         batches=data.batches,
         named_model=model,
+        held_out=data.held_out,
+        basis=_basis(samples, count, data.available),
         notes=(*(f"model: {note}" for note in model.notes), *(f"data: {n}" for n in data.notes)),
     )
 
@@ -495,6 +517,8 @@ class NamedData:
     name: str
     loss: str
     notes: tuple[str, ...] = ()  # kept with the run
+    held_out: Any = None  # batches of the other part, of data that come split
+    available: int | None = None  # samples there are, where that is known
 
 
 def find_data(
@@ -570,20 +594,34 @@ def find_data(
             "a folder of images, of CIFAR's binary version or of IDX files, or one of "
             f"{', '.join(ZOO_DATA)}."
         )
+    other, available = None, None
     if isinstance(raw, Dataset):
         notes += raw.notes
+        if part == "train":
+            other = _cut(raw.validation.batch, samples, batch_size)[0]
         raw = (raw.train if part == "train" else raw.validation).batch
     if isinstance(raw, dict) or _is_pair(raw):
+        tensors = list(raw.values()) if isinstance(raw, dict) else list(raw)
         raw, count = _cut(raw, samples, batch_size)
+        available = len(tensors[0])
         name = f"{count} samples of {name}"
     parameter = next(model.model.parameters(), None)
     if parameter is not None and isinstance(raw, list):
         raw = [_converted(batch, parameter.dtype, parameter.device) for batch in raw]
+        other = other and [_converted(b, parameter.dtype, parameter.device) for b in other]
     if loss == "auto":
         loss = _loss(raw)
     elif loss == "cross_entropy" and isinstance(raw, list):
         raw = [_with_whole_classes(batch) for batch in raw]
-    return NamedData(batches=raw, name=name, loss=loss, notes=tuple(notes))
+        other = other and [_with_whole_classes(batch) for batch in other]
+    return NamedData(
+        batches=raw,
+        name=name,
+        loss=loss,
+        notes=tuple(notes),
+        held_out=other,
+        available=available,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,7 @@ def demo(
             stage=stage,
             optimizer="adamw",
             learning_rate=_DEMO_RATE,
+            held_out=tuple(held_out),
             time=clock,
             seed=seed,
             name="reference ViT",
@@ -91,6 +92,7 @@ def demo(
         clock = Clock(time)
         model, data = zoo.reference_vit(seed=seed).double().eval(), zoo.digits()
         batch = data.train.take(samples).to(torch.float64)
+        held_out = data.validation.take(samples).to(torch.float64)
         run = open_run(
             output,
             {"command": "demo", "seed": seed, "steps": steps, "samples": samples},
@@ -123,6 +125,15 @@ def analyze(
         typer.Option(help="What it is trained with, such as sgd or adamw: advice depends on it."),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the training.")] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            "--held-out",
+            metavar="DATA",
+            help="Data it was not trained on: advice is tried on them, too (default: the other "
+            "part of data that come split; none of others).",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what it will take: steps, time, memory.")
     ] = False,
@@ -155,7 +166,10 @@ def analyze(
         )
         console.answer(plan.to_dict(), f"{prepared.model_name} on {prepared.data_name}: {plan}")
         return
-    advised = {"optimizer": optimizer, "learning_rate": lr}
+    others = prepared.held_out
+    if held_out is not None:
+        others = prepared.test_data(held_out, prepared.options["samples"])
+    advised = {"optimizer": optimizer, "learning_rate": lr, "held_out": held_out}
     run = prepared.open_run(
         "analyze",
         output,
@@ -177,11 +191,13 @@ def analyze(
             products=products,
             optimizer=optimizer,
             learning_rate=lr,
+            held_out=others,
             memory=size,
             time=clock,
             seed=inputs.seed,
             name=prepared.model_name,
             data=prepared.data_name,
+            basis=prepared.basis,
             say=console.say,
             detail=console.follow,
         )

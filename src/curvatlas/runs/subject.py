@@ -41,6 +41,7 @@ class Subject(Result):
     gradient_norm: float
     roles: tuple[RoleSize, ...]
     engine: str = ""  # which one computes products, and why
+    basis: str = ""  # how many of the samples were used and why, where not all of them were
 
     @property
     def value(self) -> float:
@@ -60,7 +61,7 @@ class Subject(Result):
         return (
             f"{self.name}{state}: {self.model} with {self.parameters:,} parameters ({roles}); "
             f"{self.loss_name} {self.loss:.6g} on {self.data}, "
-            f"gradient norm {self.gradient_norm:.3g}"
+            f"gradient norm {self.gradient_norm:.3g}" + (f"; {self.basis}" if self.basis else "")
         )
 
 

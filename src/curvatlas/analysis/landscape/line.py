@@ -61,6 +61,12 @@ class Line:
 
         return self._sum(one, len(points))
 
+    def values_by_batch(self, batches: Sequence[Batch], *, at: float = 1.0) -> list[float]:
+        """The mean loss of every batch at t = ``at``, forward passes only; NaN stays NaN."""
+        t = torch.tensor(at, dtype=self.problem.dtype)
+        with self.problem.evaluating(), torch.no_grad():
+            return [float(self._loss(batch, t)) for batch in batches]
+
     def derivatives(self, order: int = 3, *, at: float = 0.0) -> list[float]:
         """φ, φ', …, φ^(order) at t = ``at``."""
 

@@ -59,12 +59,13 @@ def _basis(contents: Contents, first: dict[str, Any]) -> Markup:
     if not contents.of_kind("Eigenpairs", "SpectralDensity", "Atlas"):
         words = f"Curvature is that of the mean loss over {targets:,.0f} targets of these data."
         return tag("p", words, class_="basis")
+    why = f" {first['basis']}" if first.get("basis") else ""
     return tag(
         "p",
         f"Every number on this page is that of the mean loss over the same {first.get('data')} "
         f"({targets:,.0f} targets){exception}. Intervals in brackets are 95 % intervals of the "
         "measurement on these samples; how far other samples would move a number is said where it "
-        "was measured.",
+        f"was measured.{why}",
         class_="basis",
     )
 
