@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from curvatlas import files, results
+from curvatlas.results import Number
 from run_samples import SampleEstimate, estimate
 
 
@@ -571,3 +573,47 @@ def test_a_mapping_of_something_else_than_numbers_is_refused(value: Any) -> None
     fields = {"name": "x", "terms": {"a": 1.0, "b": value}}
     assert results.wrongly_typed(_WithTerms, fields) == "terms"
     assert results.wrongly_typed(_WithTerms, {**fields, "terms": {"a": 1.0}}) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (Number(483.5, 11.6, 955.4), "480 ± 470"),
+        (Number(8.724, -6.2, 23.7), "9 ± 15"),
+        (Number(226.098, 215.1, 237.1), "226 ± 11"),
+        (Number(226.098, 215.1, 237.1, data=(201.0, 251.0)), "226 ± 11, data ± 25"),
+        (Number(-185.848, -193.9, -177.7), "-185.8 ± 8.1"),
+        (Number(34.2615481, 34.2615481 - 3e-9, 34.2615481 + 3e-9), "34.2615 ± 3e-09"),
+        (Number(12.0, 11.0, 40.0), "12 [11, 40]"),
+        (Number(10.83794, 10.83793, 10.83795, exact=True), "10.8379 (exact)"),
+        (Number(0.128, 0.128, 0.128), "0.128 (exact)"),
+        (Number(3.0, 3.0, math.inf), "≥ 3"),
+        (Number(5.0, -math.inf, math.inf), "5 [-inf, inf]"),
+        (Number(math.nan, math.nan, math.nan), "unknown"),
+        (Number(1e-9, 0.9e-9, 1.1e-9), "1e-09 ± 1e-10"),
+        (Number(123456.0, 120000.0, 127000.0), "123500 ± 3500"),
+    ],
+)
+def test_a_number_prints_with_its_error(number: Number, text: str) -> None:
+    assert str(number) == text
+
+
+def test_shares_print_in_percent_with_their_error() -> None:
+    assert f"{Number(0.497, 0.031, 0.963):%}" == "50% ± 47%"
+    assert f"{Number(0.128, 0.128, 0.128):%}" == "12.8% (exact)"
+    with pytest.raises(ValueError, match="prints as such or as '%'"):
+        format(Number(1.0, 0.0, 2.0), ".3f")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.floats(-1e5, 1e5, allow_subnormal=False),
+    st.floats(1e-6, 1e4),
+    st.floats(0.0, 1.0),
+)
+def test_what_a_number_prints_is_the_number_within_a_tenth_of_its_error(
+    value: float, half: float, lean: float
+) -> None:
+    number = Number(value, value - half * (1 + lean), value + half * (1 - lean / 2))
+    shown = float(str(number).replace("[", "").split()[0])
+    assert abs(shown - value) <= 0.1 * number.error + 1e-5 * abs(value)

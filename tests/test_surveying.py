@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import webbrowser
 from pathlib import Path
@@ -15,6 +16,7 @@ import curvatlas as ca
 from cli_models import make_block_model, make_tokens
 from curvatlas import cli, runs, surveying, zoo
 from curvatlas.analysis.propagation.result import CurvatureFlow
+from curvatlas.errors import NotSymmetricError
 from curvatlas.results import same
 from curvatlas.runs import Run
 
@@ -203,10 +205,11 @@ def test_dear_steps_come_last_and_each_says_how_many_there_are(tmp_path: Path) -
     assert [text.split(":")[0] for text in steps] == [f"step {i} of 13" for i in range(2, 14)]
     plan = ca.plan_survey(_problem(), **few)
     names = [step.name for step in plan.steps]
-    assert [text.split(": ")[1].rsplit(", about", 1)[0] for text in steps] == names
+    assert [text.split(": ")[1].rsplit(", about", 1)[0] for text in steps] == names[1:]
+    assert len(names) == 13  # the first is the subject, which the run counts too
     effort = {**few, "products_asked": 100}
     ordered = surveying._ordered(_problem(), tuple(surveying._SYMBOLS), skip=(), work={}, **effort)
-    assert [step.words for step in ordered] == names
+    assert [step.words for step in ordered] == names[1:]
     free = [step.gradients for step in ordered[3:] if step.words not in _WAITING]
     assert free == sorted(free)
     assert plan.seconds == pytest.approx(sum(step.seconds for step in plan.steps))
@@ -226,3 +229,70 @@ def test_the_page_says_which_engine_computed_and_why(tmp_path: Path) -> None:
     engine = run["model.subject"].engine
     assert engine.startswith("tangent: 1 block (Block)")
     assert "written out by hand" in run.report.read_text(encoding="utf-8")
+
+
+def _asymmetric(*names: str) -> Any:
+    """``eigenpairs`` that fails on operators of these classes."""
+    real = surveying.eigenpairs
+
+    def failing(operator: Any, **options: Any) -> Any:
+        if type(operator).__name__ in names:
+            raise NotSymmetricError("the operator is not symmetric (relative 6.0e-02).")
+        return real(operator, **options)
+
+    return failing
+
+
+def test_a_step_that_fails_does_not_cost_the_page_nor_the_other_steps(
+    surveyed: runs.LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {**_FEW, "skip": ["map", "propagation", "trace"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(surveying, "eigenpairs", _asymmetric("Hessian"))
+        with pytest.warns(UserWarning, match=r"ends of the spectrum of H failed.*not symmetric"):
+            run = ca.survey(_problem(), output=tmp_path, **few)
+    assert run.status == "incomplete"
+    assert set(run.failures) == {"model.total.eigenpairs", "model.advice"}
+    assert "not symmetric (relative 6.0e-02)" in run.failures["model.total.eigenpairs"]
+    assert "float64" not in run.failures["model.total.eigenpairs"]  # it is computed in it
+    assert run.failures["model.advice"] == "it needs total.eigenpairs, which failed."
+    assert "model.outer.eigenpairs" in run.results
+    assert not run.failures.keys() & run.results.keys()
+    page = run.report.read_text("utf-8")
+    assert "This run is incomplete" in page
+    assert "not symmetric (relative 6.0e-02)" in page
+    # the same call tries it again, and the run is whole
+    again = ca.survey(_problem(), output=tmp_path, **few)
+    assert (again.status, again.failures) == ("complete", {})
+    assert _numbers(again).items() <= _numbers(surveyed).items()
+    assert {"model.total.eigenpairs", "model.advice"} <= set(again.results)
+
+
+def test_the_command_says_which_step_failed_and_ends_with_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(surveying, "eigenpairs", _asymmetric("FunctionalHessian"))
+    arguments = ["analyze", "cli_models:make_block_model", "cli_models:make_tokens", "--products",
+                 "20", "--skip", "map", "--skip", "propagation", "--skip", "density", "--output",
+                 str(tmp_path / "run"), "--json"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 4
+    answer, err = capsys.readouterr()
+    assert "1 step failed, the page has the others. model.functional.eigenpairs" in err
+    assert "In float64 (--dtype float64, model.double()) it may succeed." in err
+    assert list(json.loads(answer)["failures"]) == ["model.functional.eigenpairs"]
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_an_error_nobody_expects_ends_the_run_and_leaves_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(surveying, "trace", broken)
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        ca.survey(_problem(), output=tmp_path, **_FEW)
+    assert runs.load(tmp_path).status == "failed"
+    assert "a mistake of ours" in (tmp_path / "report.html").read_text("utf-8")

@@ -19,6 +19,10 @@ class DifferentiationError(RuntimeError):
     """The model cannot be differentiated twice, or its second derivative is inconsistent."""
 
 
+class NotSymmetricError(ValueError):
+    """Products that should be those of a symmetric operator are not, beyond rounding."""
+
+
 class UnmappedModuleError(TypeError):
     """A module that the closed forms do not cover; the message says why."""
 
@@ -33,6 +37,23 @@ class OutOfMemory(MemoryError):
 
 class UserCodeError(RuntimeError):
     """A function or module of the user's raised: the message says what and where."""
+
+
+class StepMissing(RuntimeError):
+    """A step of a run needs the result of another one, which failed."""
+
+
+# What a measurement may meet in somebody's model: one of these ends its step, not the run.
+CURVATURE_ERRORS = (
+    ProblemError,
+    DifferentiationError,
+    NotSymmetricError,
+    UnmappedModuleError,
+    ConvergenceError,
+    UserCodeError,
+    FloatingPointError,
+    StepMissing,
+)
 
 
 class PeerError(RuntimeError):

@@ -72,6 +72,78 @@ _RESULT_PACKAGES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number with its error, as every line of ours prints it.
+
+    ``483 ± 472``; ``12 [11, 40]`` where the interval is lopsided; ``10.8379 (exact)`` where there
+    is no error but rounding; ``≥ 3`` where nothing limits it from above. ``f"{number:%}"`` prints
+    shares. data: the interval over samples of the data, where it was measured.
+    """
+
+    value: float
+    low: float
+    high: float
+    data: Interval | None = None
+    exact: bool = False  # a closed form, or the matrix itself
+
+    @property
+    def error(self) -> float:
+        """Half the width of the interval."""
+        return (self.high - self.low) / 2
+
+    def __str__(self) -> str:
+        return self._text("")
+
+    def __format__(self, how: str) -> str:
+        if how not in ("", "%"):
+            raise ValueError(f"a Number prints as such or as '%', not as {how!r}.")
+        return self._text(how)
+
+    def _text(self, unit: str) -> str:
+        scale = 100.0 if unit else 1.0
+        value, low, high = (scale * end for end in (self.value, self.low, self.high))
+        data = ""
+        if self.data is not None:
+            data = f", data ± {_digits(scale * (self.data[1] - self.data[0]) / 2, 2)}{unit}"
+        half = (high - low) / 2
+        if math.isnan(value):
+            return "unknown"
+        if self.exact or half == 0:
+            return f"{_digits(value, _MOST_DIGITS)}{unit} (exact){data}"
+        if not math.isfinite(half):
+            if low == value:
+                return f"≥ {_digits(value, 3)}{unit}{data}"
+            ends = (_digits(end, 3) + unit for end in (low, high))
+            return f"{_digits(value, 3)}{unit} [{', '.join(ends)}]{data}"
+        decimals = 1 - math.floor(math.log10(half))  # two digits of the error
+        if abs((high - value) - (value - low)) > _LOPSIDED * half:
+            middle, *ends_ = (_rounded(end, decimals) + unit for end in (value, low, high))
+            return f"{middle} [{', '.join(ends_)}]{data}"
+        return f"{_rounded(value, decimals)}{unit} ± {_digits(half, 2)}{unit}{data}"
+
+
+_LOPSIDED = 0.3  # of the half-width: from where on both ends are told
+_MOST_DIGITS = 6  # of a value; what is known better than that shows in its error
+
+
+def _digits(number: float, count: int) -> str:
+    """So many significant digits, without an exponent where none is needed: 470, not 4.7e+02."""
+    text = f"{number:.{count}g}"
+    return f"{float(text):.0f}" if "e+" in text and abs(number) < 1e6 else text
+
+
+def _rounded(number: float, decimals: int) -> str:
+    """So many decimals, but no more than six digits."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    place = math.floor(math.log10(abs(number)))
+    decimals = min(decimals, _MOST_DIGITS - 1 - place)
+    if decimals > 0 and place >= -4:
+        return f"{number:.{decimals}f}"
+    return _digits(number, max(1, place + 1 + decimals))
+
+
 class Result:
     """Base of every result: registers the class so that ``load`` finds it by name."""
 

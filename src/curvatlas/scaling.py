@@ -53,7 +53,7 @@ from curvatlas.problem.batches import batches_of, paired
 from curvatlas.problem.evaluation import in_evaluation_mode, without_randomness
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result, also_named
+from curvatlas.results import Interval, Number, Result, also_named
 from curvatlas.runs import Run, subject
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -104,10 +104,10 @@ class HessianNorm(Result):
     def __str__(self) -> str:
         low, high = self.condition_interval
         return (
-            f"‖H‖ = {self.value:.4g} ± {(self.interval[1] - self.interval[0]) / 2:.1g}, λ in "
+            f"‖H‖ = {Number(self.value, *self.interval)}, λ in "
             f"[{self.bottom_eigenvalue:.4g}, {self.top_eigenvalue:.4g}], λmax/mean|λ| "
-            f"{self.condition_number:.3g} [{low:.3g}, {high:.3g}], effective rank "
-            f"{self.effective_rank:.3g}"
+            f"{Number(self.condition_number, low, high)}, effective rank "
+            f"{Number(self.effective_rank, *self.effective_rank_interval)}"
         )
 
 

@@ -9,7 +9,9 @@ import json
 import math
 import os
 import time as clocks
+import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,6 +30,7 @@ from curvatlas.analysis.propagation.pooling import pooled_flow
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
 from curvatlas.anatomy import Anatomy, Slice
 from curvatlas.budget import Clock, TimeUp, give_back, memory_plan, parse_bytes, readable
+from curvatlas.errors import CURVATURE_ERRORS, StepMissing
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import FunctionalHessian, GaussNewton, Hessian
 from curvatlas.planning import product_costs
@@ -112,6 +115,9 @@ def survey(
     a change of the loss is given where steps were taken on both and the loss fell, never without.
     memory: bytes or a text such as "2GB". time: seconds or a text such as "5m"; when it is used
     up, the run is returned with status "interrupted" and a page of what is there.
+    A step whose measurement fails (a second derivative that is not symmetric, say) is told with the
+    reason, kept in ``run.failures`` and on the page, and the others go on: status "incomplete". The
+    same call tries it again.
     name, data: what the page calls the model and the data; basis: a sentence on how many samples
     were taken and why, where there are more. say: called with each result as it is
     ready, for example ``print``; detail: with each step's number, name and the time that is left.
@@ -203,15 +209,19 @@ def recorded(
 
 
 def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
-    """Do the work and write the page, also of a part of it after Ctrl-C or the end of the time.
+    """Do the work and write the page, also of a part: after Ctrl-C, an error, the end of the time.
 
     Returns what ended it early, if the time was used up.
     """
-    stopped: KeyboardInterrupt | None = None
+    stopped: BaseException | None = None
     try:
         with run:
             work()
     except KeyboardInterrupt as error:
+        stopped = error
+    except Exception as error:
+        if isinstance(error, OSError) or parallel.world_size() > 1 or not run.manifest.steps:
+            raise
         stopped = error
 
     def report() -> None:
@@ -226,7 +236,10 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
         write_report(loaded)
 
     if stopped is not None and not isinstance(stopped, TimeUp):
-        if parallel.world_size() == 1:
+        if isinstance(stopped, Exception):
+            with suppress(Exception):  # the first error is the one to see
+                report()
+        elif parallel.world_size() == 1:
             report()
         raise stopped
     parallel.together(report)
@@ -351,6 +364,7 @@ class _Survey:
 
     def __post_init__(self) -> None:
         problem = self.problem
+        self.failed: set[str] = set()  # steps of this session
         self.products = self.products_asked or _PRODUCTS
         if self.roles:
             self.skip = {*self.skip, "map", "propagation", "advice"}
@@ -405,7 +419,27 @@ class _Survey:
                 self.detail(f"{words}: {step.words}, about {left_over} left")
             watch = self.clock.check if parallel.world_size() == 1 else None
             with within_step(words, watch):
-                step.work()
+                self._attempt(step)
+
+    def _attempt(self, step: _Step) -> None:
+        """One step; what a measurement may meet ends it and not the run.
+
+        Several processes stop together: one of them cannot tell what another one has met.
+        """
+        try:
+            step.work()
+        except CURVATURE_ERRORS as error:
+            if parallel.world_size() > 1:
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if self.problem.dtype != torch.float64 and not isinstance(error, StepMissing):
+                reason += " In float64 (--dtype float64, model.double()) it may succeed."
+            self.failed.add(step.name)
+            self.run.fail(f"{self.stage}.{step.name}", reason)
+            told = f"{step.words} failed, the others go on: {reason}"
+            self.say(f"  {told}")
+            if self.say is _silent:
+                warnings.warn(told, stacklevel=4)
 
     def _stored(self, what: str) -> bool:
         return f"{self.stage}.{what}" in self.run.manifest.steps
@@ -440,6 +474,8 @@ class _Survey:
     def _step(self, what: str, function: Callable[[], R], *, spends: tuple[str, ...] = ()) -> R:
         """One step of this stage; stops before it when the time is used up."""
         self.clock.check()
+        if what in self.failed:
+            raise StepMissing(f"it needs {what}, which failed.")
         name = f"{self.stage}.{what}"
         stored = name in self.run.manifest.steps
         self.detail(f"{name}{': read from the folder' if stored else ' …'}")
@@ -566,7 +602,7 @@ class _Survey:
 
     def _with_known_traces(self, found: Atlas, blocks: Sequence[AtlasBlock]) -> Atlas:
         """Traces by role that agree with the traces of the whole, where these were measured."""
-        if "trace" in self.skip:
+        if "trace" in self.skip or "functional.trace" in self.failed:
             return with_known_traces(found, blocks)
         estimates = {part: self._trace(part) for part in ("outer", "functional")}
         diagonal = None
@@ -749,6 +785,7 @@ def plan_survey(
         skip=left_out,
         work={},
     )
+    subject = PlannedStep(name="model, loss and roles", products=0, seconds=gradient)
     # The steps' counts in gradients are those of any model: here is what products really take.
     curved = costs.seconds["H"] / _GRADIENTS["total"]
     unit = {
@@ -761,11 +798,14 @@ def plan_survey(
     basis = max(_basis_rows(eigenvalues), min(30 + 3 * density_products // 10, 60) + 30)
     expected = min(costs.memory, limit.graphs) + min(basis * vector, limit.vectors)
     return SurveyPlan(
-        steps=tuple(
-            PlannedStep(name=step.words, products=step.products, seconds=seconds)
-            for step, seconds in zip(steps, taken, strict=True)
+        steps=(
+            subject,
+            *(
+                PlannedStep(name=step.words, products=step.products, seconds=seconds)
+                for step, seconds in zip(steps, taken, strict=True)
+            ),
         ),
-        seconds=sum(taken),
+        seconds=gradient + sum(taken),
         gradient_seconds=gradient,
         memory=int(expected),
         memory_limit=limit.total,

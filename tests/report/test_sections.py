@@ -130,11 +130,11 @@ def test_the_landscape_says_where_descent_fails_and_draws_prediction_and_truth(
 @pytest.mark.parametrize(
     ("which", "outside", "words"),
     [
-        ("both", (-1.0, 18.5), "complete above 18.5 and below −1 (97.5 %)"),
+        ("both", (-1.0, 18.5), "complete above 18.5 and below -1 at 97.5 %"),
         # beyond the outermost of the list: nothing that a reader of the list need know
-        ("both", (-11.0, 18.5), "complete above 18.5 (97.5 %); lower end converged, not searched"),
-        ("largest", (-math.inf, 18.5), "complete above 18.5 (97.5 %)</td>"),
-        ("both", (-math.inf, math.inf), "one overlooked: at most 1.0%"),
+        ("both", (-11.0, 18.5), "complete above 18.5 at 97.5 %; lower end converged, not searched"),
+        ("largest", (-math.inf, 18.5), "complete above 18.5 at 97.5 %</td>"),
+        ("both", (-math.inf, math.inf), "one further out overlooked: at most 1.0%"),
     ],
 )
 def test_the_table_says_where_no_eigenvalue_is_missing(
@@ -144,3 +144,4 @@ def test_the_table_says_where_no_eigenvalue_is_missing(
         eigenpairs(0, both=which == "both"), which=which, complete_outside=outside
     )
     assert words in _page(tmp_path, **{"model.total.eigenpairs": found})
+    assert words.removesuffix("</td>") in str(found)  # the terminal says the same

@@ -35,7 +35,7 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_manifest_carries_schema_version_and_status(tmp_path: Path) -> None:
     manifest = json.loads((write_run(tmp_path / "run") / "manifest.json").read_text())
-    assert manifest["schema"] == 1
+    assert manifest["schema"] == 2
     assert manifest["version"] == curvatlas.__version__
     assert manifest["status"] == "complete"
     assert manifest["environment"]["torch"] == torch.__version__

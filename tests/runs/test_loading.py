@@ -46,7 +46,7 @@ def test_an_edited_manifest_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: m.update(schema=2), "schema 2.*upgrade"),
+        (lambda m: m.update(schema=3), "schema 3.*upgrade"),
         (lambda m: m.update(schema="1"), "integer schema"),
         (lambda m: m.update(schema=True), "integer schema"),
         (lambda m: m.update(schema=-1), "not a valid manifest"),
@@ -203,7 +203,7 @@ def test_a_manifest_of_schema_0_is_read_and_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
 
     def to_schema_0(content: dict[str, Any]) -> None:
-        for key in ("environment", "warnings", "error", "checksum"):
+        for key in ("environment", "warnings", "error", "failures", "checksum"):
             del content[key]
         fingerprints = content.pop("fingerprints")
         content["model_fingerprint"] = fingerprints["model"]
@@ -216,15 +216,15 @@ def test_a_manifest_of_schema_0_is_read_and_resumed(tmp_path: Path) -> None:
     assert loaded.warnings == ()
     assert same(loaded["hessian.trace"], estimate(0))
     write_run(run)
-    assert json.loads((run / "manifest.json").read_text())["schema"] == 1
+    assert json.loads((run / "manifest.json").read_text())["schema"] == 2
 
 
 def test_migrations_are_chained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run")
-    monkeypatch.setattr(manifests, "SCHEMA", 3)
+    monkeypatch.setattr(manifests, "SCHEMA", 4)
     steps = {
-        1: lambda m: {**m, "schema": 2, "status": "interrupted"},
-        2: lambda m: {**m, "schema": 3, "warnings": [m["status"]]},
+        2: lambda m: {**m, "schema": 3, "status": "interrupted"},
+        3: lambda m: {**m, "schema": 4, "warnings": [m["status"]]},
     }
     monkeypatch.setattr(manifests, "MIGRATIONS", steps)
     assert runs.load(run).warnings == ("interrupted",)

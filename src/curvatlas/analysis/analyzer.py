@@ -23,7 +23,7 @@ from curvatlas.problem.fingerprint import content
 from curvatlas.problem.losses import LossLike
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result, also_named
+from curvatlas.results import Interval, Number, Result, also_named
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
@@ -136,14 +136,13 @@ class LayerWiseCurvature(Result):
     def __str__(self) -> str:
         lines = [
             f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax {c.top_eigenvalue:.4g}"
-            f"  ‖·‖_F {c.frobenius.value:.4g} ± {c.frobenius.error:.1g}"
-            f"  trace {c.trace.value:.4g} ± {c.trace.error:.1g}"
+            f"  ‖·‖_F {c.frobenius.number}  trace {c.trace.number}"
             for c in self.layers
         ]
         lines += [
-            f"output of {path or 'the model'}: ‖·‖_F {measure.norm:.4g} "
-            f"[{measure.norm_interval[0]:.3g}, {measure.norm_interval[1]:.3g}]  "
-            f"trace {measure.trace:.4g}"
+            f"output of {path or 'the model'}: ‖·‖_F "
+            f"{Number(measure.norm, *measure.norm_interval)}  trace "
+            f"{Number(measure.trace, *measure.trace_interval)}"
             for path, measure in self.activations.items()
         ]
         return "\n".join(lines)

@@ -17,7 +17,7 @@ from curvatlas.anatomy import Slice
 from curvatlas.figures.training import conditioning_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
@@ -93,15 +93,21 @@ class EffectiveConditioning(Result):
         return max(-self.smallest, 0.0) / max(self.largest, 1e-300)
 
     def __str__(self) -> str:
-        low, high = self.interval
+        largest = Number(self.largest, *self.largest_interval)
+        negative = Number(self.negative_mass, *self.negative_mass_interval)
         text = (
-            f"loss {self.loss:.5g}, λ ∈ [{self.smallest:.4g}, {self.largest:.4g}], condition "
-            f"number λmax/mean|λ| = {self.condition_number:.4g} [{low:.4g}, {high:.4g}], "
-            f"{self.negative_mass:.1%} negative, gradient-curvature alignment "
-            f"{self.alignment:.2f}, parts of like size differ by ×{self.heterogeneity:.3g}"
+            f"loss {self.loss:.5g}, λmin {Number(self.smallest, *self.smallest_interval)}, λmax "
+            f"{largest}, condition number λmax/mean|λ| = "
+            f"{Number(self.condition_number, *self.interval)}, {negative:%} negative, "
+            f"gradient-curvature alignment {self.alignment:.2f}"
         )
-        if self.stability is not None:
-            text += f", η·λmax/2 = {self.stability:.3g}"
+        if self.layers:
+            differ = Number(self.heterogeneity, *self.heterogeneity_interval)
+            text += f", parts of like size differ by × {differ}"
+        if self.learning_rate is not None and self.stability is not None:
+            half = self.learning_rate / 2
+            low, high = (half * end for end in self.largest_interval)
+            text += f", η·λmax/2 = {Number(self.stability, low, high)}"
         return text
 
     def _picture(self) -> Figure:

@@ -1,7 +1,8 @@
 """The ``curvatlas`` command: parses arguments, turns errors into one line and an exit code.
 
 Exit codes: 0 done, 1 the computation failed, 2 wrong use or unreadable input, 3 stopped by the time
-budget, 130 interrupted; after 3 and 130 the same command goes on.
+budget, 4 some steps failed and the page has the others, 130 interrupted; after 3 and 130 the same
+command goes on, after 4 it tries the failed steps again.
 Nothing heavy is imported before a command runs: ``curvatlas --help`` does not load PyTorch.
 """
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from curvatlas.runs import LoadedRun, Run
 
 OUT_OF_TIME = 3  # exit code: stopped by the time budget, resumable
+INCOMPLETE = 4  # exit code: the page is written, some steps failed
 _LARGEST_PRINTED = 512  # numbers of one tensor in the JSON answer
 SHARING_COMMANDS = ("analyze",)  # commands that share their work; the others run in one process
 
@@ -95,6 +96,12 @@ def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
     if stopped is not None:
         print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
         raise typer.Exit(OUT_OF_TIME)
+    failures = run.manifest.failures
+    if failures:
+        steps = "1 step" if len(failures) == 1 else f"{len(failures)} steps"
+        told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        print(f"curvatlas: {steps} failed, the page has the others. {told}", file=sys.stderr)
+        raise typer.Exit(INCOMPLETE)
 
 
 def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
@@ -127,5 +134,6 @@ def _as_json(loaded: LoadedRun) -> dict[str, Any]:
         "report": str(loaded.report),
         "status": loaded.status,
         "warnings": list(loaded.warnings),
+        "failures": dict(loaded.failures),
         "results": {n: brief(r, largest=_LARGEST_PRINTED) for n, r in loaded.results.items()},
     }

@@ -137,6 +137,11 @@ class Run:
         if message not in self.manifest.warnings:
             self._write_manifest(warnings=(*self.manifest.warnings, message))
 
+    def fail(self, name: str, reason: str) -> None:
+        """Keep why a step could not be carried out, until it is."""
+        manifests.require_name(name)
+        self._write_manifest(failures={**self.manifest.failures, name: reason})
+
     @property
     def effort(self) -> dict[str, Any]:
         """What may be spent, as far as it was said or planned."""
@@ -159,6 +164,8 @@ class Run:
 
     def close(self, status: manifests.Status = "complete", error: str | None = None) -> None:
         """Note how the run ended and let go of the folder."""
+        if status == "complete" and self.manifest.failures:
+            status = "incomplete"
         with suppress(OSError):  # only an empty folder goes
             (self.path / checking.CHECKPOINTS).rmdir()
         try:
@@ -195,7 +202,9 @@ class Run:
                 seconds=round(seconds, 3),
                 effort=effort,
             )
-            self._write_manifest(steps={**self.manifest.steps, name: entry})
+            failures = {k: v for k, v in self.manifest.failures.items() if k != name}
+            steps = {**self.manifest.steps, name: entry}
+            self._write_manifest(steps=steps, failures=failures)
         except OSError as error:
             reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
             message = (

@@ -52,6 +52,11 @@ class LoadedRun:
     def warnings(self) -> tuple[str, ...]:
         return self.manifest.warnings
 
+    @property
+    def failures(self) -> dict[str, str]:
+        """Steps that could not be carried out, and why."""
+        return self.manifest.failures
+
     def __getitem__(self, name: str) -> Result:
         if name not in self.results:
             stored = ", ".join(self.results) or "none"
@@ -80,9 +85,9 @@ class LoadedRun:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.status}, {len(self.results)} results"]
-        return "\n  ".join(
-            [*lines, *(f"{name}: {result}" for name, result in self.results.items())]
-        )
+        lines += [f"{name}: {result}" for name, result in self.results.items()]
+        lines += [f"{name} failed: {reason}" for name, reason in self.failures.items()]
+        return "\n  ".join(lines)
 
 
 def load(path: str | os.PathLike[str]) -> LoadedRun:

@@ -72,9 +72,10 @@ class FolderLock:
             self._descriptor = None
 
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "manifest.json"
-Status = Literal["running", "complete", "failed", "interrupted"]
+# incomplete: carried out to its end, but for steps that failed
+Status = Literal["running", "complete", "incomplete", "failed", "interrupted"]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -113,6 +114,7 @@ class Manifest:
     environment: dict[str, str]
     warnings: tuple[str, ...] = ()
     error: str | None = None
+    failures: dict[str, str] = field(default_factory=dict)  # step that failed → why
     steps: dict[str, StepEntry] = field(default_factory=dict)
 
     def changed(self, **changes: Any) -> Manifest:
@@ -185,6 +187,7 @@ def _checked(content: dict[str, Any]) -> Manifest:
         environment=_text_mapping(content["environment"]),
         warnings=_texts(content["warnings"]),
         error=content["error"],
+        failures=_text_mapping(content["failures"]),
         steps={name: _step(entry) for name, entry in steps.items()},
     )
 
@@ -235,5 +238,13 @@ def _from_schema_0(content: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **added, "schema": 1}
 
 
+def _from_schema_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Before a failed step was kept beside the others."""
+    return {**content, "failures": {}, "schema": 2}
+
+
 # schema → function that turns a manifest of that schema into one of the next
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {0: _from_schema_0}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    0: _from_schema_0,
+    1: _from_schema_1,
+}

@@ -343,7 +343,7 @@ class LeanDensity(Resumable):
         size = float(np.hypot(self.alphas[0], forth))  # ‖A b_1‖, the norm ‖A‖_F over n^½
         apart = n**0.5 * abs(back - forth) / size if size else 0.0
         if np.isfinite(apart) and apart > max(largest_asymmetry(self.op.dtype, n), 2 * n * eps):
-            raise ValueError(not_symmetric(apart, "spectral_density"))
+            raise not_symmetric(apart, "spectral_density")
 
     def state(self) -> State:
         vectors = {} if self.done else {"here": self.here}

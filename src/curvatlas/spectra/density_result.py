@@ -13,7 +13,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from curvatlas.display import new_figure
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import Probes, Rule, wasserstein, zero_of
@@ -70,15 +70,14 @@ class SpectralDensity(Result):
         return self.negative_mass_interval
 
     def __str__(self) -> str:
-        low, high = self.negative_mass_interval
+        negative = Number(self.negative_mass, *self.negative_mass_interval, exact=self.exact)
+        rank = Number(self.effective_rank, *self.effective_rank_interval, exact=self.exact)
         clear = f"{self.clear_negative_mass:.1%} clearly, below {-self.resolution:.2g}"
-        first, last = self.effective_rank_interval
         kind = "exact" if self.exact else f"W1 error ≤ {self.wasserstein_error:.2g} at 95 %"
         return (
             f"spectrum of {self.size} eigenvalues in [{float(self.nodes[0]):.4g}, "
-            f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; "
-            f"negative {self.negative_mass:.1%} [{low:.1%}, {high:.1%}] ({clear}); "
-            f"effective rank {self.effective_rank:.3g} [{first:.3g}, {last:.3g}]; "
+            f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; negative {negative:%} ({clear}); "
+            f"effective rank {rank}; "
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
 

@@ -126,28 +126,40 @@ class Eigenpairs(Result):
         """The values of the lower end, the most negative first."""
         return self.values.flip(0)[: self.k] if self.which == "both" else self.values
 
+    @property
+    def completeness(self) -> str:
+        """How far the list is known to be whole, in words: terminal and page say the same."""
+        if self.exact:
+            return "exact"
+        if not self.converged:
+            worst = float(self.residuals.max()) / self.norm if self.norm else 0.0
+            return f"NOT converged: worst residual {worst:.1e}·‖A‖, asked {self.tol:.1e}·‖A‖"
+        low, high = self.complete_outside
+        complete: list[str] = []  # only where the list has values further out
+        left: list[str] = []
+        if self.which != "smallest":
+            reached = high <= float(self.values.max()) * (1 + 1e-9)
+            (complete if reached else left).append(f"above {high:.6g}" if reached else "upper")
+        if self.which != "largest":
+            reached = low >= float(self.values.min()) * (1 + 1e-9)
+            (complete if reached else left).append(f"below {low:.6g}" if reached else "lower")
+        if not complete:
+            chance = self.missed_probability
+            return (
+                f"not searched for missing ones; one further out overlooked: at most {chance:.1%}"
+            )
+        rest = ""
+        if left and self.which == "both":
+            rest = f"; {left[0]} end converged, not searched for others"
+        return f"complete {' and '.join(complete)} at 97.5 %{rest}"
+
+    def _derived(self) -> dict[str, Any]:
+        return {"completeness": self.completeness}
+
     def __str__(self) -> str:
         pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
         shown = ", ".join(f"{value:.6g} ± {radius:.1g}" for value, radius in pairs)
-        if self.exact:
-            state = "exact"
-        elif self.converged:
-            sides = " and ".join(self._complete_sides())
-            state = f"complete {sides} at 97.5 %" if sides else "not searched for missing ones"
-        else:
-            worst = float(self.residuals.max()) / self.norm if self.norm else 0.0
-            state = f"NOT converged: worst residual {worst:.1e}·‖A‖, asked {self.tol:.1e}·‖A‖"
-        return f"{self.which} eigenvalues: {shown} ({state}; {self.products} products)"
-
-    def _complete_sides(self) -> list[str]:
-        """Where the list is complete, in words: only where it has values further out."""
-        low, high = self.complete_outside
-        sides = []
-        if self.which != "smallest" and high <= float(self.values.max()):
-            sides.append(f"above {high:.6g}")
-        if self.which != "largest" and low >= float(self.values.min()):
-            sides.append(f"below {low:.6g}")
-        return sides
+        return f"{self.which} eigenvalues: {shown} ({self.completeness}; {self.products} products)"
 
     def _picture(self) -> Figure:
         """Eigenvalues in order with their certified intervals."""

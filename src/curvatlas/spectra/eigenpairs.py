@@ -488,7 +488,7 @@ class LanczosRun(Resumable):
         if not basis.store.packed:
             refuse_asymmetric(basis, "eigenpairs")
         elif basis.asymmetry() > _ASYMMETRY_OF_FEW_BITS:
-            raise ValueError(not_symmetric(basis.asymmetry(), "eigenpairs"))
+            raise not_symmetric(basis.asymmetry(), "eigenpairs")
 
     def _searched(self, ritz: RitzPairs, chosen: Positions, slack: float) -> bool:
         """Follow a fresh random direction until an overlooked eigenvalue is improbable."""

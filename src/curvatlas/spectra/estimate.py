@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvatlas.display import new_figure
 from curvatlas.linear_operator import LinearOperator
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.krylov import Array
 
@@ -54,6 +54,11 @@ class Estimate(Result):
     method: str
 
     @property
+    def number(self) -> Number:
+        """The value with its errors, as it is printed."""
+        return Number(self.value, *self.interval, data=self.data_interval, exact=self.exact)
+
+    @property
     def error(self) -> float:
         """Half the width of the 95 % interval."""
         return (self.interval[1] - self.interval[0]) / 2
@@ -71,14 +76,11 @@ class Estimate(Result):
         return f"both alike: probes ±{self.error:.2g}, batches ±{data:.2g}"
 
     def __str__(self) -> str:
-        if self.exact:
-            return f"{self.quantity} = {self.value:.6g} (exact, {self.products} products)"
-        text = f"{self.quantity} = {self.value:.6g} ± {self.error:.2g} (95 %"
-        if self.data_interval is not None:
-            data = (self.data_interval[1] - self.data_interval[0]) / 2
-            text += f"; data ± {data:.2g}"
-        text += f"), {self.products} products"
-        return text if self.converged else text + ", NOT converged"
+        level = "" if self.number.exact and self.data_interval is None else " (95 %)"
+        # a difference of two estimates has cost nothing of its own
+        cost = f"{self.products} products" if self.products else f"by {self.method}"
+        state = "" if self.converged else ", NOT converged"
+        return f"{self.quantity} = {self.number}{level}, {cost}{state}"
 
     def _picture(self) -> Figure:
         """The value with its intervals on one axis."""

@@ -155,5 +155,5 @@ def _symmetric(matrix: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     scale = float(torch.linalg.norm(matrix))
     asymmetry = float(torch.linalg.norm(matrix - matrix.T)) / scale if scale else 0.0
     if asymmetry > largest_asymmetry(dtype, len(matrix)):
-        raise ValueError(not_symmetric(asymmetry, what))
+        raise not_symmetric(asymmetry, what)
     return (matrix + matrix.T) / 2

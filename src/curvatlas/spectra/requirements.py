@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvatlas import parallel
 from curvatlas.budget import default_budget, parse_bytes, readable
-from curvatlas.errors import ProblemError
+from curvatlas.errors import NotSymmetricError, ProblemError
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.precision import in_float64
 from curvatlas.problem.fingerprint import content
@@ -237,7 +237,7 @@ def refuse_asymmetric_images(
     apart, size = asymmetry(space, directions, images)
     rounding = 100 * torch.finfo(op.dtype).eps * n * scale
     if apart > largest_asymmetry(op.dtype, n) * size and apart > rounding:
-        raise ValueError(not_symmetric(apart / size, what))
+        raise not_symmetric(apart / size, what)
 
 
 def refuse_asymmetric(basis: KrylovBasis, what: str) -> None:
@@ -247,19 +247,19 @@ def refuse_asymmetric(basis: KrylovBasis, what: str) -> None:
     largest = largest_asymmetry(basis.op.dtype, basis.size)
     measured = basis.asymmetry()
     if measured > largest:
-        raise ValueError(not_symmetric(measured, what))
+        raise not_symmetric(measured, what)
     # The start is one random direction among rows that are not: its share of rounding grows with n
     # (0.2 n eps, measured on networks of 1 k to 1 M parameters).
     measured = basis.asymmetry_of_start()
     if not basis.store.packed and measured > max(largest, 2 * basis.size * basis.eps):
-        raise ValueError(not_symmetric(measured, what))
+        raise not_symmetric(measured, what)
 
 
-def not_symmetric(measured: float, what: str) -> str:
-    """What to say of an operator with this ‖A − Aᵀ‖_F / ‖A‖_F."""
-    return (
+def not_symmetric(measured: float, what: str) -> NotSymmetricError:
+    """What to raise for an operator with this ‖A − Aᵀ‖_F / ‖A‖_F."""
+    return NotSymmetricError(
         f"the operator is not symmetric (relative {measured:.1e}): {what} needs a symmetric one; "
-        "check its product, or do not tag it symmetric."
+        "compute in float64, check its product, or do not tag it symmetric."
     )
 
 

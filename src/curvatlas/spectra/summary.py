@@ -24,7 +24,7 @@ from torch import Tensor
 
 from curvatlas.anatomy import Anatomy
 from curvatlas.linear_operator import LinearOperator
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import QUANTILE, SpectralDensity
@@ -153,9 +153,8 @@ class DensityComparison(Result):
         return self.wasserstein
 
     def __str__(self) -> str:
-        low, high = self.interval
         return (
-            f"W1 = {self.wasserstein:.3g} [{low:.3g}, {high:.3g}], "
+            f"W1 = {Number(self.wasserstein, *self.interval)}, "
             f"Jensen-Shannon = {self.jensen_shannon:.3g} nats (scale: {self.scale})"
         )
 
@@ -256,22 +255,34 @@ class CurvatureSummary(Result):
         """Of the sharpness."""
         return self.sharpness_interval
 
+    @property
+    def gap_interval(self) -> Interval:
+        """Of the spectral gap: the errors of both eigenvalues add up."""
+        low, high = (end.tolist() for end in self.eigenpairs.interval)
+        return max(0.0, low[0] - high[1]), high[0] - low[1]
+
     def __str__(self) -> str:
-        low, high = self.stable_rank_interval
+        ends, gap = self.eigenpairs.interval, self.gap_interval
         flat = ", ".join(self.null_space) if self.null_space else "none found"
         kind = "smallest" if self.condition_quantile == 0 else f"{self.condition_quantile:.0%} of"
         return "\n".join(
             [
-                f"sharpness λmax          {self.sharpness:.5g}  (λmin {self.smallest:.4g})",
-                f"critical learning rate  {self.critical_learning_rate:.4g}",
-                f"spectral gap            {self.spectral_gap:.4g}",
+                f"sharpness λmax          {Number(self.sharpness, *self.sharpness_interval)}  "
+                f"(λmin {Number(self.smallest, float(ends[0][-1]), float(ends[1][-1]))})",
+                f"critical learning rate  "
+                f"{Number(self.critical_learning_rate, *self.critical_learning_rate_interval)}",
+                f"spectral gap            {Number(self.spectral_gap, *gap)}",
                 f"{self.trace}",
                 f"{self.frobenius}",
-                f"stable rank             {self.stable_rank:.3g} [{low:.3g}, {high:.3g}]",
-                f"effective rank          {self.effective_rank:.3g}",
-                f"negative mass           {self.negative_mass:.1%}",
-                f"condition number        {self.condition_number:.3g} (λmax / mean|λ|)",
-                f"quantile condition      {self.quantile_condition:.3g} ({kind} non-null |λ|)",
+                f"stable rank             {Number(self.stable_rank, *self.stable_rank_interval)}",
+                f"effective rank          "
+                f"{Number(self.effective_rank, *self.effective_rank_interval)}",
+                f"negative mass           "
+                f"{Number(self.negative_mass, *self.negative_mass_interval):%}",
+                f"condition number        "
+                f"{Number(self.condition_number, *self.condition_interval)} (λmax / mean|λ|)",
+                f"quantile condition      "
+                f"{Number(self.quantile_condition, *self.quantile_interval)} ({kind} non-null |λ|)",
                 f"flat directions         {flat}",
                 f"products                {self.products}",
             ]

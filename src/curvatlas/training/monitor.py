@@ -152,7 +152,11 @@ class Measuring:
             rate_limited=any(getattr(o, "limits_own_rate", False) for o in self.optimizers),
             rounding=min(1.0, 100 * torch.finfo(operator.dtype).eps),
             metric=metric.name + (f" ({metric.note})" if metric.note else ""),
-            most_negative=float(ends.values.min()),
+            most_negative=float(ends.values[order[-1]]),
+            most_negative_interval=(
+                float(ends.interval[0][order[-1]]),
+                float(ends.interval[1][order[-1]]),
+            ),
             trace=trace,
             trace_interval=interval,
             negative_mass=density.negative_mass,

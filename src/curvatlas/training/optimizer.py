@@ -19,7 +19,7 @@ from curvatlas.problem import Problem
 from curvatlas.problem.batches import paired
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.problem.losses import LossLike
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.summary import condition_number
@@ -249,7 +249,8 @@ class LocalCurvature(Result):
 
     def __str__(self) -> str:
         low, high = self.interval
-        text = f"λmax {self.value:.4g} ± {(high - low) / 2:.1g}, 2/λmax {self.critical_rate:.3g}"
+        rates = (2 / high if high > 0 else math.inf, 2 / low if low > 0 else math.inf)
+        text = f"λmax {Number(self.value, low, high)}, 2/λmax {Number(self.critical_rate, *rates)}"
         if self.best_rate is not None:
             text += f", best rate along the direction {self.best_rate:.3g}"
         return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.figures.training import film_figure, history_figure
 from curvatlas.fits import rank_correlation
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 from curvatlas.training.alarms import Event
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.training.monitor import Monitor
+
+
+_UNKNOWN = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class Snapshot(Result):
     sharpness: float  # λmax of H
     sharpness_interval: Interval  # certain, from the residual
     most_negative: float  # λmin of H
+    most_negative_interval: Interval | None = None  # certain; None in files of before
     trace: float
     trace_interval: Interval  # 95 %, probes only
     negative_mass: float  # share of eigenvalues below zero, by quadrature
@@ -71,15 +76,17 @@ class Snapshot(Result):
         return self.edge / self.edge_threshold
 
     def __str__(self) -> str:
-        low, high = self.sharpness_interval
         parts = [
             f"step {self.step}: loss {self.loss:.4g}",
-            f"λmax {self.sharpness:.4g} ± {(high - low) / 2:.1g}",
-            f"λmin {self.most_negative:.3g}",
-            f"tr H {self.trace:.4g}",
+            f"λmax {Number(self.sharpness, *self.sharpness_interval)}",
+            f"λmin {Number(self.most_negative, *(self.most_negative_interval or _UNKNOWN))}",
+            f"tr H {Number(self.trace, *self.trace_interval)}",
         ]
-        if self.edge_ratio is not None:
-            parts.append(f"λmax(P⁻¹H) {self.edge:.4g}, {self.edge_ratio:.2f} of the edge")
+        if self.edge is not None and self.edge_threshold:
+            low, high = self.edge_interval or _UNKNOWN
+            parts.append(f"λmax(P⁻¹H) {Number(self.edge, low, high)}")
+            limit = self.edge_threshold
+            parts.append(f"{Number(self.edge / limit, low / limit, high / limit)} of the edge")
         return ", ".join(parts)
 
 

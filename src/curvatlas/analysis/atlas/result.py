@@ -15,7 +15,7 @@ from torch import Tensor
 from curvatlas.anatomy import Anatomy, Slice
 from curvatlas.figures.atlas import plot_atlas, plot_map, save_figures
 from curvatlas.linear_operator import PARTS
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -274,9 +274,9 @@ class RankedBlock(Result):
     def __str__(self) -> str:
         low, high = self.interval
         pair = self.row if self.row == self.column else f"{self.row} × {self.column}"
-        shown = told(self.frobenius, self.interval)
-        ends = "" if shown.startswith("<") else f" [{low:.4g}, {high:.4g}]"
-        return f"{self.share:6.1%}  {pair}: {shown}{ends}"
+        norm = Number(self.frobenius, low, high)
+        shown = told(self.frobenius, self.interval) if low == 0 < high else str(norm)
+        return f"{self.share:6.1%}  {pair}: {shown}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,17 +404,15 @@ class Atlas(Result):
 
     def __str__(self) -> str:
         model = self.view("model")
-        low, high = model.interval_of("model")
-        lines = [
-            f"{len(self.sizes)} blocks, ‖H‖_F = {model['model']:.4g} [{low:.4g}, {high:.4g}], "
-            f"{self.method}, {self.products} products, entries ± {self.error:.1%}"
-            f"{f', the worst ± {self.worst_error:.0%}' if self.worst_error > 0 else ''}"
-            f"{'' if self.converged else f' (asked for {self.rtol:.0%})'}",
-        ]
+        norm = Number(model["model"], *model.interval_of("model"))
+        cost = f", {self.products} products" if self.products else ""
+        entries = "entries exact"
+        if self.worst_error > 0 or self.error > 0:
+            entries = f"entries ± {self.error:.1%}, the worst ± {self.worst_error:.0%}"
+        asked = "" if self.converged else f" (asked for {self.rtol:.0%})"
+        lines = [f"{len(self.sizes)} blocks, ‖H‖_F = {norm}, {self.method}{cost}, {entries}{asked}"]
         for view in ("block", "layer", "role"):
-            value, low, high = self.diagonal_share[f"{view}/total"]
-            lines.append(
-                f"  {value:.1%} of ‖H‖_F² lies on the {view} diagonal [{low:.1%}, {high:.1%}]"
-            )
+            share = Number(*self.diagonal_share[f"{view}/total"])
+            lines.append(f"  {share:%} of ‖H‖_F² lies on the {view} diagonal")
         lines += [f"  {entry}" for entry in self.ranking(5)]
         return "\n".join(lines)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.figures.flow import plot_flow
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,11 +94,24 @@ class FlowEntry(Result):
         return max(0.0, 1 - within_tokens / self.norm**2) if self.norm > 0 else 0.0
 
     def __str__(self) -> str:
-        text = f"{self.name}: ‖S‖ = {self.norm:.4g}, tr {self.trace:.4g}"
-        text += f", created here {self.created_share:.0%}"
+        total = self.measures["total"]
+        text = f"{self.name}: ‖S‖ = {Number(self.norm, *total.norm_interval)}"
+        text += f", tr {Number(self.trace, *total.trace_interval)}"
+        text += f", created here {Number(self.created_share, *self._share_interval()):%}"
         if self.amplification is not None:
-            text += f", × {self.amplification:.3g}"
+            within = self.amplification_interval or (self.amplification, self.amplification)
+            text += f", × {Number(self.amplification, *within)}"
         return text
+
+    def _share_interval(self) -> Interval:
+        """Of the share created here: the ends that the intervals of both norms allow."""
+        created, passed = (self.measures[k].norm_interval for k in ("created_here", "passed_on"))
+        ends = (
+            here / (here + behind) if here + behind > 0 else 0.0
+            for here, behind in zip(created, reversed(passed), strict=True)
+        )
+        low, high = ends
+        return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +184,21 @@ class CurvatureFlow(Result):
         return plot_flow([self], **options)
 
     def __str__(self) -> str:
-        low, high = self.amplification_interval or (0.0, float("inf"))
-        within = f" [{low:.3g}, {high:.3g}]" if high < float("inf") else ""
+        ends = (self.activations[0].interval, self.activations[-1].interval)
+        grown = Number(self.amplification, *(self.amplification_interval or _ratio(*ends)))
         lines = [
             f"{len(self.sublayers)} sublayers, {self.method}, loss {self.loss:.4g}, targets: "
-            f"{self.target}; curvature × {self.amplification:.3g}{within} from head to embedding"
+            f"{self.target}; curvature × {grown} from head to embedding"
         ]
         lines += [f"  {entry}" for entry in self.sublayers]
         return "\n".join(lines)
+
+
+def _ratio(first: Interval, last: Interval) -> Interval:
+    """Of the ratio of two lengths with these intervals."""
+    if not last[0] > 0:
+        return 0.0, float("inf")
+    return first[0] / last[1], first[1] / last[0]
 
 
 def _quantity(entry: FlowEntry, quantity: str) -> float:

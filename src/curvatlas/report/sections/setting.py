@@ -134,6 +134,8 @@ def cautions(contents: Contents) -> Section | None:
     if status != "complete":
         said = f" ({error})" if error else ""
         warnings.insert(0, f"This run is {status}{said}: what is missing was not computed.")
+    failures = contents.manifest.get("failures") or {}
+    warnings += [f"{name} failed: {reason}" for name, reason in failures.items()]
     for entry in contents.entries:
         if entry.content.get("converged") is False:
             warnings.append(_unfinished(entry.name, entry.content))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from curvatlas.report.charts import Series, chart, linear_scale, log_scale, symlog_scale
@@ -11,14 +10,13 @@ from curvatlas.report.contents import (
     PARTS,
     Contents,
     Section,
-    as_interval,
     eigenvalues,
     numbers,
     quantity,
     stage_words,
     with_interval,
 )
-from curvatlas.report.markup import Markup, join, number, switch, table, tag
+from curvatlas.report.markup import Markup, join, switch, table, tag
 
 _FLOOR = 1e-5  # densities below this share of the highest are not drawn
 
@@ -123,7 +121,12 @@ def _eigenvalue_table(contents: Contents) -> Markup | None:
             *(tag("span", with_interval(*pair), class_="nowrap") for pair in pairs), by=" · "
         )
         rows.append(
-            [_title(entry.stage, entry.part), shown, content.get("products"), _certainty(content)]
+            [
+                _title(entry.stage, entry.part),
+                shown,
+                content.get("products"),
+                str(content.get("completeness", "")),
+            ]
         )
     if not rows:
         return None
@@ -132,38 +135,6 @@ def _eigenvalue_table(contents: Contents) -> Markup | None:
         rows,
         caption="Eigenvalues at the ends; each interval contains an eigenvalue for certain",
     )
-
-
-def _certainty(content: dict[str, Any]) -> str:
-    if content.get("exact"):
-        return "exact"
-    if not content.get("converged"):
-        return "not converged"
-    if searched := _complete(content):
-        return searched
-    missed = quantity(content, "missed_probability")[0]
-    return f"one overlooked: at most {missed:.1%}" if missed is not None else "converged"
-
-
-def _complete(content: dict[str, Any]) -> str:
-    """Where the list is complete, in words; empty when nothing was searched.
-
-    A search that ends beyond the outermost eigenvalue of the list says nothing about the list.
-    """
-    low, high = as_interval(content.get("complete_outside")) or (-math.inf, math.inf)
-    values = numbers(content.get("values"))
-    reached = {
-        "upper": bool(values) and high <= max(values, default=0.0) * (1 + 1e-9),
-        "lower": bool(values) and low >= min(values, default=0.0) * (1 + 1e-9),
-    }
-    if not any(reached.values()):
-        return ""
-    bounds = {"upper": f"above {number(high)}", "lower": f"below {number(low)}"}
-    complete = " and ".join(bounds[end] for end, there in reached.items() if there)
-    left = [end for end, there in reached.items() if not there]
-    both = content.get("which") == "both"
-    rest = f"; {left[0]} end converged, not searched for others" if both and left else ""
-    return f"complete {complete} (97.5 %){rest}"
 
 
 def _trace_table(contents: Contents) -> Markup | None:
