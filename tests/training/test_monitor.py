@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +144,57 @@ def test_measurements_wait_until_the_budget_allows_them(monkeypatch: Any) -> Non
         return real(step, rate)
 
     monkeypatch.setattr(monitor._measuring, "measure", slow)
-    for _ in range(120):
-        clock[0] += 1.0
-        monitor.step()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(120):
+            clock[0] += 1.0
+            monitor.step()
+    (once,) = (str(warning.message) for warning in told)  # not 118 times
+    assert "skips its measurement at step 1" in once
+    assert "budget=1 takes every one" in once
+    assert "118 skipped to stay within the budget" in str(monitor.history)
     # After the first, one measurement of 5 s for every 50 s of wall time, paid for beforehand.
     assert len(taken) == 2
     assert monitor.skipped == 118
     assert monitor.overhead <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "cost", "expected"),
+    [
+        (0.01, 1.0, [0, 50, 100, 150, 200, 250]),  # a short run is measured whole
+        (0.1, 9.0, [0, 50, 100, 200]),  # beyond the first 30 s
+        (1.0, 40.0, [0, 50, 100, 200]),  # dear: as the steps double
+        (1.0, 300.0, [0, 150]),  # dearer than the training: after half of what it costs
+        (10.0, 15.0, [0, 50, 100, 150, 200, 250]),  # cheap beside the training
+    ],
+)
+def test_a_run_of_300_steps_has_a_history_by_default(
+    step_seconds: float, cost: float, expected: list[int], monkeypatch: Any
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(monitor_module.time, "perf_counter", lambda: clock[0])
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch())
+    one = monitor.measure(step=0)
+    monitor.snapshots.clear()
+    monitor.looks.clear()
+    monitor._costs.clear()
+
+    def measured(step: int, rate: float | None) -> Snapshot:
+        clock[0] += cost
+        return replace(one, step=step)
+
+    monkeypatch.setattr(monitor._measuring, "measure", measured)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            clock[0] += step_seconds
+            monitor.step()
+    assert monitor.history.series("step") == expected
+    assert len(told) == (len(expected) < 6)
+    assert monitor.skipped == 6 - len(expected)
+    # never more than two thirds of the time, beyond the first one and the seconds of a short run
+    assert monitor.spent <= cost + 30.0 + 2 / 3 * clock[0]
 
 
 def test_measurements_that_fail_are_paid_for(monkeypatch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Monitor: curvature that rides along with training, within a share of its wall time.
+"""Monitor: curvature that rides along with training, for a small part of its time.
 
 It changes nothing: its own data, its own leaves, random number generators put back. With the same
 seeds the weights are the same bit for bit with and without it.
@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import time
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -329,11 +330,21 @@ def _failure(step: int, error: Exception) -> Event:
     return _note(step, "not_measured", _told(error).replace("a new Problem", "a new Monitor"))
 
 
+_SHARE = 0.05  # of the wall time, where the user names none
+_GRACE = 30.0  # seconds that may always be spent: short runs are measured whole
+_AGAIN = 2.0  # times as many steps as at the last snapshot: another one is due
+_PAID = 0.5  # of its cost that has passed since: of the shortest runs it takes two thirds
+
+
 class Monitor:
-    """Measure curvature every ``every`` steps, spending at most ``budget`` of the wall time.
+    """Measure curvature every ``every`` steps, for a small part of the training's time.
 
     model, loss, data: as for ``Problem``; the data are the monitor's own fixed batches.
-    every: steps between measurements;  budget: share of wall time, 1 switches the limit off.
+    every: steps between measurements. budget: share of the wall time they may take at most, 1: no
+        limit. By default a twentieth; of short runs the first 30 seconds; and one more snapshot
+        whenever the steps have doubled and training has gone on for half of what it costs: dear
+        ones come at steps 50, 100, 200, 400, 800, and not once. The first one that is skipped is
+        said, all are counted in ``history.skipped``.
     optimizer: whose learning rate and metric P give the edge λmax(P⁻¹H) and its threshold; several
         (Muon with AdamW for the rest) as a list. Without one, ``step(learning_rate=...)`` gives the
         edge 2/η of plain gradient descent.
@@ -356,7 +367,7 @@ class Monitor:
         data: Any,
         *,
         every: int = 50,
-        budget: float = 0.05,
+        budget: float | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         eigenvalues: int = 2,
         tol: float = 1e-2,
@@ -370,7 +381,7 @@ class Monitor:
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, got {every}.")
-        if not 0 < budget <= 1:
+        if budget is not None and not 0 < budget <= 1:
             raise ValueError(f"budget is a share of the wall time in (0, 1], got {budget}.")
         if probes < 2:
             raise ValueError(f"probes must be at least 2 for an interval, got {probes}.")
@@ -399,6 +410,7 @@ class Monitor:
         self.looks: list[Look] = []  # loss on the monitor's data, of snapshots and between them
         self._training: deque[Look] = deque(maxlen=TRAINING_LOOKS)  # of ``step(loss=...)``
         self._look_cost, self._look_spent = 0.0, 0.0
+        self._measured_at = self._began  # when the last measurement ended
         self._rates = RateWatch(self.thresholds)
         self._failing: str | None = None  # what the last measurement or look failed of
         self.steps = 0
@@ -434,9 +446,9 @@ class Monitor:
             # The first measurement is taken at once; later ones wait until all are paid for, their
             # own expected cost included: the dearest of the last three and more, as machines
             # scatter. Meanwhile the loss alone, a forward pass, is looked at for a tenth of that.
-            if not self._costs or self._affords(max(self._costs)):
+            if not self._costs or self._affords(max(self._costs)) or self._due(now):
                 return self.measure(step=now, learning_rate=learning_rate)
-            self.skipped += 1
+            self._skip(now)
             looked = self._look_spent + self._look_cost <= 0.1 * self._allowance
             if self.snapshots and self._agreed(looked) and self._affords(self._look_cost):
                 self._look(now)
@@ -449,6 +461,29 @@ class Monitor:
                 self._report([event], None)
             self._failing = event.message
         return None
+
+    def _due(self, now: int) -> bool:
+        """Whether so many steps and so much time have passed that any cost is a small part."""
+        if self.budget is not None or not self.snapshots:
+            return False
+        passed = time.perf_counter() - self._measured_at
+        doubled = now >= _AGAIN * self.snapshots[-1].step
+        return self._agreed(doubled and passed >= _PAID * max(self._costs))
+
+    def _skip(self, now: int) -> None:
+        """Count a measurement that is left out, and say the first time what that means."""
+        self.skipped += 1
+        if self.skipped > 1:
+            return
+        share = _SHARE if self.budget is None else self.budget
+        short = f" (of short runs {_GRACE:.0f} s)" if self.budget is None else ""
+        warnings.warn(
+            f"the monitor skips its measurement at step {now}, and may skip others: one takes "
+            f"{max(self._costs):.2g} s, and they are kept within {share:.0%} of the wall time"
+            f"{short}. budget=1 takes every one; a larger every=, fewer eigenvalues= or fewer "
+            "samples of data make them cheaper.",
+            stacklevel=3,
+        )
 
     def _affords(self, cost: float) -> bool:
         """Whether a measurement fits; with maps, which cost more, each kind has its half."""
@@ -485,7 +520,8 @@ class Monitor:
         """Seconds that may have been spent by now."""
         if self.budget == 1:
             return math.inf
-        return self.budget * (time.perf_counter() - self._began)
+        passed = time.perf_counter() - self._began
+        return max(_SHARE * passed, _GRACE) if self.budget is None else self.budget * passed
 
     def _watch_rate(self, now: int, learning_rate: float | None) -> None:
         """Every step, free: a rate raised beyond what the curvature measured so far allows."""
@@ -532,7 +568,8 @@ class Monitor:
             self._failing = None
             self._report(events, snapshot)
         finally:  # a measurement that fails is paid for as well
-            cost = time.perf_counter() - began
+            self._measured_at = time.perf_counter()
+            cost = self._measured_at - began
             self._costs.append(cost - mapping)
             self.spent += cost
         return snapshot

@@ -109,7 +109,10 @@ class CurvatureHistory(Result):
     def __str__(self) -> str:
         lines = [str(snapshot) for snapshot in self.snapshots[-5:]]
         lines += [str(event) for event in self.events[-5:]]
-        lines.append(f"{len(self.snapshots)} snapshots, overhead {self.overhead:.1%}")
+        count = len(self.snapshots)
+        taken = "1 snapshot" if count == 1 else f"{count} snapshots"
+        left_out = f", {self.skipped} skipped to stay within the budget" if self.skipped else ""
+        lines.append(f"{taken}{left_out}, overhead {self.overhead:.1%}")
         return "\n".join(lines)
 
     def _picture(self) -> Figure:
