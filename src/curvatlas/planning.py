@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvatlas.budget import default_budget, give_back, limit_bytes, parse_bytes, readable
+from curvatlas.budget import (
+    default_budget,
+    give_back,
+    limit_bytes,
+    parse_bytes,
+    readable,
+)
 from curvatlas.cost_model import Device, Task, TransformerShape
 from curvatlas.engines.kept import kept_samples
 from curvatlas.engines.tangent.model import (
@@ -43,6 +49,7 @@ from curvatlas.operators.curvature import CurvatureOperator, GaussNewton, Hessia
 from curvatlas.operators.engine import PAIR_SHARE
 from curvatlas.problem import Problem
 from curvatlas.problem.checkpointing import block_stacks, shortened
+from curvatlas.problem.state import in_memory
 from curvatlas.results import Result
 
 _SHORT, _LONG = 2, 4  # layers of the two trials
@@ -152,8 +159,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs) if kwargs else func(*args)
         if func.is_view:
             return result
-        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        used = _tensors((args, kwargs))
+        given = {_storage(part) for tensor in used for part in in_memory(tensor)}
+        for tensor in (part for made in _tensors(result) for part in in_memory(made)):
             if _storage(tensor) not in given:
                 self._note(tensor.untyped_storage())
         if self._bound > self.peak:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvatlas.errors import DifferentiationError
 from curvatlas.problem import checkpointing, large_heads
 from curvatlas.problem.kernels import unwatched
+from curvatlas.problem.state import in_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def graph_size(
                 custom.add(kind)
                 if _differentiable_once(node):
                     once.add(kind.removesuffix("Backward"))
-        for tensor in _saved_tensors(node):
+        for tensor in (part for saved in _saved_tensors(node) for part in in_memory(saved)):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 tensors += 1

@@ -23,8 +23,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.errors import ProblemError
-from curvatlas.problem.evaluation import called_with, written_buffers
+from curvatlas.problem.evaluation import called_with
 from curvatlas.problem.kernels import same_operations
+from curvatlas.problem.state import written_buffers
 
 TRUSTED_NODES = frozenset({"_BlockBackward", "_BlockGradientBackward"})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import inspect
@@ -14,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.dlpack import from_dlpack
+from torch.utils._pytree import tree_map
 
 from curvatlas.errors import NonFiniteError, ProblemError
 from curvatlas.precision import COMPUTED
@@ -25,6 +24,7 @@ from curvatlas.problem.kernels import (
     warn_of_compiled,
     warn_once,
 )
+from curvatlas.problem.state import CallState, open_scopes, outside_inference
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,183 +153,6 @@ def refuse_sharded(named: Mapping[str, Tensor]) -> None:
             raise ProblemError(f"parameter {name!r} is on the meta device: load its values first.")
 
 
-class _Scope:
-    """An open evaluation of a model, and what a forward pass in it may change.
-
-    Buffers: those that a pass writes into (running statistics, counters) are copies during a call,
-    so that every call starts from the same values. Attributes: caches and counters stay for the
-    loss to read, and are put back when the scope ends.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] | None = None
-
-    def _remember(self) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
-        """What is there before the first call; then what can not be differentiated is replaced."""
-        before = [
-            (name, module, dict(module._buffers), _attributes(module))
-            for name, module in self.model.named_modules()
-            if not isinstance(module, torch.jit.ScriptModule)  # which keep theirs out of reach
-        ]
-        for name, module, _, attributes in before:
-            for attribute, (value, _) in attributes.items():
-                if isinstance(value, Tensor) and value.is_inference():
-                    module.__dict__[attribute] = outside_inference(value)
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                _check_row_norms(name, module)
-                module.max_norm = None  # no row is as long: the same result, and nothing is written
-        return before
-
-    @contextlib.contextmanager
-    def one_call(self) -> Iterator[None]:
-        """The buffers as they were; copies of all in the model's first call, then of the written.
-
-        Copies that the graph of a call saves are held by it, which is why not all are copied.
-        """
-        if self._before is None:
-            self._before = self._remember()
-        written = _written_buffers.get(self.model)
-        copies: dict[int, tuple[str, Tensor, Tensor]] = {}
-        shared: list[tuple[str, Tensor, int]] = []
-        for prefix, module, buffers, _ in self._before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for name, buffer in buffers.items():
-                if buffer is None:
-                    continue
-                label = f"{prefix}.{name}" if prefix else name
-                if id(buffer) not in copies and (
-                    written is None or label in written or buffer.is_inference()
-                ):
-                    copies[id(buffer)] = label, buffer, buffer.clone()
-                if id(buffer) in copies:
-                    module._buffers[name] = copies[id(buffer)][2]
-                else:
-                    shared.append((label, buffer, buffer._version))
-        yield
-        changed = [label for label, buffer, version in shared if buffer._version != version]
-        if changed:
-            raise ProblemError(
-                f"the forward pass changes buffer {changed[0]!r} in some calls and not in others, "
-                "so the loss is no function of the parameters: make it do the same every time."
-            )
-        if written is None:
-            written = frozenset(
-                label
-                for label, buffer, copy in copies.values()
-                if copy._version > 0 or not _same_values(copy, buffer)
-            )
-            _written_buffers[self.model] = written
-        # What was written stays for the loss to read; the others are the user's own again.
-        untouched = {
-            id(copy): buffer for label, buffer, copy in copies.values() if label not in written
-        }
-        for _, module, _, _ in self._before:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = untouched.get(id(buffer), buffer)
-
-    @contextlib.contextmanager
-    def before_its_calls(self) -> Iterator[None]:
-        """Inside, the model has the buffers and attributes that its user sees."""
-        states = self._before or ()
-        now = [(module, dict(module._buffers), _fields(module)) for _, module, _, _ in states]
-        for _, module, buffers, attributes in states:
-            _set_state(module, buffers, {name: value for name, (value, _) in attributes.items()})
-        yield
-        for module, buffers, fields in now:
-            _set_state(module, buffers, fields)
-
-    def put_back(self) -> None:
-        """The model's buffers and attributes as they were before the first call."""
-        for _, module, buffers, attributes in self._before or ():
-            _set_state(module, buffers, {name: value for name, (value, _) in attributes.items()})
-            for value, contents in attributes.values():
-                if contents is not None:
-                    _refill(value, contents)
-
-
-open_scopes: list[_Scope] = []  # that are open, innermost last
-# By model, the buffers that its forward pass writes into.
-_written_buffers: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-# Attributes every module has, and those that a scope of ours may hold patched.
-_MODULE_FIELDS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
-
-
-def _fields(module: nn.Module) -> dict[str, Any]:
-    """The module's plain attributes."""
-    return {name: value for name, value in vars(module).items() if name not in _MODULE_FIELDS}
-
-
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Name → (value, its contents where it is a container) of the module's plain attributes."""
-    return {
-        name: (value, value.copy() if type(value) in _CONTAINERS else None)
-        for name, value in _fields(module).items()
-    }
-
-
-def _set_state(module: nn.Module, buffers: dict[str, Any], fields: dict[str, Any]) -> None:
-    module._buffers.clear()
-    module._buffers.update(buffers)
-    for name in _fields(module).keys() - fields.keys():
-        del module.__dict__[name]
-    module.__dict__.update(fields)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """Give a container its former contents, unless it has them."""
-    mapping = isinstance(container, dict)
-    pairs = zip(container.items(), contents.items(), strict=False) if mapping else ()
-    same = all(a is c and b is d for (a, b), (c, d) in pairs) and all(
-        a is b for a, b in zip(container, contents, strict=False)
-    )
-    if same and len(container) == len(contents):
-        return
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(contents)
-    else:
-        container.extend(contents)
-
-
-def _same_values(left: Tensor, right: Tensor) -> bool:
-    if left.is_floating_point():
-        left, right = left.nan_to_num(), right.nan_to_num()
-    return torch.equal(left, right)
-
-
-def _check_row_norms(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """Where no row is longer than ``max_norm`` the limit does nothing, here and nearby."""
-    longest = torch.linalg.vector_norm(module.weight.detach(), module.norm_type, dim=1).max()
-    if float(longest) > float(module.max_norm or 0):
-        raise ProblemError(
-            f"{name or type(module).__name__} has max_norm={module.max_norm:g} and rows of norm up "
-            f"to {float(longest):.3g}: its forward pass would rescale the weights themselves, "
-            "which no derivative sees. Rescale the rows once, or set max_norm=None."
-        )
-
-
-def outside_inference(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd accepts, for one made in ``inference_mode``."""
-    with torch.inference_mode(False):
-        return from_dlpack(tensor.detach())
-
-
-def as_it_was(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside, an open scope shows the model as its user sees it."""
-    scope = next((s for s in reversed(open_scopes) if s.model is model), None)
-    return contextlib.nullcontext() if scope is None else scope.before_its_calls()
-
-
-def written_buffers(model: nn.Module) -> frozenset[str]:
-    """Names of the buffers that the model's forward pass writes into, as seen in its first call."""
-    return _written_buffers.get(model, frozenset())
-
-
 @contextlib.contextmanager
 def evaluation(
     model: nn.Module, *, stay_double: bool, compute_dtype: torch.dtype | None = None
@@ -352,7 +175,7 @@ def evaluation(
     fast_path = torch.backends.mha.get_fastpath_enabled()
     first = next(model.parameters(), None)
     device = "cpu" if first is None else first.device.type
-    scope = _Scope(model)
+    scope = CallState(model)
     keep = torch.float64 if stay_double else compute_dtype
     mode = TwiceDifferentiable(model, keep=keep, device=device)
     with contextlib.ExitStack() as stack:
@@ -415,14 +238,44 @@ def _switched(model: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
-    """The model's output with its parameters replaced by ``values``."""
+    """The model's output with its parameters replaced by ``values``.
+
+    A model that takes a derivative inside its forward pass (forces, an inner step on its weights)
+    has gradients there also where none are asked for.
+    """
+    if model not in _differentiating:
+        try:
+            return _called(model, values, inputs)
+        except RuntimeError as error:
+            if _WITHOUT_GRAPH not in str(error):
+                raise
+        _differentiating.add(model)
+    varying = {
+        name: value.detach().requires_grad_(True)
+        if value.is_floating_point() and not value.requires_grad
+        else value
+        for name, value in values.items()
+    }
+    with torch.enable_grad():
+        outputs = _called(model, varying, inputs)
+    if torch.is_grad_enabled():
+        return outputs
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+# Models that have asked for a gradient in their forward pass, and how they do.
+_differentiating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_WITHOUT_GRAPH = "not require grad"
+
+
+def _called(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
     # Keyword tensors such as float images follow the parameters' dtype only if the user says so.
     scope = next((s for s in reversed(open_scopes) if s.model is model), None)
     versions = _versions(values)
     named = list(model.named_modules())  # one walk for all that look through the model
     hooks = _without_hooks(module for _, module in named)
-    with hooks, scope.one_call() if scope else contextlib.nullcontext():
-        outputs = called_with(model, values, *arguments_of(model, inputs), named=named)
+    with hooks, scope.one_call(inputs) if scope else contextlib.nullcontext(inputs) as own:
+        outputs = called_with(model, values, *arguments_of(model, own), named=named)
     changed = [n for n, a, b in zip(values, versions, _versions(values), strict=True) if a != b]
     if changed:
         raise ProblemError(

@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from curvatlas import parallel
 from curvatlas.errors import ProblemError
 from curvatlas.problem.evaluation import listed
+from curvatlas.problem.state import in_memory
 
 if TYPE_CHECKING:
     from curvatlas.problem.problem import Problem
@@ -90,7 +91,7 @@ class LiveTensors:
             return b""
         if self._identities() != self._seen:
             self.follow()
-        if [t.data_ptr() for t in self._tensors] != self._addresses:
+        if self._places() != self._addresses:
             self._arrange()  # ``p.data = other``: the same object with other memory
         checksum = 0
         for memory in self._small:
@@ -139,7 +140,7 @@ class LiveTensors:
     def _host_signs(self) -> list[int]:
         """What moves on the host with most changes on a device."""
         versions = [t._version for t in self._tensors if not t.is_inference()]
-        return [_steps[0], *(t.data_ptr() for t in self._tensors), *versions]
+        return [_steps[0], *self._places(), *versions]
 
     def follow(self) -> None:
         """Look through the root again if an object in it was replaced."""
@@ -160,6 +161,9 @@ class LiveTensors:
         if replaced:
             self._rewritten |= replaced
             self._look_through()
+
+    def _places(self) -> list[int]:
+        return [t.data_ptr() for tensor in self._tensors for t in in_memory(tensor)]
 
     # --- looking through --------------------------------------------------------------------------
 
@@ -252,7 +256,7 @@ class LiveTensors:
 
     def _arrange(self) -> None:
         """Sort the tensors by how they are read."""
-        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._addresses = self._places()
         self._irregular: list[Tensor] = []
         self._gaps: list[Tensor] = []  # on a device, entries not side by side
         self._last = b""  # what was kept of the last look was in another order
@@ -308,9 +312,10 @@ def _irregular_value(tensor: Tensor) -> bytes:
     """The digest of a copy; identity and version of a tensor that cannot be copied either."""
     try:
         digest = hashlib.blake2b(digest_size=16)
-        for group in _groups([tensor.detach().contiguous().view(-1)]):
-            for marks in group.marks():
-                digest.update(marks.cpu().numpy().data)
+        for part in in_memory(tensor.detach()):
+            for group in _groups([part.contiguous().view(-1)]):
+                for marks in group.marks():
+                    digest.update(marks.cpu().numpy().data)
         return digest.digest()
     except (RuntimeError, NotImplementedError):
         return f"{id(tensor)} {tensor._version}".encode()

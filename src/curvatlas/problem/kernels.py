@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from curvatlas.errors import DifferentiationError
 
@@ -68,7 +70,15 @@ class TwiceDifferentiable(TorchFunctionMode):
             )
             with torch.autocast(self._device, enabled=False):
                 return operation(*args, **kwargs)
-        return operation(*args, **kwargs)
+        if self._keep is None:
+            return operation(*args, **kwargs)
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError:
+            if not _mixes(args, kwargs, self._keep):
+                raise
+            args, kwargs = _promoted(func, args, kwargs, self._keep)
+            return operation(*args, **kwargs)
 
     @contextlib.contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
@@ -161,6 +171,48 @@ def _unrounded(
     return operation, args, kwargs
 
 
+def _mixes(args: Any, kwargs: dict[str, Any], keep: torch.dtype) -> bool:
+    """Whether tensors of dtype ``keep`` meet narrower ones in a call."""
+    leaves = tree_flatten((args, kwargs))[0]
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
+    return keep in dtypes and not dtypes.isdisjoint(_NARROWER[keep])
+
+
+def _promoted(
+    operation: Operation, args: Any, kwargs: dict[str, Any], keep: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an operation that mixes no dtypes, in one dtype.
+
+    What was not rounded on the way meets constants that the model makes in a narrower dtype: a
+    mask, a table of zeros to be filled. They become wider, also the one that is written into; where
+    that is seen elsewhere too, what is written is rounded, as the model does.
+    """
+    name, dtype = getattr(operation, "__name__", ""), keep
+    into = args[0] if name == "__setitem__" or (name.endswith("_") and name[-2:] != "__") else None
+    if isinstance(into, Tensor) and into.dtype in _NARROWER[keep]:
+        if _seen_elsewhere(into):
+            dtype = into.dtype
+        else:
+            into.data = into.detach().to(keep)
+
+    def convert(leaf: Any) -> Any:
+        if leaf is into or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.to(dtype)
+
+    converted: tuple[Any, dict[str, Any]] = tree_map(convert, (tuple(args), kwargs))
+    return converted
+
+
+def _seen_elsewhere(tensor: Tensor) -> bool:
+    """Whether other tensors share its memory, or a graph has it."""
+    if tensor.requires_grad or tensor._base is not None or isinstance(tensor, nn.Parameter):
+        return True
+    storage = tensor.untyped_storage()
+    users = getattr(torch._C, "_storage_Use_Count", lambda _: 3)(storage._cdata)
+    return int(users) > 2  # the tensor, and ``storage``
+
+
 # --- operations ---------------------------------------------------------------------------------
 
 
@@ -171,6 +223,8 @@ def _replacements() -> dict[Any, Operation]:
     replaced: dict[Any, Operation] = {
         torch._weight_norm: weight_norm,
         torch.nn.functional.hardsigmoid: hard_sigmoid,
+        torch.nn.functional.batch_norm: batch_norm,
+        torch.nn.functional.instance_norm: instance_norm,
     }
     fused_loss = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if fused_loss is not None:
@@ -302,6 +356,73 @@ def hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
     inside = (x > -3) & (x < 3)
     value = torch.where(inside, x / 6 + 0.5, (x >= 3).to(x.dtype))
     return x.copy_(value) if inplace else value
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """γ (x − μ) / √(σ² + ε) + β by channel, over the batch's own μ and σ² if ``training``.
+
+    PyTorch's own backward is wrong by as much as the gradient itself for one sample whose upstream
+    gradient lies channels last in memory, as einsum makes them (watched by a test).
+    """
+    if training and running_mean is not None:  # which is updated on the way
+        usual = torch.nn.functional.batch_norm
+        return usual(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    axes = None if not training else [axis for axis in range(x.ndim) if axis != 1]
+    return _normalised(x, axes, running_mean, running_var, weight, bias, eps)
+
+
+def instance_norm(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``batch_norm`` of every sample by itself, which PyTorch computes by the same kernel."""
+    if use_input_stats and running_mean is not None:
+        usual = torch.nn.functional.instance_norm
+        return usual(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    axes = list(range(2, x.ndim)) if use_input_stats else None
+    return _normalised(x, axes, running_mean, running_var, weight, bias, eps)
+
+
+def _normalised(
+    x: Tensor,
+    axes: list[int] | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """By the mean and variance over ``axes``, or by those that are given for each channel."""
+
+    def by_channel(values: Tensor) -> Tensor:
+        return values.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
+
+    if axes is not None:
+        centred = x - x.mean(axes, keepdim=True)
+        scale = (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+    else:
+        assert mean is not None
+        assert variance is not None
+        centred, scale = x - by_channel(mean), (by_channel(variance) + eps).rsqrt()
+    if weight is not None:
+        scale = scale * by_channel(weight)
+    result = centred * scale
+    return result if bias is None else result + by_channel(bias)
 
 
 # --- what is around the operations --------------------------------------------------------------
@@ -579,13 +700,44 @@ def missing(operation: str) -> str:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Errors about missing second derivatives name the operation and the way round it."""
+    """Errors in derivatives name the operation or the ``autograd.Function``, and the way round."""
     try:
         yield
-    except DifferentiationError:
-        raise
-    except RuntimeError as error:
-        instead = explanation(str(error))
+    except Exception as error:
+        if is_told(error):
+            raise
+        name = failing_function(error)
+        instead = explanation(str(error)) if isinstance(error, RuntimeError) else None
+        if name is not None and instead is None:
+            told = f"{type(error).__name__}: {error}".rstrip(".")
+            instead = (
+                f"{name} of the model fails ({told}): curvature calls the model in evaluation mode "
+                f"and differentiates its backward pass; mend it for that, or {_PLAIN}."
+            )
         if instead is None:
             raise
         raise DifferentiationError(instead) from error
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether an error is one of ours, which says what is wrong and where, or memory ran out."""
+    ours = type(error).__module__.partition(".")[0] == "curvatlas"
+    return ours or isinstance(error, MemoryError) or "not enough memory" in str(error)
+
+
+def failing_function(error: BaseException) -> str | None:
+    """The hand-written ``autograd.Function`` in whose forward or backward pass an error arose."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name != "apply" or frame.f_code.co_filename != _FUNCTIONS:
+            continue
+        held = frame.f_locals
+        forward, backward = held.get("cls"), getattr(held.get("self"), "_forward_cls", None)
+        kind = backward or forward
+        if isinstance(kind, type) and not kind.__module__.startswith(("torch.", "curvatlas.")):
+            pass_ = "forward" if backward is None else "backward"
+            found = f"the {pass_} pass of the autograd.Function {kind.__qualname__}"
+    return found
+
+
+_FUNCTIONS = torch.autograd.function.__file__

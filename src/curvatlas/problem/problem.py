@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
-from curvatlas.errors import ProblemError, UnmappedModuleError
+from curvatlas.errors import ProblemError
 from curvatlas.problem import fingerprint, large_heads
 from curvatlas.problem.batches import (
     HOLD_BYTES,
@@ -35,7 +35,6 @@ from curvatlas.problem.checkpointing import checkpointed, repeated_blocks, short
 from curvatlas.problem.cross_entropy import Reduction
 from curvatlas.problem.evaluation import (
     arguments_of,
-    as_it_was,
     block_by_block,
     block_places,
     call,
@@ -48,19 +47,21 @@ from curvatlas.problem.evaluation import (
     evaluation,
     fresh_leaves,
     kinds,
-    open_scopes,
     refuse_sharded,
     unwrap,
     whole_parameters,
 )
 from curvatlas.problem.fingerprint import LiveTensors, content
-from curvatlas.problem.kernels import explained, unwatched
+from curvatlas.problem.kernels import explained, failing_function, is_told, unwatched
 from curvatlas.problem.losses import Loss, LossLike, main_tensor
 from curvatlas.problem.named_losses import CallableLoss, as_loss, refuse_options
 from curvatlas.problem.objective import LABELS, Objective, OwnLoss, settled, with_decoder_inputs
 from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
 from curvatlas.problem.sample_axis import SampleAxes
 from curvatlas.problem.sharding import ShardedWeights
+from curvatlas.problem.state import as_it_was, in_memory, open_scopes
+
+_USUAL = (RuntimeError, TypeError, IndexError, ValueError)  # that say what is wrong by themselves
 
 # --- from a user's data to checked batches --------------------------------------------------------
 
@@ -400,7 +401,8 @@ class Problem:
 
     def own_tensors(self) -> list[Tensor]:
         """Parameters and buffers: memory that is there without any graph."""
-        return [*self._own_parameters().values(), *self.model.buffers()]
+        held = [*self._own_parameters().values(), *self.model.buffers()]
+        return [part for tensor in held for part in in_memory(tensor)]
 
     def _own_parameters(self) -> dict[str, Tensor]:
         """The parameters in this process's memory, its rows of those that are spread."""
@@ -891,14 +893,13 @@ class Problem:
             scope = checkpointed if self.checkpoint_activations else contextlib.nullcontext
             with self.weights_for_call(leaves) as values, scope(self.model):
                 return call(self.model, values, self._computed(batch.inputs))
-        except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, ProblemError | UnmappedModuleError):
-                raise  # it says what is wrong, and where
-            if isinstance(error, RuntimeError) and "not enough memory" in str(error):
+        except Exception as error:  # whatever the model's own code does
+            if is_told(error):
                 raise
+            told = str(error) if isinstance(error, _USUAL) else f"{type(error).__name__}: {error}"
             raise ProblemError(
-                f"the model fails on batch {batch.index} with inputs {described(batch.inputs)} "
-                f"(parameters are {self.dtype}): {error}"
+                f"{failing_function(error) or 'the model'} fails on batch {batch.index} with "
+                f"inputs {described(batch.inputs)} (parameters are {self.dtype}): {told}"
             ) from error
 
     def _computed(self, inputs: Any) -> Any:

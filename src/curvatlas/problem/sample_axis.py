@@ -35,6 +35,7 @@ from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.kernels import unwatched
+from curvatlas.problem.state import in_memory
 
 if TYPE_CHECKING:
     from curvatlas.problem.problem import Problem
@@ -340,7 +341,8 @@ class _Probe:
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:  # and save nothing: there is no backward pass
-            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            for part in in_memory(tensor):
+                saved[part.data_ptr()] = part.numel() * part.element_size()
 
         def refuse(_: None) -> Tensor:
             raise RuntimeError("nothing was saved")

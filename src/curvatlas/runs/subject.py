@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from curvatlas import files
+from curvatlas.problem.state import in_memory
 from curvatlas.results import Result
 
 
@@ -111,8 +112,8 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        for part in in_memory(value.detach()):
+            digest.update(files.raw_bytes(part))
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(f"key {key}".encode())

@@ -59,6 +59,7 @@ from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
 from curvatlas.problem.kernels import unwatched, warn_once
 from curvatlas.problem.sharding import ShardedWeights
+from curvatlas.problem.state import in_memory
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
 
@@ -1356,8 +1357,8 @@ def tensors_in(*objects: Any, without: Sequence[Tensor] = ()) -> list[Tensor]:
             continue
         seen.add(id(thing))
         if isinstance(thing, Tensor):
-            if thing.untyped_storage().data_ptr() not in outside:
-                tensors.append(thing)
+            parts = in_memory(thing)
+            tensors += [p for p in parts if p.untyped_storage().data_ptr() not in outside]
         elif isinstance(thing, Mapping):
             stack.extend(thing.values())
         elif isinstance(thing, list | tuple | set | frozenset):
