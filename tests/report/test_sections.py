@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import curvatlas as ca
 from curvatlas import runs, zoo
 from curvatlas.analysis.landscape.taylor_result import (
     CriticalLearningRate,
@@ -145,3 +146,21 @@ def test_the_table_says_where_no_eigenvalue_is_missing(
     )
     assert words in _page(tmp_path, **{"model.total.eigenpairs": found})
     assert words.removesuffix("</td>") in str(found)  # the terminal says the same
+
+
+def test_a_map_of_zeros_alone_stands_beside_the_others(tmp_path: Path) -> None:
+    class Parallel(torch.nn.Module):
+        """Linear in its weights, so that H_f is zero for all pairs of roles."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.value = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query(x) + self.value(x)
+
+    batch = torch.randn(5, 3), torch.randn(5, 2)
+    found = ca.atlas(ca.Problem(Parallel(), "mse", batch))
+    assert not found.view("role", part="functional").value.any()
+    page = _page(tmp_path, atlas=found)
+    assert "Atlas of curvature" in page

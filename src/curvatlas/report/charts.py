@@ -570,8 +570,9 @@ def thumbnail(values: Matrix, *, title: str, limits: tuple[float, float]) -> Mar
 
 
 def common_limits(matrices: Sequence[Matrix], *, signed: bool) -> tuple[float, float]:
-    """Limits that make several maps comparable."""
-    scales = [_colour_scale(matrix, signed, None) for matrix in matrices]
+    """Limits that make several maps comparable; one of zeros alone has none of its own."""
+    telling = [m for m in matrices if any(v for row in m for v in row)]
+    scales = [_colour_scale(matrix, signed, None) for matrix in telling or matrices]
     return min(s.low for s in scales), max(s.high for s in scales)
 
 
@@ -585,10 +586,7 @@ def _colour_scale(values: Matrix, signed: bool, limits: tuple[float, float] | No
         reach = max((abs(v) for v in computed), default=0.0) or 1.0
         low, high = limits or (-reach, reach)
         return Scale(kind="linear", low=low, high=high)
-    positive = [v for v in computed if v > 0]
-    if not positive:
-        return linear_scale([0.0, 1.0])
-    scale = log_scale(positive)
+    scale = log_scale(computed)
     # Below a millionth of the largest all cells look alike, so the colours are spent above it.
     low, high = limits or (max(scale.low, scale.high * 1e-6), scale.high)
     return Scale(kind="log", low=low, high=high)
