@@ -323,6 +323,19 @@ def verified(metadata: dict[str, str], tensors: Mapping[str, Tensor], where: str
     return texts
 
 
+def in_memory(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or the numbers and indices that a sparse one keeps in place of a memory."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # an opaque one, which has no memory that can be read
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of the tensor's numbers in row-major order, without a copy where it is on a CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

@@ -45,11 +45,11 @@ from curvatlas.engines.tangent.model import (
 )
 from curvatlas.engines.tangent.reading import UnmappedModuleError, read_module
 from curvatlas.engines.tangent.tape import MOST_CALLS
+from curvatlas.files import in_memory
 from curvatlas.operators.curvature import CurvatureOperator, GaussNewton, Hessian
 from curvatlas.operators.engine import PAIR_SHARE
 from curvatlas.problem import Problem
 from curvatlas.problem.checkpointing import block_stacks, shortened
-from curvatlas.problem.state import in_memory
 from curvatlas.results import Result
 
 _SHORT, _LONG = 2, 4  # layers of the two trials

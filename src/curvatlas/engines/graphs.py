@@ -15,9 +15,9 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvatlas.errors import DifferentiationError
+from curvatlas.files import in_memory
 from curvatlas.problem import checkpointing, large_heads
 from curvatlas.problem.kernels import unwatched
-from curvatlas.problem.state import in_memory
 
 
 @dataclass(frozen=True, kw_only=True)

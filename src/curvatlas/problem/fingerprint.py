@@ -36,8 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from curvatlas import parallel
 from curvatlas.errors import ProblemError
+from curvatlas.files import in_memory
 from curvatlas.problem.evaluation import listed
-from curvatlas.problem.state import in_memory
 
 if TYPE_CHECKING:
     from curvatlas.problem.problem import Problem

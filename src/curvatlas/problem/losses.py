@@ -124,7 +124,8 @@ def main_tensor(raw: Any, purpose: str) -> Tensor:
         if isinstance(value, Tensor):
             return value
     if isinstance(raw, (tuple, list)) and raw and isinstance(raw[0], Tensor):
-        return raw[0]
+        beside_loss = len(raw) > 1 and not raw[0].ndim and isinstance(raw[1], Tensor)
+        return raw[1] if beside_loss and raw[1].ndim else raw[0]
     raise ProblemError(
         f"{purpose} needs a tensor from the model (or .logits), got {type(raw).__name__}: "
         "pass a callable loss that picks what it needs, or loss='model' for the model's own."

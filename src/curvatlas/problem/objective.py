@@ -25,6 +25,9 @@ from curvatlas.problem.losses import IGNORE_INDEX, Loss, Rebuild, Uniform
 from curvatlas.problem.named_losses import BinaryCrossEntropy, MeanSquaredError
 
 LABELS = "labels"
+# What other models than those of Hugging Face call the argument that holds their labels.
+_LABEL_NAMES = (LABELS, "label", "targets", "target", "y", "ys", "y_true", "ground_truth")
+_WHOLE = ""  # as the name of the labels: the model takes a batch as one argument
 SPAN = ("start_positions", "end_positions")
 # Libraries round their own loss to float32 even in float64 models; a wrong shift, a missing
 # auxiliary loss or other weights differ by 1e-4 and more.
@@ -105,11 +108,21 @@ class OwnLoss(Loss):
 
 
 def own_loss(raw: Any) -> Tensor | None:
-    """The scalar loss in a model's return value, or None."""
+    """The scalar loss in a model's return value, or None.
+
+    By its name, or as the value itself, or the first of a tuple, or the scalar among its parts.
+    """
     value = raw.get("loss") if isinstance(raw, Mapping) else getattr(raw, "loss", None)
-    if value is None and isinstance(raw, tuple) and raw:
-        value = raw[0]
-    return value if isinstance(value, Tensor) and value.numel() == 1 else None
+    if value is None and isinstance(raw, (tuple, list)) and raw:
+        scalars = [part for part in raw if isinstance(part, Tensor) and not part.ndim]
+        value = raw[0] if _is_loss(raw[0]) else scalars[0] if scalars else None
+    if value is None and isinstance(raw, Tensor) and not raw.ndim:
+        value = raw
+    return value if _is_loss(value) else None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 def _valid(targets: Any) -> float:
@@ -128,6 +141,7 @@ class Objective:
     model: nn.Module
     shift: bool | None = None  # labels are next-token labels; None: told from each batch
     labels_in_call: bool = False  # the model is called with the labels
+    label: str = LABELS  # what batches and the model call them
     prompt: int = 0  # positions that the model puts before the tokens, with logits of their own
 
     def split(self, raw: Any, index: int) -> tuple[Any, Any]:
@@ -140,9 +154,11 @@ class Objective:
 
         mapping: whether the batch named its labels, so that the model's conventions hold for them.
         """
-        if self.labels_in_call:
-            named = labels if isinstance(labels, dict) else {LABELS: labels}
-            called: Any = {**_named(self.model, inputs), **named}
+        if self.labels_in_call and self.label == _WHOLE:
+            called: Any = ((*(inputs if isinstance(inputs, tuple) else (inputs,)), labels),)
+        elif self.labels_in_call:
+            named = labels if isinstance(labels, dict) else {self.label: labels}
+            called = {**_named(self.model, inputs), **named}
             called = {key: value for key, value in called.items() if value is not None}
         else:
             called = with_decoder_inputs(self.model, inputs, labels)
@@ -159,10 +175,10 @@ class Objective:
     def parted(self, raw: Any, index: int) -> tuple[Any, Any]:
         """(inputs, labels) as they stand in the batch; labels None: the model needs none."""
         if isinstance(raw, Mapping):
-            present = [key for key in (LABELS, *SPAN) if raw.get(key) is not None]
-            inputs = {key: value for key, value in raw.items() if key not in (LABELS, *SPAN)}
-            if LABELS in present:
-                return inputs, raw[LABELS]
+            present = [key for key in (self.label, *SPAN) if raw.get(key) is not None]
+            inputs = {key: value for key, value in raw.items() if key not in (self.label, *SPAN)}
+            if self.label in present:
+                return inputs, raw[self.label]
             if present:
                 return inputs, {key: raw[key] for key in present}
             if isinstance(self.loss, OwnLoss):
@@ -213,27 +229,28 @@ def settled(
 
     loss: None for the model's own;  forward: calls the model without a graph.
     """
-    wanted = Objective(loss or OwnLoss(), model, shift)
+    label = _label_name(model, raw, asked=loss is None)
+    wanted = Objective(loss or OwnLoss(), model, shift, label=LABELS if label is None else label)
     if loss is None and shift is not None:
         raise ProblemError("shift= has no meaning for the model's own loss: leave it out.")
     inputs, labels = wanted.parted(raw, 0)
     if not isinstance(raw, Mapping):
         if loss is not None and not _has_decoder(model):
             _say_if_repeated(wanted, inputs, labels)
-            return wanted
-        raw = {**_named(model, inputs), LABELS: labels}  # the same batch, as the model names it
+            return _called_for_all(wanted, raw, forward)
+        if wanted.label != _WHOLE:  # the same batch, as the model names it
+            raw = {**_named(model, inputs), wanted.label: labels}
     if isinstance(labels, dict) and isinstance(loss, CrossEntropy):
         wanted = replace(wanted, loss=SpanCrossEntropy())
-    if not _takes_labels(model):
+    if label is None and not _takes_labels(model):
         if loss is None:
-            raise ProblemError(
-                f"{type(model).__name__} takes no labels and so has no loss of its own: say which "
-                "loss, such as 'cross_entropy'."
-            )
+            raise _no_loss(model)
         return wanted
-    trial = _Trial(_few_samples(model, raw), forward)
+    trial = _Trial(raw if wanted.label == _WHOLE else _few_samples(model, raw, label), forward)
     own = own_loss(trial.output(replace(wanted, labels_in_call=True)))
     if own is None:
+        if loss is None and label == _WHOLE:
+            raise _no_loss(model)
         return _own_objective(wanted, raw, forward) if loss is None else wanted
     number = float(own)
     prompted = replace(wanted, prompt=_prompt(trial.output(wanted), labels))
@@ -245,6 +262,28 @@ def settled(
     if loss is None:
         return replace(wanted, labels_in_call=True)
     return _differing(wanted, trial, number)
+
+
+def _no_loss(model: nn.Module) -> ProblemError:
+    return ProblemError(
+        f"{type(model).__name__} takes no labels and so has no loss of its own: say which loss, "
+        "such as 'cross_entropy'."
+    )
+
+
+def _called_for_all(wanted: Objective, raw: Any, forward: Forward) -> Objective:
+    """With the labels in its call, for a model whose outputs fit them only then.
+
+    Some give the last position's logits alone unless they are given targets; others need them.
+    """
+    if (
+        wanted.label == LABELS
+        or wanted.label not in inspect.signature(wanted.model.forward).parameters
+    ):
+        return wanted
+    trial = _Trial(raw, forward)
+    in_call = replace(wanted, labels_in_call=True)
+    return in_call if trial.value(wanted) is None and trial.value(in_call) is not None else wanted
 
 
 def _prompt(raw: Any, labels: Any) -> int:
@@ -300,7 +339,8 @@ def _own_objective(wanted: Objective, raw: Any, forward: Forward) -> Objective:
     except ProblemError as error:
         _explain_labels(wanted, raw, forward)
         raise ProblemError(f"the model cannot be called for its own loss: {error}") from error
-    if value is None and all(raw.get(key) is None for key in (LABELS, *SPAN)):
+    named = isinstance(raw, Mapping)
+    if named and value is None and all(raw.get(k) is None for k in (objective.label, *SPAN)):
         raise _without_labels(objective.model, raw)
     if value is None:
         raise ProblemError(
@@ -319,6 +359,8 @@ def _without_labels(model: nn.Module, raw: Mapping[str, Any]) -> ProblemError:
 
 def _explain_labels(wanted: Objective, raw: Mapping[str, Any], forward: Forward) -> None:
     """Say what labels the model's logits allow, where those of the batch are of another kind."""
+    if wanted.label != LABELS:
+        return
     labels = raw.get(LABELS)
     if not isinstance(labels, Tensor):
         raise _without_labels(wanted.model, raw)
@@ -355,6 +397,8 @@ def _candidates(wanted: Objective, loss: Loss | None, labels: Any) -> Iterator[O
         return
     for shift in (False, True) if labels.ndim == 2 else (False,):
         yield replace(wanted, loss=CrossEntropy(), shift=shift)
+        if bool((labels == -1).any()):
+            yield replace(wanted, loss=CrossEntropy(ignore_index=-1), shift=shift)
 
 
 def _chosen(objective: Objective, wanted: Objective, trial: _Trial, number: float) -> Objective:
@@ -427,6 +471,31 @@ def _warn(text: str) -> None:
 
 def _agree(value: float, own: float) -> bool:
     return abs(value - own) <= AGREEMENT * max(1.0, abs(own))
+
+
+def _label_name(model: nn.Module, raw: Any, *, asked: bool) -> str | None:
+    """What the model, or a batch that is a mapping, calls the labels; None: neither tells.
+
+    asked: the model is asked for its loss, so that labels come behind the inputs of a pair.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if isinstance(raw, Mapping):
+        if any(raw.get(key) is not None for key in (LABELS, *SPAN)):
+            return LABELS if LABELS in parameters else None
+        return next((name for name in _LABEL_NAMES if name in raw), None)
+    inputs = Objective(OwnLoss(), model).parted(raw, 0)[0]
+    given = _named(model, inputs)
+    left = [
+        name
+        for name, parameter in parameters.items()
+        if name not in given and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    known = next((name for name in _LABEL_NAMES if name in left), None)
+    if known is not None or not asked or _takes_labels(model):
+        return known
+    if left:
+        return left[0]
+    return _WHOLE if len(parameters) == 1 else None
 
 
 def _takes_labels(model: nn.Module) -> bool:
@@ -509,9 +578,9 @@ def _length(inputs: Mapping[str, Any]) -> int:
     return next(t.shape[0] for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
 
 
-def _few_samples(model: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _few_samples(model: nn.Module, raw: Mapping[str, Any], label: str | None) -> Mapping[str, Any]:
     """The batch, or its first sample with a label where its logits would be large."""
-    labels = raw.get(LABELS)
+    labels = raw.get(label or LABELS)
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return raw
     itemsize = next(model.parameters()).dtype.itemsize

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
 from curvatlas.errors import ProblemError
+from curvatlas.files import in_memory
 from curvatlas.problem import fingerprint, large_heads
 from curvatlas.problem.batches import (
     HOLD_BYTES,
@@ -59,7 +60,7 @@ from curvatlas.problem.objective import LABELS, Objective, OwnLoss, settled, wit
 from curvatlas.problem.parameters import Layout, Parameters, as_module, choose_parameters
 from curvatlas.problem.sample_axis import SampleAxes
 from curvatlas.problem.sharding import ShardedWeights
-from curvatlas.problem.state import as_it_was, in_memory, open_scopes
+from curvatlas.problem.state import as_it_was, open_scopes
 
 _USUAL = (RuntimeError, TypeError, IndexError, ValueError)  # that say what is wrong by themselves
 

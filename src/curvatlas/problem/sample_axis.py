@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvatlas.budget import default_budget
 from curvatlas.errors import PeerError, ProblemError
+from curvatlas.files import in_memory
 from curvatlas.precision import has_float64, in_float64
 from curvatlas.problem.batches import Batch, described
 from curvatlas.problem.evaluation import call, evaluation
 from curvatlas.problem.kernels import unwatched
-from curvatlas.problem.state import in_memory
 
 if TYPE_CHECKING:
     from curvatlas.problem.problem import Problem

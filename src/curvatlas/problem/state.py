@@ -319,19 +319,6 @@ def _differ(copy: Tensor, tensor: Tensor) -> bool:
     return not torch.equal(copy, tensor)
 
 
-def in_memory(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or the numbers and indices that a sparse one keeps in place of a memory."""
-    if tensor.layout == torch.strided:
-        return [tensor]
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # an opaque one, which has no memory that can be read
-
-
 def outside_inference(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that autograd accepts, for one made in ``inference_mode``."""
     with torch.inference_mode(False):

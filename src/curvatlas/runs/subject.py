@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from curvatlas import files
-from curvatlas.problem.state import in_memory
 from curvatlas.results import Result
 
 
@@ -112,7 +111,7 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
         if hasattr(value, "full_tensor"):  # a DTensor
             value = value.full_tensor()
-        for part in in_memory(value.detach()):
+        for part in files.in_memory(value.detach()):
             digest.update(files.raw_bytes(part))
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):

@@ -53,13 +53,13 @@ from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
 from curvatlas.engines.tangent.tape import Tapes
 from curvatlas.errors import OutOfMemory
+from curvatlas.files import in_memory
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import described
 from curvatlas.problem.evaluation import listed
 from curvatlas.problem.kernels import unwatched, warn_once
 from curvatlas.problem.sharding import ShardedWeights
-from curvatlas.problem.state import in_memory
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
 
