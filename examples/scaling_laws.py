@@ -42,7 +42,7 @@ def main() -> None:
             setattr(options, name, size)
 
     analyzer = ca.ScalingLawAnalyzer(gpt)
-    grid = analyzer.analyze_scaling_with_size(
+    grid = analyzer.train_grid(
         options.widths,
         options.sizes,
         data=data,

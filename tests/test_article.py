@@ -289,26 +289,62 @@ def test_full_hessian_by_its_keys_and_in_the_history(
     assert found["mean_hessian_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["top_eigenvalue"] == pytest.approx(float(exact[-1]), rel=1e-3)
     assert found["spectral_gap"] == pytest.approx(float(exact[-1] - exact[-2]), abs=2e-3 * norm)
-    assert found["eigenvalue_mean"].shape == found["eigenvalue_std"].shape == (5,)
+    top = exact.flip(0)[:10]
+    assert found["eigenvalue_mean"] == pytest.approx(float(top.mean()), rel=1e-3)
+    assert found["eigenvalue_std"] == pytest.approx(float(top.std()), rel=1e-3)
+    for key in ("mean_hessian_norm", "eigenvalue_mean", "eigenvalue_std", "spectral_gap"):
+        assert isinstance(found[key], float), key
     assert len(found.values) == 1  # of the two batches
     history = analyzer.history
-    assert history["hessian_norms"] == [found.mean_norm]
+    assert history["hessian_norms"] == list(found.norms)
     condition = float(exact[-1] / exact.abs().mean())
     assert history["condition_numbers"][0] == pytest.approx(condition, rel=0.2)
     assert torch.equal(history["eigenvalue_spectra"][0], found.eigenpairs.values)
     assert history["layer_curvatures"] == []
+    history["hessian_norms"].append(1.0)  # as the article's code fills it
+    assert analyzer.history["hessian_norms"][-1] == 1.0
     with pytest.raises(KeyError, match="it has hessian_norms"):
         history["norms"]
 
 
-def test_all_batches_of_a_loader_are_analyzed_by_default(
+def test_eigenvalues_are_pooled_over_all_batches_of_a_loader(
     model: TokenTransformer, batch: tuple[Tensor, Tensor]
 ) -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=1)
-    found = ca.TransformerHessianAnalyzer(model).analyze_full_hessian(dataloader=loader, k=2)
-    assert found["eigenvalue_std"].shape == (2,)
-    assert len(found.values) == 3
-    assert bool((found["eigenvalue_std"] > 0).all())
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    found = analyzer.analyze_full_hessian(dataloader=loader, k=2)
+    spectra = [
+        torch.linalg.eigvalsh(double_backward(loss_of(model, *one), list(model.parameters())))
+        for one in loader
+    ]
+    tops = torch.stack([values.flip(0)[:2] for values in spectra])
+    assert found["eigenvalue_mean"] == pytest.approx(float(tops.mean()), rel=1e-3)
+    assert found["eigenvalue_std"] == pytest.approx(float(tops.std()), rel=1e-3)
+    norms = [float(values.abs().max()) for values in spectra]
+    assert found["mean_hessian_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
+    assert analyzer.history["hessian_norms"] == pytest.approx(norms, rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_a_plain_model_is_analyzed_as_well(loss: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 2, dtype=torch.float64)
+    model: nn.Module = nn.Linear(2, 2).double()  # fewer parameters than eigenvalues asked for
+    y, value = x.flip(0), nn.functional.mse_loss
+    if loss == "cross_entropy":
+        model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        y, value = torch.randint(0, 3, (8,)), nn.functional.cross_entropy
+    analyzer = ca.TransformerHessianAnalyzer(model, loss=loss)
+    hessian = double_backward(value(model(x), y), list(model.parameters()))
+    exact = torch.linalg.eigvalsh(hessian).flip(0)
+    values = analyzer.compute_hessian_eigenvalues(x, y)
+    room = 1e-3 * float(exact[0])
+    assert float((values.values - exact[:20]).abs().max()) <= room
+    found = analyzer.analyze_full_hessian([(x, y)])
+    assert found["condition_number"] == pytest.approx(float(exact[0] / exact.abs().mean()))
+    assert found["spectral_gap"] == pytest.approx(float(exact[0] - exact[1]), abs=room)
+    rows = analyzer.analyze_layer_wise_curvature(x)
+    assert rows[0]["output_norm"] == pytest.approx(float(model(x).norm()))
 
 
 def test_layer_wise_curvature_without_targets_has_a_row_a_module(
@@ -325,6 +361,8 @@ def test_layer_wise_curvature_without_targets_has_a_row_a_module(
     curvature = (torch.diag_embed(p) - p[..., :, None] * p[..., None, :]) / x.numel()
     low, high = named["head"]["curvature_interval"]
     assert low <= float(curvature.norm()) <= high
+    slope = (p - nn.functional.one_hot(p.argmax(-1), 7)) / x.numel()
+    assert named["head"]["curvature_proxy"] == pytest.approx(float(slope.norm()), rel=1e-9)
     assert rows.target == "the model's own most likely classes"
     assert analyzer.history["layer_curvatures"] == [list(rows)]
 
@@ -591,7 +629,7 @@ def test_the_data_size_for_a_condition_number_follows_the_fitted_plane() -> None
     assert found.value == pytest.approx(50, rel=1e-3)
     assert found.quantity == "condition_number"
     with pytest.raises(ValueError, match="target_condition alone"):
-        analyzer.predict_optimal_dataset_size(400, 0.1, target_condition=wanted)
+        analyzer.predict_optimal_dataset_size(400, wanted, target=0.1)
 
 
 def _cell(parameters: int, samples: int, kappa: float) -> Any:

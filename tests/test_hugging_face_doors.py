@@ -284,8 +284,8 @@ DOORS: dict[str, Callable[[Case], float]] = {
         ca.ScalingLawAnalyzer(lambda width: model_of(c.kind, width))
         .analyze_scaling_with_size(
             [4], [8], data=Rows(c.many), steps=1, curvature_samples=8, products=6
-        )[0]
-        .validation_loss
+        )["validation_loss"]
+        .iloc[0]
     ),
     "growth": lambda c: float(
         ca.growth(c.problem, scales=(0.1, 0.2, 0.4), roles=["value"], probes=3).losses[0]

@@ -88,7 +88,7 @@ def test_hessian_norm_is_that_of_the_dense_hessian() -> None:
 
 def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     analyzer = ScalingLawAnalyzer(tiny_vit)
-    whole = analyzer.analyze_scaling_with_size([3, 4], [8], output=tmp_path / "a", **EFFORT)
+    whole = analyzer.train_grid([3, 4], [8], output=tmp_path / "a", **EFFORT)
     calls = 0
 
     def breaking(width: int) -> nn.Module:
@@ -100,11 +100,9 @@ def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
     broken = ScalingLawAnalyzer(breaking)
     with pytest.raises(KeyboardInterrupt):
-        broken.analyze_scaling_with_size([3, 4], [8], output=tmp_path / "b", **EFFORT)
+        broken.train_grid([3, 4], [8], output=tmp_path / "b", **EFFORT)
     assert len(runs.load(tmp_path / "b").results) == 1
-    resumed = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
-        [3, 4], [8], output=tmp_path / "b", **EFFORT
-    )
+    resumed = ScalingLawAnalyzer(tiny_vit).train_grid([3, 4], [8], output=tmp_path / "b", **EFFORT)
     for a, b in zip(whole.cells, resumed.cells, strict=True):
         assert (a.validation_loss, a.hessian_norm, a.trace, a.critical_batch_size) == (
             b.validation_loss, b.hessian_norm, b.trace, b.critical_batch_size,
@@ -123,7 +121,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
         "from curvatlas import zoo\n"
         "from curvatlas.scaling import ScalingLawAnalyzer\n"
         "a = ScalingLawAnalyzer(lambda w: zoo.reference_vit(d_model=w, patch_size=4))\n"
-        f"a.analyze_scaling_with_size([3, 4], [8], output={str(tmp_path / 'run')!r}, "
+        f"a.train_grid([3, 4], [8], output={str(tmp_path / 'run')!r}, "
         "steps=1, curvature_samples=8, products=8)\n"
     )
     results = tmp_path / "run" / "results"
@@ -135,9 +133,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.finished()
-    found = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
-        [3, 4], [8], output=tmp_path / "run", **EFFORT
-    )
+    found = ScalingLawAnalyzer(tiny_vit).train_grid([3, 4], [8], output=tmp_path / "run", **EFFORT)
     assert len(found.cells) == 2
     assert runs.load(tmp_path / "run").status == "complete"
 
@@ -156,7 +152,9 @@ def test_dataset_size_for_a_target_loss_covers_the_truth() -> None:
     truth, hits = 700.0, 0
     target = 0.2 + 20 * 10000**-0.5 + 10 * truth**-0.5
     for seed in range(12):
-        found = analyzer_of(known_grid(0.01, seed)).predict_optimal_dataset_size(10000, target)
+        found = analyzer_of(known_grid(0.01, seed)).predict_optimal_dataset_size(
+            10000, target=target
+        )
         hits += found.interval[0] <= truth <= found.interval[1]
         assert found.value == pytest.approx(truth, rel=0.3)
     assert hits >= 9
@@ -173,20 +171,20 @@ def test_compute_optimal_size_balances_model_and_data() -> None:
 def test_curvature_targets_use_their_own_law() -> None:
     analyzer = analyzer_of(known_grid(0.005))
     target = 3 * 3000**0.2 * 500**-0.3
-    found = analyzer.predict_optimal_dataset_size(3000, target, quantity="hessian_norm")
+    found = analyzer.predict_optimal_dataset_size(3000, target=target, quantity="hessian_norm")
     assert found.interval[0] <= 500 <= found.interval[1]
     with pytest.raises(ValueError, match="does not measurably depend"):
-        analyzer.predict_optimal_dataset_size(3000, 5.0, quantity="effective_rank")
+        analyzer.predict_optimal_dataset_size(3000, target=5.0, quantity="effective_rank")
 
 
 def test_predictions_far_outside_the_runs_are_refused() -> None:
     analyzer = analyzer_of(known_grid())
     with pytest.raises(ValueError, match="more than 4 times outside"):
-        analyzer.predict_optimal_dataset_size(10000, 0.45)
+        analyzer.predict_optimal_dataset_size(10000, target=0.45)
     with pytest.raises(ValueError, match="the model size N"):
         analyzer.predict_optimal_dataset_size(10_000_000)
     with pytest.raises(ValueError, match="no amount of data"):
-        analyzer.predict_optimal_dataset_size(3000, 0.3)
+        analyzer.predict_optimal_dataset_size(3000, target=0.3)
     with pytest.raises(ValueError, match="no runs yet"):
         ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100)
 
@@ -373,9 +371,7 @@ def test_compute_is_matched_and_curvature_says_which_samples_it_saw() -> None:
     analyzer = ScalingLawAnalyzer(
         lambda width, seed: factory(d_model=width, patch_size=4, seed=seed)
     )
-    grid = analyzer.analyze_scaling_with_size(
-        [3, 6], [24], seeds=2, steps=2, curvature_samples=8, products=8
-    )
+    grid = analyzer.train_grid([3, 6], [24], seeds=2, steps=2, curvature_samples=8, products=8)
     small, large = grid[0], grid[2]
     assert large.steps == 2
     assert small.steps > 2
@@ -387,7 +383,7 @@ def test_compute_is_matched_and_curvature_says_which_samples_it_saw() -> None:
         assert cell.trace_data_interval is not None
         assert cell.trace_data_interval[0] < cell.trace < cell.trace_data_interval[1]
         assert cell.hessian_norm_data_interval is not None
-    everything = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+    everything = ScalingLawAnalyzer(tiny_vit).train_grid(
         [3], [12], steps=2, curvature_samples=None, products=8, match="steps"
     )[0]
     assert everything.curvature_samples == 12
@@ -397,14 +393,14 @@ def test_compute_is_matched_and_curvature_says_which_samples_it_saw() -> None:
 
 def test_a_run_that_diverges_is_kept_and_the_others_go_on(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="same weights from every seed"):
-        grid = ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size(
+        grid = ScalingLawAnalyzer(tiny_vit).train_grid(
             [3, 4], [8], lr=1e30, seeds=2, output=tmp_path / "run", **{**EFFORT, "steps": 3}
         )
     assert len(grid) == 4
     assert all("lower lr" in cell.failure for cell in grid)
     assert same(runs.load(tmp_path / "run").results["grid"], grid)
     with pytest.raises(ValueError, match="no run of the grid trained"):
-        ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100, 1.0, grid=grid)
+        ScalingLawAnalyzer(tiny_vit).predict_optimal_dataset_size(100, target=1.0, grid=grid)
 
 
 def test_wrong_factories_and_options_are_said_in_one_line() -> None:
@@ -421,13 +417,13 @@ def test_wrong_factories_and_options_are_said_in_one_line() -> None:
         (no_size, {}, "A factory takes the size"),
     ):
         with pytest.raises((ValueError, TypeError), match=words) as caught:
-            ScalingLawAnalyzer(factory).analyze_scaling_with_size([3, 4], [8, 16], **options)  # type: ignore[arg-type]
+            ScalingLawAnalyzer(factory).train_grid([3, 4], [8, 16], **options)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
 
 
 def test_sizes_beyond_the_data_are_refused() -> None:
     with pytest.raises(ValueError, match="data sizes must lie"):
-        ScalingLawAnalyzer(tiny_vit).analyze_scaling_with_size([3], [10_000], **EFFORT)
+        ScalingLawAnalyzer(tiny_vit).train_grid([3], [10_000], **EFFORT)
 
 
 @pytest.mark.draws
@@ -515,4 +511,4 @@ def test_the_command_takes_a_hugging_face_factory_and_a_text(
 
 def test_a_factory_that_makes_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match="gave a NoneType, expected"):
-        ScalingLawAnalyzer(lambda _: None).analyze_scaling_with_size([4], [20], steps=1)  # type: ignore[arg-type,return-value]
+        ScalingLawAnalyzer(lambda _: None).train_grid([4], [20], steps=1)  # type: ignore[arg-type,return-value]

@@ -184,6 +184,10 @@ class Result:
     def __contains__(self, key: object) -> bool:
         return key in self.keys()
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The field ``key``, or ``default`` where there is none."""
+        return self[key] if key in self.keys() else default
+
     def __repr__(self) -> str:
         """The first lines of what ``print`` shows."""
         if type(self).__str__ is not object.__str__:

@@ -2,8 +2,8 @@
 
 >>> analyzer = ScalingLawAnalyzer(
 ...     lambda width, seed: zoo.reference_vit(d_model=width, seed=seed))            # doctest: +SKIP
->>> grid = analyzer.analyze_scaling_with_size([8, 12, 16, 24], [100, 200, 400, 800], seeds=3,
-...                                           output="runs/scaling")               # doctest: +SKIP
+>>> grid = analyzer.train_grid([8, 12, 16, 24], [100, 200, 400, 800], seeds=3,
+...                            output="runs/scaling")                               # doctest: +SKIP
 >>> print(analyzer.predict_optimal_dataset_size(4000, target=0.5))                  # doctest: +SKIP
 
 A run is one model size N, one data size D and one seed, which draws the initial weights, the D
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.diagnostics import gradient_noise, scale_text
+from curvatlas.display import as_dataframe
 from curvatlas.errors import NonFiniteError
 from curvatlas.figures.scaling import QUANTITIES, grid_figure
 from curvatlas.fits import (
@@ -55,12 +56,11 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Interval, Number, Result, also_named
 from curvatlas.runs import Run, subject
-from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import eigenvalue_half_widths, with_data_error
-from curvatlas.spectra.summary import condition_number
+from curvatlas.spectra.summary import condition_density, condition_number
 from curvatlas.spectra.trace import trace
-from curvatlas.zoo.datasets import Dataset, Samples, digits
+from curvatlas.zoo.datasets import Dataset, Samples, digits, text
 from curvatlas.zoo.training import evaluate, train
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def hessian_norm(
     groups: the same Hessian over smaller batches, whose scatter is the data interval.
     """
     ends = eigenpairs(operator, k=1, which="both", tol=rtol, seed=seed, data_error=False)
-    density = spectral_density(operator, max_products=products, seed=seed)
+    density = condition_density(operator, max_products=products, seed=seed)
     largest = int(ends.values.abs().argmax())  # ‖H‖ may be that of the most negative eigenvalue
     radius = float(ends.interval[1][largest] - ends.interval[0][largest]) / 2
     norm = abs(float(ends.values[largest]))
@@ -568,6 +568,8 @@ class ScalingLawAnalyzer:
     Models and batches are those of ``Problem``: Hugging Face models and mappings too.
     model_factory: size → model, weights drawn with torch's generator; or (size, seed) → model, for
     a factory that has an argument called ``seed``.
+    dataloader: the data of ``train_grid`` where a call brings none; None: digits, or windows of a
+    text for models that look tokens up.
     """
 
     def __init__(
@@ -575,6 +577,7 @@ class ScalingLawAnalyzer:
     ) -> None:
         self.model_factory = model_factory
         self.loss = loss
+        self.dataloader: Data = None
         self.grid: ScalingGrid | None = None
 
     @also_named(dataloader="data")
@@ -603,6 +606,21 @@ class ScalingLawAnalyzer:
             return hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
 
     def analyze_scaling_with_size(
+        self, model_sizes: Sequence[Any], dataset_sizes: Sequence[int], **options: Any
+    ) -> Any:
+        """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws.
+
+        Each row has ``n_params``, ``n_samples``, ``top_eigenvalue``, ``bottom_eigenvalue``,
+        ``condition_number``, ``effective_rank`` and every other number of the run.
+        """
+        as_dataframe([])  # a missing pandas is said before hours of training
+        grid = self.train_grid(model_sizes, dataset_sizes, **options)
+        first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
+        first += ["condition_number", "effective_rank"]
+        pairs = zip(grid.cells, grid.rows, strict=True)
+        return as_dataframe([{**{key: cell[key] for key in first}, **row} for cell, row in pairs])
+
+    def train_grid(
         self,
         model_sizes: Sequence[Any],
         dataset_sizes: Sequence[int],
@@ -622,7 +640,7 @@ class ScalingLawAnalyzer:
         """Train every pair of sizes, measure loss and curvature, fit the laws.
 
         data: a ``Dataset``, or what ``Problem`` takes, (inputs, targets), mappings with labels or
-            loaders of either, of which a fifth is held out (default: digits).
+            loaders of either, of which a fifth is held out (default: ``dataloader``).
         output: a run folder (or an open ``Run``, left open); each finished run is stored, and the
             same call resumes it.
         seeds: runs at every pair of sizes, 2 or more: errors are then those between seeds. None is
@@ -633,7 +651,7 @@ class ScalingLawAnalyzer:
             gets an interval for its data, None measures on all D.
         """
         chosen = self.loss if loss is None else loss
-        dataset = as_dataset(data)
+        dataset = self._dataset(data, model_sizes, chosen, seed)
         sizes = _check_sizes(model_sizes, dataset_sizes, dataset.train.size)
         if seeds is not None and seeds < 2:
             raise ValueError(f"an error between seeds needs at least 2 seeds, got {seeds}.")
@@ -694,6 +712,14 @@ class ScalingLawAnalyzer:
             with Run.create(output, options=options, **marks) as run:
                 self.grid = _stored(run, runs, cell)
         return self.grid
+
+    def _dataset(
+        self, data: Data, model_sizes: Sequence[Any], loss: LossLike, seed: int
+    ) -> Dataset:
+        given = self.dataloader if data is None else data
+        if given is not None or not model_sizes:
+            return as_dataset(given)
+        return default_dataset(self.made(model_sizes[0], seed), loss)
 
     def made(self, size: Any, seed: int) -> nn.Module:
         """The model of one size and seed; what a factory gets wrong is said in one line."""
@@ -760,20 +786,20 @@ class ScalingLawAnalyzer:
     def predict_optimal_dataset_size(
         self,
         model_size: Any,
-        target: float | None = None,
-        *,
         target_condition: float | None = None,
+        *,
+        target: float | None = None,
         quantity: str = "validation_loss",
         grid: ScalingGrid | None = None,
         factor: float = 4.0,
         seed: int = 0,
     ) -> DatasetPrediction:
-        """Samples D at which ``quantity`` reaches ``target``, or the compute-optimal D.
+        """Samples D at which the condition number λmax / mean|λ| reaches ``target_condition``, or
+        ``quantity`` its ``target``; without either the compute-optimal D.
 
         model_size: a size of the grid, or a number of parameters N. Without a target: the D that
         balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond
         ``factor`` times the measured sizes are refused.
-        target_condition: a target for the condition number λmax / mean|λ|.
         """
         if target_condition is not None:
             if target is not None or quantity not in ("validation_loss", "condition_number"):
@@ -808,7 +834,10 @@ class ScalingLawAnalyzer:
     def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
         grid = self.grid if grid is None else grid
         if grid is None:
-            raise ValueError("no runs yet: call analyze_scaling_with_size first or pass grid=.")
+            raise ValueError(
+                "no runs yet: call analyze_scaling_with_size(model_sizes, dataset_sizes) first (2 "
+                "sizes of each for a condition number, 3 for a loss), or pass grid=."
+            )
         return grid
 
 
@@ -1025,9 +1054,7 @@ def _label(size: Any) -> str:
 
 
 def as_dataset(data: Data) -> Dataset:
-    """The data as a ``Dataset``: digits for None, a fifth held out of what is not split."""
-    if data is None:
-        return digits()
+    """The data as a ``Dataset``: a fifth held out of what is not split."""
     if isinstance(data, Dataset):
         return data
     samples = joined_samples(data)
@@ -1039,6 +1066,41 @@ def as_dataset(data: Data) -> Dataset:
         validation=samples.take(held),
         classes=classes,
     )
+
+
+def default_dataset(model: nn.Module, loss: LossLike) -> Dataset:
+    """Digits where the model takes them; else windows of a text in the tokens it knows, with the
+    next token (or, for one output a sample, the last one) as target."""
+    if _reads(model, loss, digits()):
+        return digits()
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    for vocabulary in dict.fromkeys(tables):
+        for context in (64, 32, 16, 8, 4, 2):
+            spoken = text(context=context)
+            ranks = spoken.train.inputs.flatten().bincount(minlength=256).argsort(descending=True)
+            token = ranks.argsort().clamp(max=vocabulary - 1)  # by frequency; rare ones are one
+            parts = [
+                Samples(*(token[t] for t in part)) for part in (spoken.train, spoken.validation)
+            ]
+            for windows in (parts, [Samples(p.inputs, p.targets[:, -1]) for p in parts]):
+                dataset = Dataset(
+                    name=spoken.name, train=windows[0], validation=windows[1], classes=vocabulary
+                )
+                if _reads(model, loss, dataset):
+                    return dataset
+    raise ValueError(
+        f"{type(model).__name__} takes neither digits nor tokens of a text: pass data=, or set "
+        "dataloader."
+    )
+
+
+def _reads(model: nn.Module, loss: LossLike, dataset: Dataset) -> bool:
+    try:
+        with in_evaluation_mode(model), torch.no_grad():
+            Problem(model, loss, dataset.train.take(2).batch).value()
+    except (RuntimeError, TypeError, ValueError, LookupError):
+        return False
+    return True
 
 
 def joined_samples(data: Any) -> Samples:
@@ -1383,13 +1445,18 @@ def solutions(
             )
         return float(sizes[0]), sizes[1:]
     if quantity not in grid.planes:
-        raise ValueError(f"no fit for {quantity!r}: there are {', '.join(grid.planes)}.")
+        fitted = f"; laws of {', '.join(grid.planes)} are" if grid.planes else ""
+        raise ValueError(
+            f"no law of {quantity!r} is fitted{fitted}: it takes 2 model sizes, 2 data sizes and 4 "
+            f"pairs of them that trained, these runs have {len(_pairs(grid.trained))} pairs: "
+            "train more sizes."
+        )
     plane = grid.planes[quantity]
     if plane.samples_interval[0] <= 0 <= plane.samples_interval[1]:
         low, high = plane.samples_interval
         raise ValueError(
             f"{quantity} does not measurably depend on D here (exponent [{low:.3f}, {high:.3f}]): "
-            "no data size follows from a target."
+            "no data size follows from a target; it takes data sizes further apart, or more seeds."
         )
     centre = np.array([np.log(plane.factor), plane.by_parameters, plane.by_samples])
     rows = np.concatenate([centre[None], plane.draws(1000, seed)])

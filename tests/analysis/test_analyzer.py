@@ -57,7 +57,7 @@ def test_uneven_batches_weigh_by_their_samples(model: nn.Module, exact: torch.Te
     assert found.top_eigenvalue == pytest.approx(float(exact[0]), rel=1e-4)
     assert found.spectral_gap == pytest.approx(float(exact[0] - exact[1]), rel=1e-2)
     assert found.values.shape == (2, 3)
-    assert float(found.eigenvalue_spread[0]) > 0
+    assert found.eigenvalue_std > 0
     assert found.trace.value == pytest.approx(float(exact.sum()), rel=0.1)
     assert got.data_interval is not None
     assert found.trace.data_interval is not None

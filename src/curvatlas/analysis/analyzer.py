@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,11 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
 from curvatlas.results import Interval, Number, Result, also_named
-from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
-from curvatlas.spectra.summary import condition_number, participation
+from curvatlas.spectra.summary import condition_density, condition_number, participation
 from curvatlas.spectra.trace import trace
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ class FullHessianAnalysis(Result):
 
     eigenpairs: Eigenpairs  # of the whole data, both ends
     values: Tensor  # (B, k) largest eigenvalues of every batch
-    mean_norm: float  # mean over batches of the spectral norm
-    eigenvalue_mean: Tensor  # (k,) over batches
-    eigenvalue_spread: Tensor  # (k,) standard deviation over batches; nan for one batch
+    norms: tuple[float, ...]  # ‖H‖₂ of every batch
     top_eigenvalue: float  # of the whole data
     spectral_gap: float  # λ1 − λ2 of the whole data
     trace: Estimate
@@ -56,17 +53,22 @@ class FullHessianAnalysis(Result):
     condition_number: float = float("nan")  # λmax / mean|λ| of the whole data
     condition_interval: Interval = (0.0, float("inf"))
 
-    also = ("mean_hessian_norm", "eigenvalue_std")
+    also = ("mean_hessian_norm", "eigenvalue_mean", "eigenvalue_std")
 
     @property
     def mean_hessian_norm(self) -> float:
-        """Mean over batches of ‖H‖₂, by the article's name."""
-        return self.mean_norm
+        """Mean over batches of ‖H‖₂."""
+        return sum(self.norms) / len(self.norms)
 
     @property
-    def eigenvalue_std(self) -> Tensor:
-        """(k,) spread of the largest eigenvalues over the batches; nan for one batch."""
-        return self.eigenvalue_spread
+    def eigenvalue_mean(self) -> float:
+        """Mean of the largest eigenvalues over batches and eigenvalues."""
+        return float(self.values.mean())
+
+    @property
+    def eigenvalue_std(self) -> float:
+        """Their standard deviation over batches and eigenvalues; 0 for a single number."""
+        return float(self.values.std()) if self.values.numel() > 1 else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -78,11 +80,11 @@ class FullHessianAnalysis(Result):
         lead = max(self.roles, key=lambda role: self.roles[role])
         lines = [str(self.eigenpairs)]
         if len(self.values) > 1:
-            pairs = zip(self.eigenvalue_mean.tolist(), self.eigenvalue_spread.tolist(), strict=True)
+            pairs = zip(self.values.mean(0).tolist(), self.values.std(0).tolist(), strict=True)
             spread = ", ".join(f"{mean:.4g} ± {scatter:.2g}" for mean, scatter in pairs)
             lines.append(f"over {len(self.values)} batches: {spread}")
-        gap = f"gap {self.spectral_gap:.4g}; " if self.spectral_gap == self.spectral_gap else ""
-        lines.append(f"{gap}{self.trace}; top vector mostly in {lead} ({self.roles[lead]:.0%})")
+        mass = f"top vector mostly in {lead} ({self.roles[lead]:.0%})"
+        lines.append(f"gap {self.spectral_gap:.4g}; {self.trace}; {mass}")
         return "\n".join(lines)
 
 
@@ -107,11 +109,15 @@ class LayerWiseCurvature(Result):
     activations: dict[str, Measure]  # module path → ∂²L/∂a² of its output a: norm and trace
     products: int
     output_norms: dict[str, float] = field(default_factory=dict)  # module path → ‖a‖ over the batch
+    slopes: dict[str, float] = field(default_factory=dict)  # module path → ‖∂L/∂a‖
     target: str = "given"  # where the targets came from
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """One mapping a module: ``name``, ``output_norm`` ‖a‖, ``curvature`` ‖∂²L/∂a²‖_F, …"""
+        """One mapping a module: ``name``, ``output_norm`` ‖a‖, ``curvature`` ‖∂²L/∂a²‖_F, …
+
+        ``curvature_proxy`` is what the article has in its place: a slope, ‖∂L/∂a‖.
+        """
         return tuple(
             {
                 "name": path,
@@ -119,6 +125,7 @@ class LayerWiseCurvature(Result):
                 "curvature": measure.norm,
                 "curvature_interval": measure.norm_interval,
                 "trace": measure.trace,
+                "curvature_proxy": self.slopes.get(path, float("nan")),
             }
             for path, measure in self.activations.items()
         )
@@ -155,38 +162,41 @@ class LayerWiseCurvature(Result):
 class AnalysisHistory(list[Result]):
     """Every result of an analyzer in order, and by the article's names the series in them.
 
-    ``history["hessian_norms"]`` and ``["condition_numbers"]`` have a number for each
-    ``analyze_full_hessian``, ``["eigenvalue_spectra"]`` the eigenvalues of each call that computed
-    some, ``["layer_curvatures"]`` the rows of each ``analyze_layer_wise_curvature``.
+    ``history["hessian_norms"]`` has a number for each batch and ``["condition_numbers"]`` one for
+    each call of ``analyze_full_hessian``, ``["eigenvalue_spectra"]`` the eigenvalues of each call
+    that computed some, ``["layer_curvatures"]`` the rows of each ``analyze_layer_wise_curvature``.
     """
 
-    _series: ClassVar[dict[str, Callable[[Result], Any]]] = {
-        "hessian_norms": lambda r: r.mean_norm if isinstance(r, FullHessianAnalysis) else None,
-        "condition_numbers": lambda r: (
-            r.condition_number if isinstance(r, FullHessianAnalysis) else None
-        ),
-        "eigenvalue_spectra": lambda r: (
-            r.eigenpairs.values
-            if isinstance(r, FullHessianAnalysis)
-            else (r.values if isinstance(r, Eigenpairs) else None)
-        ),
-        "layer_curvatures": lambda r: list(r.rows) if isinstance(r, LayerWiseCurvature) else None,
-    }
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("hessian_norms", "condition_numbers", "eigenvalue_spectra", "layer_curvatures")
+        self.series: dict[str, list[Any]] = {name: [] for name in names}
+
+    def append(self, result: Result) -> None:
+        """Add a result, and its numbers to the series."""
+        super().append(result)
+        if isinstance(result, FullHessianAnalysis):
+            self.series["hessian_norms"] += result.norms
+            self.series["condition_numbers"].append(result.condition_number)
+            self.series["eigenvalue_spectra"].append(result.eigenpairs.values)
+        elif isinstance(result, Eigenpairs):
+            self.series["eigenvalue_spectra"].append(result.values)
+        elif isinstance(result, LayerWiseCurvature):
+            self.series["layer_curvatures"].append(list(result.rows))
 
     def keys(self) -> tuple[str, ...]:
         """Names of the series."""
-        return tuple(self._series)
+        return tuple(self.series)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._series if isinstance(key, str) else super().__contains__(key)
+        return key in self.series if isinstance(key, str) else super().__contains__(key)
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
             return super().__getitem__(key)
-        if key not in self._series:
-            raise KeyError(f"the history has no {key!r}: it has {', '.join(self._series)}.")
-        read = self._series[key]
-        return [value for value in map(read, self) if value is not None]
+        if key not in self.series:
+            raise KeyError(f"the history has no {key!r}: it has {', '.join(self.series)}.")
+        return self.series[key]
 
 
 class TransformerHessianAnalyzer:
@@ -222,12 +232,13 @@ class TransformerHessianAnalyzer:
     ) -> Eigenpairs:
         """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals.
 
-        (x, y), or x alone a mapping with labels. The result reads like the tensor of its values.
+        (x, y), or x alone a mapping with labels. Fewer where the model has fewer parameters. The
+        result reads like the tensor of its values.
         """
         op = self._hessian(paired(x, y))
         pairs = eigenpairs(
             op,
-            k=k,
+            k=min(k, op.shape[0]),
             which=which,  # type: ignore[arg-type]
             tol=tol,
             seed=self.seed,
@@ -239,9 +250,9 @@ class TransformerHessianAnalyzer:
     @evaluated
     @also_named(dataloader="data")
     def analyze_full_hessian(
-        self, data: Any, *, n_batches: int | None = None, k: int = 5
+        self, data: Any, *, n_batches: int | None = None, k: int = 10
     ) -> FullHessianAnalysis:
-        """Both ends of the whole data's spectrum, and the top of every batch's.
+        """Both ends of the whole data's spectrum, and the k largest of every batch's.
 
         n_batches: only the first so many batches of ``data``.
         """
@@ -249,11 +260,16 @@ class TransformerHessianAnalyzer:
         op.problem.require_one_process(
             "the eigenvalues of every batch", maker="TransformerHessianAnalyzer"
         )
+        k = min(k, op.shape[0])
         both_ends = eigenpairs(
-            op, k=k, which="both", seed=self.seed, checkpoint=self._file("full", op)
+            op,
+            k=max(k, min(2, op.shape[0])),  # two for the gap
+            which="both",
+            seed=self.seed,
+            checkpoint=self._file("full", op),
         )
         total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
-        density = spectral_density(
+        density = condition_density(
             op,
             max_products=_DENSITY,
             seed=self.seed,
@@ -276,20 +292,15 @@ class TransformerHessianAnalyzer:
                 products += top.products + low.products
                 part.release()
         else:
-            rows, norms = [both_ends.largest], [both_ends.norm]
-        values = torch.stack(rows)
-        scatter = values.std(0) if len(rows) > 1 else torch.full_like(values[0], torch.nan)
+            rows, norms = [both_ends.largest[:k]], [both_ends.norm]
+        gap = both_ends.values[0] - both_ends.values[1] if op.shape[0] > 1 else torch.tensor(0.0)
         spread = participation(both_ends.vectors[:, 0], op.problem.anatomy)
         result = FullHessianAnalysis(
             eigenpairs=both_ends,
-            values=values,
-            mean_norm=sum(norms) / len(norms),
-            eigenvalue_mean=values.mean(0),
-            eigenvalue_spread=scatter,
+            values=torch.stack(rows),
+            norms=tuple(norms),
             top_eigenvalue=both_ends.value,
-            spectral_gap=float(both_ends.values[0] - both_ends.values[1])
-            if k > 1
-            else float("nan"),
+            spectral_gap=float(gap),
             trace=total,
             roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
             products=products,
@@ -347,9 +358,10 @@ class TransformerHessianAnalyzer:
         outputs, more = activation_curvature(op.problem, probes=8, seed=self.seed)
         result = LayerWiseCurvature(
             layers=tuple(entries),
-            activations={path: measure for path, (measure, _) in outputs.items()},
+            activations={path: measure for path, (measure, *_) in outputs.items()},
             products=products + more,
-            output_norms={p: float(torch.linalg.norm(a)) for p, (_, a) in outputs.items()},
+            output_norms={p: float(torch.linalg.norm(a)) for p, (_, a, _) in outputs.items()},
+            slopes={path: slope for path, (*_, slope) in outputs.items()},
             target=origin,
         )
         self.history.append(result)

@@ -18,11 +18,10 @@ from curvatlas.figures.training import conditioning_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.results import Interval, Number, Result
-from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
-from curvatlas.spectra.summary import condition_number
+from curvatlas.spectra.summary import condition_density, condition_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,7 +129,7 @@ def conditioning_and_ends(
     """``effective_conditioning`` with the eigenvectors it was read from."""
     operator = Hessian(problem)
     ends = eigenpairs(operator, k=1, which="both", tol=1e-3, seed=seed)
-    density = spectral_density(operator, max_products=products, seed=seed)
+    density = condition_density(operator, max_products=products, seed=seed)
     conditioning = conditioning_of(
         problem, operator, ends, density, learning_rate=learning_rate, layers=layers, seed=seed
     )

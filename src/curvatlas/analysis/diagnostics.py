@@ -705,11 +705,16 @@ class ConvergenceDiagnostics:
     """Measures what decides whether and how fast a model trains; data go to the methods.
 
     A model in train mode is evaluated in evaluation mode, which is said once, and put back.
+    ``loss_history`` and ``grad_history`` (‖∇L‖) have a number for each step of every trajectory,
+    ``curvature_history`` the condition number of each look.
     """
 
     def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
         self.model = model
         self.loss = loss
+        self.loss_history: list[float] = []
+        self.grad_history: list[float] = []
+        self.curvature_history: list[float] = []
 
     @evaluated
     def compute_effective_conditioning(
@@ -756,9 +761,13 @@ class ConvergenceDiagnostics:
             raise ValueError("need n_steps ≥ 2, looks ≥ 2 and learning_rate > 0.")
         model = self.model if in_place else copy.deepcopy(self.model)
         problem = self._problem(model, data, loss)
-        return _Trajectory(
+        found = _Trajectory(
             problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed, held_out
         ).result()
+        self.loss_history += found.losses.tolist()
+        self.grad_history += found.gradient_norms.tolist()
+        self.curvature_history += [look.condition_number for look in found.looks]
+        return found
 
     def _problem(self, model: nn.Module, data: Any, loss: LossLike | None) -> Problem:
         return Problem(model, self.loss if loss is None else loss, data)

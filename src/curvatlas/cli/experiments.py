@@ -280,9 +280,7 @@ def scaling(
         console.say(f"curvatlas scaling {model} on {found.dataset}: {runs}, into {run.path}")
         for note in found.notes:
             run.warn(f"data: {note}")
-        grid = analyzer.analyze_scaling_with_size(
-            models, data_sizes, data=found.dataset, output=run, **how
-        )
+        grid = analyzer.train_grid(models, data_sizes, data=found.dataset, output=run, **how)
         console.say(grid)
         for note in grid.notes:
             run.warn(note)

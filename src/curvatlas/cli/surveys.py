@@ -316,7 +316,7 @@ def landscape(
     """Expand the loss to third order, check its quadratic model, follow it as samples are added."""
     from curvatlas.analysis.conditioning import effective_conditioning
     from curvatlas.analysis.landscape.convergence import landscape_convergence
-    from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer
+    from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer, predict_trajectory
     from curvatlas.budget import Clock
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
@@ -373,7 +373,7 @@ def landscape(
                 displacement=-rate * problem.gradient(), accuracy=accuracy
             ),
         )
-        step("trajectory", lambda: analyzer.predict_convergence_trajectory(steps, rate))
+        step("trajectory", lambda: predict_trajectory(problem, steps, rate))
         step(
             "conditioning",
             lambda: effective_conditioning(

@@ -95,6 +95,18 @@ class SelfAttentionHessian(ClosedFormBlock):
             names = {name for name in names if not name.endswith("_bias") or name == keeps}
         super().__init__(spec, frozenset(names), dropout=dropout)
 
+    @property
+    def n_heads(self) -> int:
+        return self.spec.n_heads
+
+    @property
+    def d_k(self) -> int:
+        return self.spec.key_size
+
+    @property
+    def d_v(self) -> int:
+        return self.spec.value_size
+
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         role, _, kind = name.rpartition("_")
         if kind == "weight":  # comes before the bias

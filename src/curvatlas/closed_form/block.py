@@ -257,6 +257,11 @@ class ClosedFormBlock(nn.Module):
         return cls.from_weights(mapped.spec, mapped.weights)
 
     @property
+    def d_model(self) -> int:
+        """The width of the stream."""
+        return self.spec.d_model
+
+    @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The parameters by the names of the Hessian's blocks, in flat order."""
         return dict(self.named_parameters())

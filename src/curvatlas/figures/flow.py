@@ -140,7 +140,9 @@ def visualize_curvature_flow(
     the residual stream, the embedding and every block's output. Or a mapping with ``curvature`` and
     ``gradient`` (steps, layers), and optionally ``layers`` (names), ``steps`` (numbers) and
     ``interval`` ((steps, layers), (steps, layers)). Or, as in the article, a list of runs, each a
-    list of mappings with ``attn_curvature`` and ``gradient_scale`` (``compute_layer_curvature``).
+    list of mappings: with ``attn_curvature`` and ``gradient_scale`` (``compute_layer_curvature``),
+    or with ``name``, ``output_norm`` and ``curvature`` (``analyze_layer_wise_curvature``, and so
+    ``analyzer.history["layer_curvatures"]``), whose second map is the output's norm.
     """
     content = flow if isinstance(flow, Mapping) else _of_rows(flow) or _stream_of(flow)
     curvature = _matrix(content, "curvature")
@@ -154,7 +156,8 @@ def visualize_curvature_flow(
     steps = [float(step) for step in content.get("steps") or range(count)]
     figure = new_figure(11.5, 7.2)
     (a, b), (c, d) = figure.subplots(2, 2)
-    for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, "gradient norm")):
+    second = content.get("second", "gradient norm")
+    for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, second)):
         _draw_map(figure, axes, matrix, names, steps, label)
     for index in range(layers):
         marker = "o" if count < 20 else None
@@ -174,33 +177,46 @@ def visualize_curvature_flow(
     return saved(figure, path)
 
 
+# what a run's rows are read by: curvature, the second map, the layer's name; the second's title
+_ROWS = (
+    ("attn_curvature", "gradient_scale", "layer", "gradient norm"),
+    ("curvature", "output_norm", "name", "norm of the output"),
+)
+
+
 def _of_rows(runs: Any) -> Mapping[str, Any] | None:
     """Runs of one row a layer as matrices; one run may stand alone. None: no such rows."""
 
     def is_row(item: Any) -> bool:
         return isinstance(item, Mapping) or hasattr(item, "attn_curvature")
 
-    if not isinstance(runs, (list, tuple)) or not runs:
-        return None
-    if all(map(is_row, runs)):
+    def is_run(item: Any) -> bool:
+        rows = isinstance(item, (list, tuple)) or hasattr(item, "activations")
+        return rows and len(item) > 0 and all(map(is_row, item))
+
+    if is_run(runs):
         runs = [runs]
-    if not all(isinstance(run, (list, tuple)) and run and all(map(is_row, run)) for run in runs):
+    if not isinstance(runs, (list, tuple)) or not runs or not all(map(is_run, runs)):
         return None
-    names = [[str(dict(row).get("layer", i)) for i, row in enumerate(run)] for run in runs]
+    if all(hasattr(run, "stream") for run in runs):
+        return None  # a flow has more rows than layers
+    kind = next((kind for kind in _ROWS if kind[0] in runs[0][0]), _ROWS[0])
+    names = [
+        [str(dict(row).get(kind[2], i)) or "model" for i, row in enumerate(run)] for run in runs
+    ]
     if any(row != names[0] for row in names):
         raise ValueError("the runs have rows of different layers: draw runs of one model.")
-    keys = {"curvature": "attn_curvature", "gradient": "gradient_scale"}
-    for key in keys.values():
+    for key in kind[:2]:
         missing = [i for run in runs for i, row in enumerate(run) if key not in row]
         if missing:
             raise ValueError(
                 f"row {missing[0]} has no {key!r}: it has {sorted(runs[0][0].keys())}."
             )
-    content = {
-        name: [[float("nan") if row[key] is None else row[key] for row in run] for run in runs]
-        for name, key in keys.items()
-    }
-    return {**content, "layers": names[0]}
+    curvature, second = (
+        [[float("nan") if row[key] is None else row[key] for row in run] for run in runs]
+        for key in kind[:2]
+    )
+    return {"curvature": curvature, "gradient": second, "layers": names[0], "second": kind[3]}
 
 
 def _stream_of(flow: Any) -> Mapping[str, Any]:

@@ -354,11 +354,24 @@ def _ratio(interval: Interval, norm: float) -> Interval:
     return (interval[0] ** 2 / norm**2, interval[1] ** 2 / norm**2) if norm else (0.0, 0.0)
 
 
+EXACT_UP_TO = 512  # parameters up to which every eigenvalue is cheaper to have than to estimate
+
+
+def condition_density(op: LinearOperator, *, max_products: int, **options: Any) -> SpectralDensity:
+    """The density behind a condition number: exact for small models, else of ``max_products``."""
+    size = op.shape[0]
+    effort = max(size, max_products) if size <= EXACT_UP_TO else max_products
+    return spectral_density(op, max_products=effort, **options)
+
+
 def condition_number(
     largest: tuple[float, float, float], density: SpectralDensity
 ) -> tuple[float, Interval]:
-    """κ = λmax / mean|λ| with its 95 % interval; largest: low end, value, high end of λmax."""
-    low, value, high = largest
+    """κ = λmax / mean|λ| with its 95 % interval; largest: low end, value, high end of λmax.
+
+    An exact density knows λmax itself, to rounding.
+    """
+    low, value, high = (float(density.nodes.max()),) * 3 if density.exact else largest
     mean = float((density.weights * density.nodes.abs()).sum())
     error = density.wasserstein_error  # |mean|λ| − estimate| ≤ W1
     top = high / (mean - error) if mean > error else float("inf")

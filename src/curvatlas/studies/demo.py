@@ -52,8 +52,8 @@ def demo_hessian_analysis(
             if step % every == 0:
                 found = analyzer.analyze_full_hessian([(x, y)], n_batches=1, k=2)
                 print(
-                    f"step {step}: ‖H‖ {found.mean_norm:.4g}, λmax {found.top_eigenvalue:.4g}, "
-                    f"λmax/mean|λ| {found.condition_number:.4g}"
+                    f"step {step}: ‖H‖ {found.mean_hessian_norm:.4g}, "
+                    f"λmax {found.top_eigenvalue:.4g}, λmax/mean|λ| {found.condition_number:.4g}"
                 )
             done = optimizer.step_with_curvature_adaptation(x, y)
         print(f"step {steps}: loss {done:.4f}, rate {done.learning_rate:.3g}")

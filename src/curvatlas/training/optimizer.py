@@ -20,9 +20,8 @@ from curvatlas.problem.batches import paired
 from curvatlas.problem.evaluation import unwrap
 from curvatlas.problem.losses import LossLike
 from curvatlas.results import Interval, Number, Result
-from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
-from curvatlas.spectra.summary import condition_number
+from curvatlas.spectra.summary import condition_density, condition_number
 from curvatlas.training.directions import (
     ITERATIONS,
     QUINTIC,
@@ -293,7 +292,7 @@ def local_curvature(
             max_products=min(100, problem.size),
             data_error=False,
         )
-        density = spectral_density(operator, max_products=_DENSITY)
+        density = condition_density(operator, max_products=_DENSITY)
         gradient = problem.gradient()
         slope, along = None, None
         roles: dict[str, float] = {}
@@ -395,6 +394,8 @@ class CurvatureAwareOptimizer(Optimizer):
             if not low <= value < high:
                 raise ValueError(f"{name} must lie in [{low:g}, {high:g}), got {value}.")
         self.loss, self.every, self.skipped = loss, every, 0
+        self.base_lr = base_lr
+        self.hessian_estimates: dict[str, float] = {}
         self.curvature_adaptation = curvature_adaptation
         self._problem: tuple[Any, Problem] | None = None  # the loss it was made with, and itself
         self.model = unwrap(model) if isinstance(model, nn.Module) else None
@@ -573,6 +574,11 @@ class CurvatureAwareOptimizer(Optimizer):
         """The largest rate each group may use at present, before a schedule's factor."""
         return [Control.of(group).rate(math.inf) for group in self.param_groups]
 
+    @property
+    def optimizer(self) -> CurvatureAwareOptimizer:
+        """Itself, as the article's code reaches it: ``optimizer.optimizer.param_groups``."""
+        return self
+
     # --- curvature ------------------------------------------------------------------------------
 
     def _due(self) -> bool:
@@ -599,9 +605,13 @@ class CurvatureAwareOptimizer(Optimizer):
         """λmax of the Hessian on a batch, and dᵀHd along the present direction by role.
 
         (x, y), or x alone a mapping with labels. In evaluation mode; the model stays in its own.
+        The numbers of the last call are in ``hessian_estimates``.
         """
         directions = {p: self.state[p]["direction"] for p in self.state if self.state[p]}
-        return local_curvature(self._known_model(), self.loss, paired(x, y), directions)
+        found = local_curvature(self._known_model(), self.loss, paired(x, y), directions)
+        named = ("condition_number", "max_gradient", "min_gradient", "loss", "critical_rate")
+        self.hessian_estimates = {name: found[name] for name in named}
+        return found
 
     def step_with_curvature_adaptation(self, x: Any, y: Any = None) -> AdaptedStep:
         """Forward, backward and a step on one batch, the curvature measured every few steps.

@@ -368,10 +368,11 @@ def _module_blocks(problem: Problem) -> tuple[AtlasBlock, ...]:
 
 def activation_curvature(
     problem: Problem, *, probes: int, seed: int
-) -> tuple[dict[str, tuple[Measure, Tensor]], int]:
+) -> tuple[dict[str, tuple[Measure, Tensor, float]], int]:
     """Hessian of the first batch's loss with respect to every module's (last) output.
 
-    Returns path → (norm and trace with intervals, the output itself), and the products used.
+    Returns path → (norm and trace with intervals, the output itself, the norm of the gradient
+    there), and the products used.
     """
     caught: dict[str, Tensor] = {}
     handles = []
@@ -386,7 +387,7 @@ def activation_curvature(
         handles.append(module.register_forward_hook(keep))
     batch = next(problem.batches())
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    measures: dict[str, tuple[Measure, Tensor]] = {}
+    measures: dict[str, tuple[Measure, Tensor, float]] = {}
     products = 0
     try:
         with problem.evaluating():
@@ -407,7 +408,11 @@ def activation_curvature(
                 images = pulled([slope], [tensor], [basis])[0].detach()
                 products += len(basis)
                 measure = probe(images.unsqueeze(-1), basis.unsqueeze(-1), 1).measure
-                measures[path] = (measure, tensor.detach())
+                measures[path] = (
+                    measure,
+                    tensor.detach(),
+                    float(torch.linalg.norm(slope.detach())),
+                )
     finally:
         for handle in handles:
             handle.remove()

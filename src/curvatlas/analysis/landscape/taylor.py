@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,12 +44,14 @@ from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.batches import paired
-from curvatlas.problem.evaluation import evaluated
+from curvatlas.problem.evaluation import evaluated, without_randomness
+from curvatlas.problem.fingerprint import content
 from curvatlas.problem.losses import LossLike
 from curvatlas.problem.parameters import Parameters
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
 from curvatlas.results import also_named
+from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 
 _OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
@@ -218,10 +221,10 @@ def predict_trajectory(
     n_steps: int,
     rate: float,
     *,
-    momentum: float,
-    modes: int,
-    compare: bool,
-    tolerance: float,
+    momentum: float = 0.0,
+    modes: int = 64,
+    compare: bool = True,
+    tolerance: float = 0.1,
 ) -> PredictedTrajectory:
     """Loss of ``n_steps`` of gradient descent by the quadratic model at the present weights.
 
@@ -385,7 +388,8 @@ class TaylorExpansionAnalyzer:
 
     A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
-    Methods that are given none use the data of the last call.
+    Methods that are given none use the data of the last call. ``hessian_cache`` keeps the largest
+    eigenvalue that ``estimated_hessian_eigenvalue`` reads, for each state of weights and data.
     """
 
     def __init__(
@@ -398,7 +402,30 @@ class TaylorExpansionAnalyzer:
         self.model = model
         self.loss = loss
         self.parameters = parameters
+        self.hessian_cache: dict[str, Eigenpairs] = {}
         self._problem: Problem | None = None
+        self._eigenvalue: float | None = None  # set from outside, or seen in a trajectory
+
+    @property
+    def estimated_hessian_eigenvalue(self) -> float:
+        """What was set, or the last ``avg_curvature`` of a trajectory, else λmax on the data."""
+        if self._eigenvalue is not None:
+            return self._eigenvalue
+        if self._problem is None:
+            raise AttributeError(
+                "no eigenvalue yet: set estimated_hessian_eigenvalue, estimate it from a "
+                "trajectory, or give data to a method."
+            )
+        operator = Hessian(self._problem)
+        key = content(operator.content()).hex()
+        if key not in self.hessian_cache:
+            with without_randomness(self.model):
+                self.hessian_cache[key] = eigenpairs(operator, k=1, which="largest", tol=1e-6)
+        return self.hessian_cache[key].value
+
+    @estimated_hessian_eigenvalue.setter
+    def estimated_hessian_eigenvalue(self, value: float) -> None:
+        self._eigenvalue = float(value)
 
     @classmethod
     def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
@@ -519,13 +546,17 @@ class TaylorExpansionAnalyzer:
         compare: bool = True,
         tolerance: float = 0.1,
         loss: LossLike | None = None,
-    ) -> PredictedTrajectory:
+    ) -> PredictedTrajectory | list[dict[str, float]]:
         """Full-batch gradient descent by the quadratic model, and (``compare``) the real run.
 
         δ ← (I − ηH) δ − ηg in the ``modes`` eigenspaces the gradient meets; the model's own weights
         are left as they are. ``horizon`` of the result is the number of steps for which the
         predicted change of the loss is within ``tolerance`` (relative) of the real one, judged
         without the real run: from the remainders of loss and gradient at some predicted points.
+
+        Where no data are known but ``estimated_hessian_eigenvalue`` is λ: rows of one mode alone,
+        the distance to its minimum ``delta_w_norm`` (1 at first) and ``delta_w_predicted`` after
+        the step, 1 − ηλ times as far.
         """
         if n_steps < 1 or not learning_rate > 0 or not 0 <= momentum < 1 or modes < 1:
             raise ValueError(
@@ -534,6 +565,16 @@ class TaylorExpansionAnalyzer:
             )
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance lies between 0 and 1, got {tolerance!r}.")
+        if x is None and self._problem is None and self._eigenvalue is not None:
+            if momentum:
+                raise ValueError("one mode alone is predicted without momentum: pass (x, y) too.")
+            shrink = 1 - learning_rate * self._eigenvalue
+            reached = [shrink**step for step in range(n_steps + 1)]
+            pairs = itertools.pairwise(reached)
+            return [
+                {"step": step, "delta_w_norm": before, "delta_w_predicted": after}
+                for step, (before, after) in enumerate(pairs)
+            ]
         problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
         return predict_trajectory(
             problem,
@@ -576,7 +617,9 @@ class TaylorExpansionAnalyzer:
         Losses need the learning rate; weights need it too (plain gradient descent with
         ``momentum``), or the ``gradients`` (T, P) at those weights.
         """
-        return observed_curvature(trajectory, learning_rate, gradients, momentum)
+        found = observed_curvature(trajectory, learning_rate, gradients, momentum)
+        self._eigenvalue = found.avg_curvature
+        return found
 
     def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
         if data is None:

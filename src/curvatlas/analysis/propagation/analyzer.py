@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.exact import largest_singular
-from curvatlas.analysis.propagation.capture import Capture, Node, attention_weights, capture
+from curvatlas.analysis.propagation.capture import (
+    Capture,
+    EnteringAt,
+    Node,
+    attention_weights,
+    capture,
+    takes,
+)
 from curvatlas.analysis.propagation.dense import (
     is_sum,
     propagate,
@@ -29,7 +36,7 @@ from curvatlas.analysis.propagation.matrix_free import (
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
 from curvatlas.analysis.propagation.spectral import SpectralNorms
 from curvatlas.budget import default_budget, parse_bytes
-from curvatlas.figures.flow import plot_flow
+from curvatlas.figures.flow import plot_flow, visualize_curvature_flow
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import evaluated
@@ -344,6 +351,11 @@ class CurvaturePropagationAnalyzer:
 
     Without targets the loss is that of the model's own predictions: for cross-entropy the most
     likely class of every output, for mean squared error the target zero. ``flow.target`` says so.
+
+    x is the model's input, or, as in the article, hidden states (samples, tokens, width) as they
+    enter a block, for a model that does not take such an x itself: the loss is then that of the
+    blocks from there on. ``history`` keeps the accounts, ``curvature_history`` for each of them the
+    rows of the blocks' outputs.
     """
 
     def __init__(
@@ -373,6 +385,7 @@ class CurvaturePropagationAnalyzer:
         self.spectral = _checked_spectral(spectral)
         self.seed = seed
         self.history: list[CurvatureFlow] = []
+        self.curvature_history: list[list[Any]] = []
 
     # --- the article's methods ------------------------------------------------------------------
 
@@ -386,11 +399,12 @@ class CurvaturePropagationAnalyzer:
         at the input of its attention, and ``attention_scores``, the weights A of every head.
         """
         name = f"blocks.{layer}" if isinstance(layer, int) else layer
-        problem, _ = self._problem(x, target)
+        first = self._entered(x, layer)
+        problem, _ = self._problem(x, target, first)
         problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
-            captured = capture(problem, batch)
+            captured = capture(problem, batch, first=first)
             named = {a: node for node in captured.nodes for a in (node.name, *node.aliases)}
             if name not in named:
                 raise KeyError(f"there is no activation {name!r}; there are {', '.join(named)}.")
@@ -442,11 +456,12 @@ class CurvaturePropagationAnalyzer:
         spectral: "bracket" or "refine", instead of the analyzer's own.
         """
         chosen_spectral = self.spectral if spectral is None else _checked_spectral(spectral)
-        problem, origin = self._problem(x, target)
+        first = self._entered(x, 0)
+        problem, origin = self._problem(x, target, first)
         problem.check()
         batch = next(problem.batches())
         with problem.evaluating():
-            captured = capture(problem, batch)
+            captured = capture(problem, batch, first=first)
             chosen = None if layers is None else _chosen_layers(layers, captured)
             method, entries, products = self._entries(
                 problem,
@@ -474,6 +489,7 @@ class CurvaturePropagationAnalyzer:
             products=0 if products is None else products.count,
         )
         self.history.append(flow)
+        self.curvature_history.append([e for e in flow.stream if e.layer is not None])
         return flow
 
     def visualize_curvature_flow(
@@ -481,9 +497,9 @@ class CurvaturePropagationAnalyzer:
     ) -> Figure:
         """Four panels over layers (and steps, after several analyses); saved where told."""
         chosen = list(flows) if flows is not None else self.history
-        if not chosen:
+        if not chosen and not self.curvature_history:
             raise ValueError("nothing to draw yet: call analyze_curvature_flow(x) first.")
-        figure = plot_flow(chosen)
+        figure = plot_flow(chosen) if chosen else visualize_curvature_flow(self.curvature_history)
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
@@ -524,21 +540,24 @@ class CurvaturePropagationAnalyzer:
             entries = free_entries(products, samples, wanted=every, **effort)
         return "matrix-free", entries, products
 
-    def _problem(self, x: Any, target: Any) -> tuple[Problem, str]:
+    def _entered(self, x: Any, layer: int | str) -> int | None:
+        """The block that hidden states x enter; None where x is an input of the model."""
+        hidden = isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3
+        if not hidden or takes(self.model, x):
+            return None
+        return layer if isinstance(layer, int) else 0
+
+    def _problem(self, x: Any, target: Any, first: int | None) -> tuple[Problem, str]:
+        model = self.model if first is None else EnteringAt(self.model, first, x)
+        # One batch is looked into, which lies in this process.
+        options: Any = {"distributed": False, "compute_dtype": self.compute_dtype}
         if isinstance(x, Mapping) and target is None and x.get("labels") is not None:
-            labels = x["labels"]
-            return self._of_batch(self._loss_for(labels), x), "labels"
+            return Problem(model, self._loss_for(x["labels"]), [x], **options), "labels"
         if target is not None:
             if isinstance(x, Mapping):
                 x = {key: value for key, value in x.items() if key != "labels"}
-            return self._of_batch(self._loss_for(target), (x, target)), "given"
-        computed = self.compute_dtype
-        return own_targets(self.model, self.loss, x, distributed=False, compute_dtype=computed)
-
-    def _of_batch(self, loss: Any, batch: Any) -> Problem:
-        # One batch is looked into, which lies in this process.
-        computed = self.compute_dtype
-        return Problem(self.model, loss, [batch], distributed=False, compute_dtype=computed)
+            return Problem(model, self._loss_for(target), [(x, target)], **options), "given"
+        return own_targets(model, self.loss, x, **options)
 
     def _loss_for(self, target: Any) -> Any:
         if self.loss is not None:

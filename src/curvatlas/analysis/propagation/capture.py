@@ -62,8 +62,11 @@ class _Watched:
     take_input: bool = False
 
 
-def capture(problem: Problem, batch: Batch) -> Capture:
-    """Run the model once (inside ``problem.evaluating()``) and return its activations."""
+def capture(problem: Problem, batch: Batch, *, first: int | None = None) -> Capture:
+    """Run the model once (inside ``problem.evaluating()``) and return its activations.
+
+    first: the block whose input they begin with; None: the first there is.
+    """
     model = problem.model
     anatomy = anatomy_of(model, [name for name, _ in model.named_parameters()])
     watched = _watched(model, anatomy)
@@ -84,7 +87,7 @@ def capture(problem: Problem, batch: Batch) -> Capture:
         elif name != node.name and name not in node.aliases:
             node.aliases.append(name)
 
-    outputs = _run(problem, batch, anatomy, watched, add)
+    outputs = _run(problem, batch, anatomy, watched, add, first)
     nodes = _link(order, seen)
     leaves = [t for t in tree_flatten(outputs)[0] if isinstance(t, Tensor) and t.requires_grad]
     last: dict[Node, None] = {}
@@ -104,12 +107,17 @@ def capture(problem: Problem, batch: Batch) -> Capture:
 
 
 def _run(
-    problem: Problem, batch: Batch, anatomy: Anatomy, watched: list[_Watched], add: Any
+    problem: Problem,
+    batch: Batch,
+    anatomy: Anatomy,
+    watched: list[_Watched],
+    add: Any,
+    first: int | None,
 ) -> Any:
     model = problem.model
     modules = dict(model.named_modules())
     blocks = block_paths(anatomy)
-    first = min(blocks) if blocks else None
+    first = min(blocks, default=None) if first is None else first
     before: _Label | None
     after: _Label
     with contextlib.ExitStack() as stack:
@@ -132,6 +140,61 @@ def _run(
         inputs = tree_map(_differentiable, batch.inputs)
         raw = call(model, values, inputs)
     return problem.read(raw, batch)
+
+
+_REFUSED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def takes(model: nn.Module, x: Tensor) -> bool:
+    """Whether the model runs on x."""
+    try:
+        with torch.no_grad():
+            model(x)
+    except _REFUSED:
+        return False
+    return True
+
+
+class EnteringAt(nn.Module):
+    """A model from one block on: what it is given takes the place of what enters that block.
+
+    The model itself runs on a stand-in, of which nothing reaches the block: the token 1 everywhere,
+    or zeros for a model whose first map is linear.
+    """
+
+    def __init__(self, model: nn.Module, layer: int, hidden: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        paths = block_paths(anatomy_of(model))
+        if layer not in paths:
+            raise KeyError(f"there is no block {layer} for hidden states; there are {list(paths)}.")
+        self.path = paths[layer]
+        linear = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
+        widths = [None] if linear is None else [None, linear.in_features]
+        for self.width in widths:
+            if takes(self, hidden):
+                return
+        raise ValueError(
+            f"{type(model).__name__} takes x {tuple(hidden.shape)} neither as its input nor as the "
+            f"hidden states that enter its block {layer}."
+        )
+
+    def forward(self, hidden: Tensor) -> Any:
+        """(samples, tokens, width) → what the model puts out."""
+        if self.width is None:
+            stand_in = torch.ones(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        else:
+            stand_in = hidden.new_zeros(*hidden.shape[:-1], self.width)
+        block = called_module(self.model, self.path)
+
+        def replaced(_: nn.Module, arguments: Any, keywords: Any) -> Any:
+            return (hidden, *arguments[1:]), keywords
+
+        handle = block.register_forward_pre_hook(replaced, with_kwargs=True, prepend=True)
+        try:
+            return self.model(stand_in)
+        finally:
+            handle.remove()
 
 
 class _Softmaxes(TorchDispatchMode):  # type: ignore[no-untyped-call]
