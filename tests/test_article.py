@@ -62,7 +62,7 @@ def test_verify_layernorm_hessian_runs_and_agrees() -> None:
 
 
 def test_ffn_is_two_linear_maps_with_a_residual() -> None:
-    layer = ca.FFNHessian(4, 8, dropout=0.1).double()
+    layer = ca.FFNHessian(4, 8, dropout=0.5).double()
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     assert isinstance(layer.w1, nn.Linear)
     assert isinstance(layer.w2, nn.Linear)
@@ -203,12 +203,14 @@ def test_attention_hessian_has_the_norms_of_its_exact_blocks_as_estimates(
 class TokenTransformer(nn.Module):
     """``nn.Embedding``, learned positions, ``nn.TransformerEncoder`` with its dropout, a head."""
 
-    def __init__(self, vocabulary: int = 7, width: int = 8, length: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 7, width: int = 8, length: int = 4, layers: int = 1
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.1 * torch.randn(length, width))
         layer = nn.TransformerEncoderLayer(width, 2, 12, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.encoder = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -325,6 +327,20 @@ def test_eigenvalues_are_pooled_over_all_batches_of_a_loader(
     assert analyzer.history["hessian_norms"] == pytest.approx(norms, rel=1e-3)
 
 
+def test_eigenvalues_of_batches_are_joined_like_tensors(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    together = [analyzer.compute_hessian_eigenvalues(*batch, k=10) for _ in range(2)]
+    analyzer.history["hessian_norms"].append(together[0].max().item())
+    joined = torch.cat(together)
+    exact = torch.linalg.eigvalsh(dense_hessian()).flip(0)[:10]
+    assert joined.mean().item() == pytest.approx(float(exact.mean()), rel=1e-3)
+    assert joined.std().item() == pytest.approx(float(torch.cat([exact, exact]).std()), rel=1e-3)
+    assert analyzer.history["hessian_norms"] == [pytest.approx(float(exact[0]), rel=1e-4)]
+    assert together[0].cpu().numpy().shape == (10,)
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
 def test_a_plain_model_is_analyzed_as_well(loss: str) -> None:
     torch.manual_seed(0)
@@ -343,8 +359,8 @@ def test_a_plain_model_is_analyzed_as_well(loss: str) -> None:
     found = analyzer.analyze_full_hessian([(x, y)])
     assert found["condition_number"] == pytest.approx(float(exact[0] / exact.abs().mean()))
     assert found["spectral_gap"] == pytest.approx(float(exact[0] - exact[1]), abs=room)
-    rows = analyzer.analyze_layer_wise_curvature(x)
-    assert rows[0]["output_norm"] == pytest.approx(float(model(x).norm()))
+    rows = {row["name"]: row for row in analyzer.analyze_layer_wise_curvature(x)}
+    assert rows[""]["output_norm"] == pytest.approx(float(model(x).norm()))
 
 
 def test_layer_wise_curvature_without_targets_has_a_row_a_module(
@@ -402,6 +418,24 @@ def test_attention_curvature_has_a_row_a_batch(
             assert row[key] == pytest.approx(float(exact[inside, inside].norm()), rel=1e-9)
 
 
+def test_attention_alone_is_followed_over_batches_by_the_numbers_of_its_blocks() -> None:
+    layer, x, target = article_attention()
+    batches = [(x, target), (target, x)]
+    typed = []
+    for number, (inputs, outputs) in enumerate(batches):
+        result = layer.compute_attention_hessian(inputs, outputs)
+        estimates = result["hessian_estimates"]
+        typed.append({"batch": number, "loss": result["loss"], "h_WV": estimates["H_WV"]})
+    rows = ca.analyze_attention_curvature(layer, dataloader=batches)
+    for row, expected, (inputs, outputs) in zip(rows, typed, batches, strict=True):
+        value = (layer(inputs) - outputs).square().mean()
+        exact = double_backward(value, [layer.W_V.weight])
+        assert float(expected["h_WV"]) == pytest.approx(float(exact.norm()), rel=1e-10)
+        assert float(row["h_WV"]) == pytest.approx(float(exact.norm()), rel=1e-9)
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+        assert_near(row["H_WV"].dense(), exact)
+
+
 def test_layer_curvature_is_that_of_the_attentions_input(
     model: TokenTransformer, batch: tuple[Tensor, Tensor]
 ) -> None:
@@ -445,6 +479,49 @@ def test_curvature_flow_has_the_attentions_curvature_in_the_entries_of_its_layer
     assert rows
     assert all(row["attn_curvature"] == pytest.approx(alone, rel=1e-12) for row in rows)
     assert all(row["gradient_scale"] > 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[TokenTransformer, Tensor]:
+    torch.manual_seed(2)
+    model = TokenTransformer(layers=2).double().eval()
+    return model, torch.randint(0, 7, (2, 4))
+
+
+def test_hidden_states_that_enter_a_layer_have_the_curvature_of_the_models_input(
+    deep: tuple[TokenTransformer, Tensor],
+) -> None:
+    model, x = deep
+    analyzer = ca.CurvaturePropagationAnalyzer(model)
+    flow = analyzer.analyze_curvature_flow(x)
+    h = (model.embedding(x) + model.positions).detach()
+    typed = []
+    for index, layer in enumerate(model.encoder.layers):
+        row = analyzer.compute_layer_curvature(h, index)
+        expected = analyzer.compute_layer_curvature(x, index)
+        for key in ("layer", "attn_curvature", "gradient_scale"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-9), key
+        assert_near(row["attention_scores"], expected["attention_scores"])
+        typed.append(row)
+        h = layer(h).detach()
+    analyzer.curvature_history.append(typed)  # as the article's own loop fills it
+    rows = [[entry["attn_curvature"] for entry in run] for run in analyzer.curvature_history]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-9)
+    assert rows[0] == pytest.approx([flow.activation(i)["attn_curvature"] for i in (0, 1)])
+    again = analyzer.analyze_curvature_flow((model.embedding(x) + model.positions).detach())
+    assert again.activation(1).norm == pytest.approx(flow.activation(1).norm, rel=1e-9)
+    assert again.loss == pytest.approx(flow.loss, rel=1e-12)
+
+
+def test_what_is_neither_an_input_nor_hidden_states_is_refused(
+    deep: tuple[TokenTransformer, Tensor],
+) -> None:
+    model, _ = deep
+    wrong = torch.randn(2, 4, 5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="neither as its input nor as the hidden states"):
+        ca.CurvaturePropagationAnalyzer(model).compute_layer_curvature(wrong, 0)
+    with pytest.raises(KeyError, match="no block 7"):
+        ca.CurvaturePropagationAnalyzer(model).compute_layer_curvature(wrong, 7)
 
 
 def test_the_analyzer_draws_its_flows(
@@ -507,6 +584,15 @@ def test_convergence_trajectory_by_its_keys(
     assert float(found["gradient_decay_rate"]) == found.gradient_decay_rate.value
     assert found["condition_number_trend"].points >= 3
     assert found["final_condition"] > 1
+    assert len(diagnostics.loss_history) == len(diagnostics.grad_history) == 6
+    assert diagnostics.loss_history[0] == pytest.approx(float(loss_of(model, *batch)), rel=1e-12)
+    assert diagnostics.curvature_history[-1] == found["final_condition"]
+    typed = diagnostics.compute_effective_conditioning(*batch)  # the article's own loop
+    diagnostics.loss_history.append(typed["loss"])
+    diagnostics.grad_history.append(typed["grad_norm"])
+    decay = np.polyfit(range(7), np.log(np.array(diagnostics.grad_history)), 1)[0]
+    assert math.isfinite(decay)
+    assert np.array(diagnostics.curvature_history).dtype == np.float64
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
@@ -550,6 +636,31 @@ def test_the_trajectory_is_predicted_in_rows(
     assert rows[1]["delta_w_predicted"] == pytest.approx(0.01 * float(gradient.norm()), rel=1e-6)
 
 
+def test_one_eigenvalue_predicts_a_trajectory_where_no_data_are_known() -> None:
+    analyzer = ca.TaylorExpansionAnalyzer(nn.Linear(2, 2))
+    assert analyzer.hessian_cache == {}
+    with pytest.raises(AttributeError, match="no eigenvalue yet"):
+        _ = analyzer.estimated_hessian_eigenvalue
+    with pytest.raises(ValueError, match="no data yet"):
+        analyzer.predict_convergence_trajectory(n_steps=3, learning_rate=0.1)
+    analyzer.estimated_hessian_eigenvalue = 2.0
+    rows = analyzer.predict_convergence_trajectory(n_steps=3, learning_rate=0.1)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["delta_w_norm"] for row in rows] == pytest.approx([1.0, 0.8, 0.64])
+    assert [row["delta_w_predicted"] for row in rows] == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_the_estimated_eigenvalue_is_that_of_the_hessian_on_the_data(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TaylorExpansionAnalyzer(model.eval())
+    analyzer.radius(*batch)
+    exact = float(torch.linalg.eigvalsh(dense_hessian())[-1])
+    for _ in range(2):
+        assert analyzer.estimated_hessian_eigenvalue == pytest.approx(exact, rel=1e-5)
+    assert len(analyzer.hessian_cache) == 1
+
+
 def test_curvature_is_read_off_a_trajectory_of_mappings_or_numbers() -> None:
     analyzer = ca.TaylorExpansionAnalyzer(nn.Linear(2, 2))
     rate, curvature = 0.1, 2.0  # gradient descent on ½ λ w²: the loss falls by (1 − ηλ)² a step
@@ -559,9 +670,13 @@ def test_curvature_is_read_off_a_trajectory_of_mappings_or_numbers() -> None:
     again = analyzer.estimate_hessian_from_trajectory(loss_trajectory=losses, learning_rate=rate)
     assert found["avg_curvature"] == again["avg_curvature"] == pytest.approx(curvature, rel=1e-6)
     assert found["convergence_rate"] == pytest.approx(rate * curvature, rel=1e-6)
+    assert analyzer.estimated_hessian_eigenvalue == found["avg_curvature"]
 
 
 # --- scaling -------------------------------------------------------------------------------------
+
+
+CHEAP = {"steps": 1, "curvature_samples": 8, "products": 8}
 
 
 @pytest.fixture(scope="module")
@@ -569,9 +684,7 @@ def scaling() -> ca.ScalingLawAnalyzer:
     torch.manual_seed(0)
     analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
     x = torch.randint(0, 7, (50, 4))
-    analyzer.analyze_scaling_with_size(
-        [4, 8], [8, 24], data=(x, x.roll(1, 1)), steps=1, curvature_samples=8, products=8
-    )
+    analyzer.dataloader = [(x, x.roll(1, 1))]
     return analyzer
 
 
@@ -586,6 +699,9 @@ def test_the_hessians_norm_by_its_keys(
     assert found.value == pytest.approx(float(exact.abs().max()), rel=1e-3)
     rank = float(exact.abs().sum() ** 2 / exact.square().sum())
     assert found["effective_rank"] == pytest.approx(rank, rel=0.3)
+    assert found["condition_number"] == pytest.approx(
+        float(exact[-1] / exact.abs().mean()), rel=0.3
+    )
     assert model.training
 
 
@@ -600,18 +716,31 @@ def test_only_some_samples_enter_the_hessians_norm(
         analyzer.compute_hessian_norm(model, batch, n_samples=0)
 
 
-def test_scaling_rows_by_their_keys(scaling: ca.ScalingLawAnalyzer) -> None:
-    rows = scaling.grid
-    assert rows is not None
-    assert len(rows) == 4
-    sizes = [sum(p.numel() for p in TokenTransformer(width=w).parameters()) for w in (4, 8)]
-    assert [row["n_params"] for row in rows] == sizes * 2
-    assert [row["n_samples"] for row in rows] == [8, 8, 24, 24]
-    for row in rows:
-        assert row["bottom_eigenvalue"] < row["top_eigenvalue"]
-        assert row["condition_number"] > 1
-        assert row["effective_rank"] > 1
-    assert rows[3]["n_samples"] == 24
+def test_scaling_rows_are_a_data_frame_of_the_runs_on_the_dataloader(
+    scaling: ca.ScalingLawAnalyzer,
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = scaling.analyze_scaling_with_size([4], [8, 24], **CHEAP)
+    assert isinstance(frame, pandas.DataFrame)
+    size = sum(p.numel() for p in TokenTransformer(width=4).parameters())
+    assert list(frame["n_params"]) == [size, size]
+    assert list(frame["n_samples"]) == [8, 24]
+    assert (frame["bottom_eigenvalue"] < frame["top_eigenvalue"]).all()
+    assert (frame["condition_number"] > 1).all()
+    assert (frame["effective_rank"] > 1).all()
+    assert scaling.grid is not None
+    assert scaling.grid[1]["n_samples"] == 24
+
+
+def test_a_token_model_is_scaled_without_any_data() -> None:
+    torch.manual_seed(0)
+    analyzer = ca.ScalingLawAnalyzer(lambda width: TokenTransformer(width=width))
+    with pytest.raises(ValueError, match="no runs yet: call analyze_scaling_with_size"):
+        analyzer.predict_optimal_dataset_size(1000, 10.0)
+    grid = analyzer.train_grid([4], [8], **{**CHEAP, "steps": 4})
+    with pytest.raises(ValueError, match="takes 2 model sizes, 2 data sizes and 4 pairs"):
+        analyzer.predict_optimal_dataset_size(grid[0]["n_params"], 1.0)
+    assert math.log(7) * 0.5 < grid[0].validation_loss < math.log(7) * 2
 
 
 def test_the_data_size_for_a_condition_number_follows_the_fitted_plane() -> None:
@@ -667,6 +796,26 @@ def test_local_curvature_by_its_keys(model: TokenTransformer, batch: tuple[Tenso
     assert model.training
 
 
+def test_the_optimizer_is_reached_and_set_as_in_the_article(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    adapted = ca.CurvatureAwareOptimizer(model, base_lr=1e-3)
+    assert adapted.hessian_estimates == {}
+    found = adapted.estimate_local_curvature(*batch)
+    exact = torch.linalg.eigvalsh(dense_hessian())
+    kappa = float(exact[-1] / exact.abs().mean())
+    assert adapted.hessian_estimates["condition_number"] == found["condition_number"]
+    assert found["condition_number"] == pytest.approx(kappa, rel=0.5)
+    loss_of(model, *batch).backward()  # type: ignore[no-untyped-call]
+    for group in adapted.optimizer.param_groups:
+        group["lr"] = adapted.base_lr * min(1.0, found["condition_number"] ** -0.25)
+    before = [p.detach().clone() for p in model.parameters()]
+    adapted.optimizer.step()
+    adapted.optimizer.zero_grad()
+    assert not all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+    assert adapted.hessian_estimates.copy()["loss"] == found["loss"]
+
+
 def test_a_step_with_curvature_adaptation_moves_the_weights_and_gives_the_loss(
     model: TokenTransformer, batch: tuple[Tensor, Tensor]
 ) -> None:
@@ -703,6 +852,22 @@ def test_the_demo_trains_and_analyses_every_ten_steps(capsys: pytest.CaptureFixt
     assert analyzer.model.training
     assert max(group["steps"] for group in optimizer.param_groups) == 21
     assert "step 20:" in capsys.readouterr().out
+
+
+def test_the_demo_as_typed_norms_are_those_of_double_backward(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    optimizer = ca.CurvatureAwareOptimizer(model)
+    for step in range(3):
+        if step % 2 == 0:
+            results = analyzer.analyze_full_hessian([batch], n_batches=1)
+            hessian = double_backward(loss_of(model, *batch), list(model.parameters()))
+            exact = float(torch.linalg.eigvalsh(hessian).abs().max())
+            assert results["mean_hessian_norm"] == pytest.approx(exact, rel=1e-3)
+            assert f"{results['mean_hessian_norm']:.4f}"
+        optimizer.step_with_curvature_adaptation(*batch)
+    assert len(analyzer.history["hessian_norms"]) == 2
 
 
 def test_the_demo_is_the_same_twice_and_leaves_the_random_numbers_alone() -> None:
@@ -749,6 +914,20 @@ def test_a_curvature_history_of_mappings_is_drawn(
     analyzer = ca.CurvaturePropagationAnalyzer(model)
     entries = [[analyzer.compute_layer_curvature(x, 0)] for x in batch]
     assert ca.visualize_curvature_flow(entries) is not None
+
+
+def test_rows_of_modules_are_drawn_over_their_runs(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(model)
+    runs = [analyzer.analyze_layer_wise_curvature(x) for x in batch]
+    heights = [row["curvature"] for row in runs[-1]]
+    for drawn in (runs, runs[-1], list(runs[-1]), analyzer.history["layer_curvatures"]):
+        figure = ca.visualize_curvature_flow(drawn)
+        assert [patch.get_height() for patch in figure.axes[3].patches] == pytest.approx(heights)
+    shown = np.asarray(figure.axes[1].images[0].get_array())
+    assert shown[:, -1] == pytest.approx([row["output_norm"] for row in runs[-1]])
+    assert all(row.get("curvature_proxy", 0) > 0 for row in runs[0])
 
 
 def test_a_row_without_its_curvature_is_refused_by_its_key() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.errors import ProblemError
 from curvatlas.figures.atlas import attention_figure
+from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import evaluated
@@ -37,13 +38,20 @@ class AttentionCurvature(Result):
     batches: tuple[Atlas, ...]
     targets: tuple[float, ...]  # valid targets of every batch
     losses: tuple[float, ...] = ()  # of every batch
+    problems: InitVar[tuple[Problem, ...]] = ()  # of every batch; not stored
+
+    _problems: ClassVar[tuple[Problem, ...]]  # set on the instance
+
+    def __post_init__(self, problems: tuple[Problem, ...]) -> None:
+        object.__setattr__(self, "_problems", problems)
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
         """One mapping a batch: ``batch``, ``loss``, ``h_WQ``, ``h_WK``, ``h_WV``.
 
         h_W is the Frobenius norm of ∂²L/∂W² over that weight in all layers as one block, and
-        ``h_WQ_interval`` its interval: from zero to a bound where rounding hides it.
+        ``h_WQ_interval`` its interval: from zero to a bound where rounding hides it. ``H_WQ`` is
+        the block itself as an operator (``.dense()``), until the result is saved.
         """
         rows = []
         for number, one in enumerate(self.batches):
@@ -57,6 +65,8 @@ class AttentionCurvature(Result):
                     for end in (norms.values, norms.low, norms.high)
                 )
                 row[key], row[f"{key}_interval"] = value, (low, high)
+                if self._problems:
+                    row[f"H{key[1:]}"] = Hessian(self._problems[number])[role, role]
             rows.append(row)
         return tuple(rows)
 
@@ -176,6 +186,7 @@ def analyze_attention_curvature(
         batches=tuple(parts),
         targets=tuple(float(b.count) for b in batches),
         losses=tuple(part.value() for part in single),
+        problems=tuple(single),
     )
 
 
