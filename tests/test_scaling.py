@@ -94,7 +94,7 @@ def test_grid_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def breaking(width: int) -> nn.Module:
         nonlocal calls
         calls += 1
-        if calls == 6:  # costs (2), fingerprints (2), then the second run
+        if calls == 7:  # the data (1), costs (2), fingerprints (2), then the second run
             raise KeyboardInterrupt
         return tiny_vit(width)
 
