@@ -321,3 +321,82 @@ def test_a_role_can_be_stated_on_the_command_line(tmp_path: Path, run: Any) -> N
     code, _, err = run(tmp_path, "analyze", *words[:3], "up", *_QUICK)
     assert code == 2
     assert "write GLOB=ROLE" in err
+
+
+_LANGUAGE_MODEL = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Tokens(nn.Module):
+    """Gives (logits, loss); without targets the logits of the last position alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 3), nn.Linear(3, 256)
+
+    def forward(self, idx, targets=None):
+        h = torch.tanh(self.embedding(idx).cumsum(1))
+        if targets is None:
+            return self.head(h[:, [-1], :]), None
+        logits = self.head(h)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def make_model():
+    return Tokens()
+
+
+def make_named():
+    tokens = torch.randint(0, 256, (4, 6))
+    return [{"idx": tokens[:, :-1], "targets": tokens[:, 1:]}]
+
+
+def last_tokens(outputs, targets):
+    """Of the outputs as the model gives them: the pair, with the last position's logits."""
+    return F.cross_entropy(outputs[0][:, -1], targets[:, -1])
+
+
+class Halved(nn.Module):
+    def forward(self, outputs, targets):
+        return last_tokens(outputs, targets) / 2
+
+
+not_a_loss = 3
+'''
+
+
+@pytest.mark.parametrize("data", ["prose.txt", "mine_gpt.py:make_named"])
+@pytest.mark.parametrize("loss", [[], ["--loss", "cross_entropy"], ["--loss", "model"]])
+def test_a_model_that_returns_its_loss_with_its_logits_just_works(
+    tmp_path: Path, run: Any, data: str, loss: list[str]
+) -> None:
+    (tmp_path / "mine_gpt.py").write_text(_LANGUAGE_MODEL)
+    (tmp_path / "prose.txt").write_text("the whale is good and the sea is bad. " * 4)
+    words = ["mine_gpt.py:make_model", data, "--context", "5", "--json", *loss]
+    code, out, err = run(tmp_path, "analyze", *words, *_QUICK)
+    assert code == 0, err
+    found = json.loads(out)["results"]
+    assert "model.outer.eigenpairs" in found
+    assert found["model.subject"]["loss"] == pytest.approx(5.6, abs=0.4)  # about log 256
+
+
+def test_a_loss_of_the_users_own_is_named_by_file(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "mine_loss.py").write_text(_LANGUAGE_MODEL)
+    (tmp_path / "prose.txt").write_text("the whale is good and the sea is bad. " * 4)
+    words = ["mine_loss.py:make_model", "prose.txt", "--context", "5", "--json", *_QUICK]
+    losses = []
+    for name in ("last_tokens", "Halved"):
+        code, out, err = run(tmp_path, "analyze", *words, "--loss", f"mine_loss.py:{name}")
+        assert code == 0, err
+        losses.append(json.loads(out)["results"]["model.subject"]["loss"])
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-9)
+    for wrong, said in (
+        ("mine_loss.py:not_a_loss", "names a int"),
+        ("mine_loss.py:absent", "has no 'absent'"),
+        ("hinge", "nor mine.py:loss"),
+    ):
+        code, _, err = run(tmp_path, "analyze", *words, "--loss", wrong)
+        assert code == 2
+        assert said in " ".join(err.replace("│", " ").split())

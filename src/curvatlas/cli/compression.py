@@ -104,7 +104,7 @@ def prune(
             step,
             lambda: choose(
                 model,
-                prepared.loss,
+                prepared.objective,
                 prepared.batches,
                 sparsity=sparsity,
                 method=how,  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def prune(
             "model.pruning_costs",
             lambda: pruning_costs(
                 model,
-                prepared.loss,
+                prepared.objective,
                 prepared.batches,
                 pruning,
                 by=by.value,
@@ -207,7 +207,7 @@ def quantize(
                 "model.rounding_costs",
                 lambda: rounding_costs(
                     model,
-                    prepared.loss,
+                    prepared.objective,
                     prepared.batches,
                     bits=choices,
                     by=by.value,
@@ -219,7 +219,7 @@ def quantize(
                 "model.rounding",
                 lambda: quantization_table(
                     model,
-                    prepared.loss,
+                    prepared.objective,
                     prepared.batches,
                     bits=choices,
                     groups=shared,
@@ -231,7 +231,7 @@ def quantize(
         allocation = run.step(
             "model.bits",
             lambda: allocate_bits(
-                model, prepared.loss, prepared.batches, average=average, bits=choices
+                model, prepared.objective, prepared.batches, average=average, bits=choices
             ),
         )
         console.say(allocation)
@@ -241,7 +241,7 @@ def quantize(
             else:
                 rounded = round_all(
                     model,
-                    prepared.loss,
+                    prepared.objective,
                     prepared.batches,
                     bits=min(choices),
                     group=shared[0],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, LossName, Output, Seed, Time, whole_numbers
+from curvatlas.cli.options import Console, LossOption, Output, Seed, Time, whole_numbers
 
 if TYPE_CHECKING:
     from curvatlas.training.snapshot import CurvatureHistory
@@ -213,7 +213,7 @@ def scaling(
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, characters or a folder, for text.")
     ] = None,
-    loss: Annotated[LossName, typer.Option(help="auto decides by the targets.")] = LossName.auto,
+    loss: LossOption = "auto",
     curvature_samples: Annotated[
         int,
         typer.Option(min=0, help="Samples the curvature is measured on; 0: all of a run's."),
@@ -243,7 +243,7 @@ def scaling(
         name=model,
         context=context,
         tokenizer=tokenizer,
-        loss=loss.value,
+        loss=loss,
         seed=seed,
     )
     available = found.dataset.train.size
@@ -263,7 +263,7 @@ def scaling(
         "products": products,
         "seed": seed,
     }
-    analyzer.loss = found.loss
+    analyzer.loss = found.objective
     marks = analyzer.fingerprints(models, found.dataset, seed)
     options: dict[str, Any] = {"command": "scaling", "model": model, "data": named}
     options |= {

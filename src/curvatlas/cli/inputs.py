@@ -36,6 +36,8 @@ from curvatlas.cli.tables import is_table, labelled_texts, prose, read_table
 from curvatlas.errors import UserCodeError, is_wrong_input
 from curvatlas.operators.per_sample import sample_operations
 from curvatlas.problem import Problem
+from curvatlas.problem.losses import Loss, LossLike
+from curvatlas.problem.objective import LABEL_NAMES, takes_labels
 from curvatlas.runs import Run
 from curvatlas.runs.subject import Subject
 from curvatlas.scaling import as_dataset, joined_samples
@@ -58,7 +60,7 @@ class Prepared:
     model_name: str
     data_name: str
     options: dict[str, Any]  # everything that decides the numbers
-    loss: str
+    objective: LossLike  # what Problem takes as the loss
     batches: Any
     named_model: NamedModel
     held_out: Any = None  # batches of the other part, of data that come split
@@ -114,7 +116,7 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
     how: Any = {
         "context": inputs.context,
         "tokenizer": inputs.tokenizer,
-        "loss": inputs.loss.value,
+        "loss": inputs.loss,
         "seed": inputs.seed,
         "text_column": inputs.text_column,
         "label_column": inputs.label_column,
@@ -146,7 +148,7 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
     roles = parse_roles(inputs.role or [])
     problem = Problem(
         model.model,
-        data.loss,
+        data.objective,
         data.batches,
         compute_dtype=model.compute_dtype,
         shard=True,
@@ -170,7 +172,7 @@ def prepare(inputs: Inputs, samples: int | None, *, keep_half: bool = False) -> 
         model_name=model.name,
         data_name=data.name,
         options=options,
-        loss=data.loss,
+        objective=data.objective,
         batches=data.batches,
         named_model=model,
         held_out=data.held_out,
@@ -196,7 +198,7 @@ def affordable_samples(model: NamedModel, data: NamedData, *, most: int) -> int:
     """
     problem = Problem(
         model.model,
-        data.loss,
+        data.objective,
         data.batches,
         compute_dtype=model.compute_dtype,
         distributed=False,
@@ -520,6 +522,11 @@ class NamedData:
     held_out: Any = None  # batches of the other part, of data that come split
     available: int | None = None  # samples there are, where that is known
 
+    @functools.cached_property
+    def objective(self) -> LossLike:
+        """What ``Problem`` takes as the loss."""
+        return _referenced_loss(self.loss) if is_reference(self.loss) else self.loss
+
 
 def find_data(
     text: str,
@@ -610,7 +617,7 @@ def find_data(
         raw = [_converted(batch, parameter.dtype, parameter.device) for batch in raw]
         other = other and [_converted(b, parameter.dtype, parameter.device) for b in other]
     if loss == "auto":
-        loss = _loss(raw)
+        loss = "model" if _returns_loss(model.model, raw) else _loss(raw)
     elif loss == "cross_entropy" and isinstance(raw, list):
         raw = [_with_whole_classes(batch) for batch in raw]
         other = other and [_with_whole_classes(batch) for batch in other]
@@ -630,6 +637,7 @@ class SplitData:
 
     dataset: Dataset
     loss: str
+    objective: LossLike
     notes: tuple[str, ...] = ()  # kept with the run
 
 
@@ -646,7 +654,7 @@ def find_split(text: str, model: nn.Module, *, name: str, **how: Any) -> SplitDa
         dataset = Dataset(name=text, train=parts[0], validation=parts[1], classes=dataset.classes)
     else:
         dataset = replace(dataset, name=Path(text).name)
-    return SplitData(dataset=dataset, loss=found.loss, notes=found.notes)
+    return SplitData(dataset=dataset, loss=found.loss, objective=found.objective, notes=found.notes)
 
 
 def _takes_labels(model: NamedModel) -> bool:
@@ -796,11 +804,37 @@ def _converted(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     return value
 
 
+def _referenced_loss(text: str) -> LossLike:
+    """The function or module that ``mine.py:loss`` names; a class of modules is made."""
+    found = resolve(text)
+    if isinstance(found, type) and issubclass(found, (nn.Module, Loss)):
+        found = made(text)
+    if not isinstance(found, Loss) and not callable(found):
+        raise ValueError(
+            f"--loss {text} names a {type(found).__name__}: name a function (outputs, targets) -> "
+            "mean loss, or a loss module."
+        )
+    loss: LossLike = found
+    return loss
+
+
+def _returns_loss(model: nn.Module, raw: Any) -> bool:
+    """Whether the model, given the targets of the first batch too, returns a loss of its own."""
+    batch = raw[0] if isinstance(raw, list) and raw else raw
+    if not isinstance(batch, (dict, tuple)) or not takes_labels(model, batch):
+        return False
+    try:
+        Problem(model, "model", [batch], distributed=False)
+    except ValueError:
+        return False
+    return True
+
+
 def _loss(raw: Any) -> str:
     """Whole-number targets are classes; real ones are regressed."""
     batch = next(iter(raw), None) if isinstance(raw, Iterable) else None
     if isinstance(batch, dict):
-        targets = batch.get("labels")
+        targets = next((batch[name] for name in LABEL_NAMES if name in batch), None)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         targets = batch[1]
     else:

@@ -97,14 +97,28 @@ class Console:
             print(text, flush=True)
 
 
-class LossName(str, Enum):
-    """How the loss is chosen."""
+LOSSES = ("auto", "cross_entropy", "mse", "bce_with_logits", "model")
 
-    auto = "auto"
-    cross_entropy = "cross_entropy"
-    mse = "mse"
-    bce_with_logits = "bce_with_logits"
-    model = "model"
+
+def _loss(text: str) -> str:
+    """A loss by name, or a reference to one, as it was typed."""
+    if text not in LOSSES and ":" not in text:
+        raise typer.BadParameter(
+            f"{text!r} is none of {', '.join(LOSSES)}, nor mine.py:loss or pkg.module:loss."
+        )
+    return text
+
+
+LossOption = Annotated[
+    str,
+    typer.Option(
+        metavar="LOSS",
+        callback=_loss,
+        help="auto (by the targets, or the loss that the model returns), cross_entropy, mse, "
+        "bce_with_logits, model (the model's own), or mine.py:loss, a function "
+        "(outputs, targets) -> mean loss or a loss module.",
+    ),
+]
 
 
 class BrokenImages(str, Enum):
@@ -138,9 +152,7 @@ class Inputs:
             "mnist, cifar-10, cifar-100.",
         ),
     ]
-    loss: Annotated[
-        LossName, typer.Option(help="auto decides by the targets; model takes the model's own.")
-    ] = LossName.auto
+    loss: LossOption = "auto"
     weights: Annotated[
         Path | None, typer.Option(help="Load these weights (.safetensors) into the model.")
     ] = None

@@ -26,7 +26,7 @@ from curvatlas.problem.named_losses import BinaryCrossEntropy, MeanSquaredError
 
 LABELS = "labels"
 # What other models than those of Hugging Face call the argument that holds their labels.
-_LABEL_NAMES = (LABELS, "label", "targets", "target", "y", "ys", "y_true", "ground_truth")
+LABEL_NAMES = (LABELS, "label", "targets", "target", "y", "ys", "y_true", "ground_truth")
 _WHOLE = ""  # as the name of the labels: the model takes a batch as one argument
 SPAN = ("start_positions", "end_positions")
 # Libraries round their own loss to float32 even in float64 models; a wrong shift, a missing
@@ -473,6 +473,16 @@ def _agree(value: float, own: float) -> bool:
     return abs(value - own) <= AGREEMENT * max(1.0, abs(own))
 
 
+def takes_labels(model: nn.Module, raw: Any) -> bool:
+    """Whether a model outside of Hugging Face can be called with the labels of a raw batch."""
+    if hasattr(model, "config") and _takes_labels(model):
+        return False
+    parameters = inspect.signature(model.forward).parameters
+    if isinstance(raw, Mapping):
+        return any(name in raw and name in parameters for name in LABEL_NAMES)
+    return _label_name(model, raw, asked=False) is not None
+
+
 def _label_name(model: nn.Module, raw: Any, *, asked: bool) -> str | None:
     """What the model, or a batch that is a mapping, calls the labels; None: neither tells.
 
@@ -482,7 +492,7 @@ def _label_name(model: nn.Module, raw: Any, *, asked: bool) -> str | None:
     if isinstance(raw, Mapping):
         if any(raw.get(key) is not None for key in (LABELS, *SPAN)):
             return LABELS if LABELS in parameters else None
-        return next((name for name in _LABEL_NAMES if name in raw), None)
+        return next((name for name in LABEL_NAMES if name in raw), None)
     inputs = Objective(OwnLoss(), model).parted(raw, 0)[0]
     given = _named(model, inputs)
     left = [
@@ -490,7 +500,7 @@ def _label_name(model: nn.Module, raw: Any, *, asked: bool) -> str | None:
         for name, parameter in parameters.items()
         if name not in given and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    known = next((name for name in _LABEL_NAMES if name in left), None)
+    known = next((name for name in LABEL_NAMES if name in left), None)
     if known is not None or not asked or _takes_labels(model):
         return known
     if left:
