@@ -116,7 +116,7 @@ class Number:
                 return f"≥ {_digits(value, 3)}{unit}{data}"
             ends = (_digits(end, 3) + unit for end in (low, high))
             return f"{_digits(value, 3)}{unit} [{', '.join(ends)}]{data}"
-        decimals = 1 - math.floor(math.log10(half))  # two digits of the error
+        decimals = 1 - math.floor(math.log10(float(f"{half:.2g}")))  # two digits of the error
         if abs((high - value) - (value - low)) > _LOPSIDED * half:
             middle, *ends_ = (_rounded(end, decimals) + unit for end in (value, low, high))
             return f"{middle} [{', '.join(ends_)}]{data}"

@@ -91,7 +91,7 @@ class HessianNorm(Result):
     value: float  # ‖H‖₂, the largest |λ|
     interval: Interval  # certified
     top_eigenvalue: float  # λmax
-    bottom_eigenvalue: float  # λmin, negative at saddles
+    bottom_eigenvalue: float  # λmin
     condition_number: float  # λmax over the mean |λ|
     condition_interval: Interval  # 95 %
     effective_rank: float
@@ -247,9 +247,11 @@ class ScalingCell(Result):
             bound=self.critical_batch_is_bound,
         )
         return (
-            f"{name}: validation loss {self.validation_loss:.4f} (training "
-            f"{self.training_loss:.4f}), ‖H‖ = {self.hessian_norm:.4g}, trace {self.trace:.4g}, "
-            f"effective rank {self.effective_rank:.3g}, critical batch {batch} "
+            f"{name}: validation loss {Number(self.validation_loss, *self.validation_interval)} "
+            f"(training {self.training_loss:.4f}), ‖H‖ = "
+            f"{Number(self.hessian_norm, *self.hessian_norm_interval)}, trace "
+            f"{Number(self.trace, *self.trace_interval)}, effective rank "
+            f"{Number(self.effective_rank, *self.effective_rank_interval)}, critical batch {batch} "
             f"({self.seconds:.0f} s)" + (f"; left out, {self.left_out}" if self.left_out else "")
         )
 

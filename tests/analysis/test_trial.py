@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import curvatlas as ca
 from curvatlas import zoo
 from curvatlas.analysis.conditioning import conditioning_and_ends
 from curvatlas.analysis.diagnostics import (
+    Advice,
     ConvergenceDiagnostics,
     Situation,
     advise,
@@ -189,3 +193,21 @@ def test_a_trajectory_tries_its_advice_too() -> None:
     ).analyze_convergence_trajectory(line(), 2, learning_rate=1e-3, looks=2, products=10)
     assert "negative curvature" not in {item.topic for item in alone.recommendations}
     assert "not advised, the most negative eigenvector" in str(alone)
+
+
+@pytest.mark.parametrize("held_out", [line(count=30), None], ids=["held out", "none"])
+def test_a_survey_and_its_page_tell_what_was_tried(held_out: Any, tmp_path: Path) -> None:
+    problem = Problem(product_net(0.0, 0.0), "mse", line())
+    run = ca.survey(
+        problem, output=tmp_path, stage="trained", held_out=held_out, eigenvalues=1,
+        skip=["trace", "map", "propagation"],
+    )  # fmt: skip
+    advice = run.result("trained.advice", Advice)
+    page = html.unescape(run.report.read_text("utf-8"))
+    (trial,) = advice.ruled_out or [item.trial for item in advice.recommendations]
+    assert trial is not None
+    assert trial.confirmed == (held_out is not None)
+    assert ("Not advised, the most negative eigenvector" in page) == (held_out is None)
+    assert trial.steps in page
+    assert "; a saddle: negative curvature lowers the loss further" in page
+    assert f"{'→ follow' if held_out else 'not advised, the most'}" in str(advice)

@@ -220,6 +220,7 @@ def test_analyze_recommends_only_with_evidence(curvatlas: Call, tmp_path: Path) 
     # Blind guessing has the loss log 10: an untrained model is not told to leave a saddle.
     assert advice["situation"]["trained"] is False
     assert not [r for r in advice["recommendations"] if r["topic"] == "negative curvature"]
+    assert advice["ruled_out"] == []
     for one in advice["recommendations"]:
         assert one["evidence"]
         assert one["value"] > one["threshold"]
@@ -239,6 +240,26 @@ def _digits(tmp_path: Path) -> Path:
     inputs, targets = _samples(8)
     np.savez(tmp_path / "data.npz", inputs=inputs.numpy(), targets=targets.numpy())
     return tmp_path / "data.npz"
+
+
+def test_a_run_says_how_many_of_the_samples_it_used_and_why(
+    curvatlas: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = _digits(tmp_path)  # eight samples
+    monkeypatch.setattr("curvatlas.cli.inputs.affordable_samples", lambda *_, **__: 5)
+    quick = _quick(data, "--skip", "trace")
+    code, out, err = curvatlas(*quick, "--output", "run", "--held-out", str(data))
+    assert code == 0, err
+    why = "5 of 8 samples were used: about as many as keep a survey of this model to a minute"
+    assert why in out
+    assert why in (tmp_path / "run/report.html").read_text("utf-8")
+    assert runs.load("run").options["held_out"] == str(data)
+    code, out, err = curvatlas(*quick, "--output", "asked", "--samples", "6")
+    assert code == 0, err
+    assert "6 of 8 samples were used, as --samples says." in out
+    code, out, err = curvatlas(*quick, "--output", "all", "--samples", "8")
+    assert code == 0, err
+    assert "were used" not in out
 
 
 def test_a_run_out_of_memory_names_the_option_and_goes_on_with_it(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
@@ -153,3 +156,14 @@ def test_bands_of_entries_give_the_same_forms(monkeypatch: pytest.MonkeyPatch) -
 def test_too_little_memory_is_refused_with_what_would_do() -> None:
     with pytest.raises(ValueError, match=r"holds 8 vectors of 6\.4 kB: trace needs at least 12"):
         ca.trace(SpectrumOperator(spectra()["hessian_like"]), memory=8 * 6400)
+
+
+def test_what_an_estimate_prints_has_its_error_or_says_that_it_is_exact() -> None:
+    matrix = ca.MatrixOperator(torch.eye(3, dtype=torch.float64))
+    assert str(ca.trace(matrix)).startswith("trace = 3 (exact)")
+    values = spectra()["hessian_like"]
+    sampled = ca.trace(SpectrumOperator(values), rtol=0.2)
+    assert not sampled.exact
+    assert re.fullmatch(r"trace = [-\d.]+ (± |\[)[-\d., \]]+ \(95 %\), \d+ products", str(sampled))
+    free = dataclasses.replace(sampled, products=0, method="tr H − tr H_o")
+    assert str(free).endswith("(95 %), by tr H − tr H_o")  # nothing of its own, and no "0 products"

@@ -197,6 +197,22 @@ def test_a_run_of_300_steps_has_a_history_by_default(
     assert monitor.spent <= cost + 30.0 + 2 / 3 * clock[0]
 
 
+def test_a_line_of_the_history_shows_every_estimate_with_its_error() -> None:
+    monitor = ca.Monitor(network().eval(), "cross_entropy", batch(), budget=1.0)
+    snapshot = replace(
+        monitor.measure(step=3, learning_rate=0.1),
+        trace=483.5, trace_interval=(11.6, 955.4), sharpness=10.0, sharpness_interval=(9.9, 10.1),
+        most_negative=-2.0, most_negative_interval=(-2.01, -1.99), edge=10.0,
+        edge_interval=(9.9, 10.1), edge_threshold=20.0,
+    )  # fmt: skip
+    assert "λmax 10.00 ± 0.1, λmin -2.000 ± 0.01, tr H 480 ± 470" in str(snapshot)
+    assert "λmax(P⁻¹H) 10.00 ± 0.1, 0.5000 ± 0.005 of the edge" in str(snapshot)
+    low, high = monitor.snapshots[0].most_negative_interval or (0.0, 0.0)
+    problem = ca.Problem(monitor._measuring.problem.model, "cross_entropy", batch())
+    bottom = float(torch.linalg.eigvalsh(ca.Hessian(problem).dense())[0])
+    assert low - 1e-5 <= bottom <= high + 1e-5
+
+
 def test_measurements_that_fail_are_paid_for(monkeypatch: Any) -> None:
     clock = [0.0]
     monkeypatch.setattr(monitor_module.time, "perf_counter", lambda: clock[0])

@@ -84,7 +84,8 @@ class FullHessianAnalysis(Result):
             spread = ", ".join(f"{mean:.4g} ± {scatter:.2g}" for mean, scatter in pairs)
             lines.append(f"over {len(self.values)} batches: {spread}")
         mass = f"top vector mostly in {lead} ({self.roles[lead]:.0%})"
-        lines.append(f"gap {self.spectral_gap:.4g}; {self.trace}; {mass}")
+        gap = f"gap {self.eigenpairs.gap}; " if len(self.eigenpairs) > 1 else ""
+        lines.append(f"{gap}{self.trace}; {mass}")
         return "\n".join(lines)
 
 
@@ -96,6 +97,7 @@ class LayerCurvature(Result):
     sublayer: str
     size: int
     top_eigenvalue: float
+    top_interval: Interval = (float("-inf"), float("inf"))  # certified
     spectral_norm: Estimate
     frobenius: Estimate
     trace: Estimate
@@ -142,7 +144,8 @@ class LayerWiseCurvature(Result):
 
     def __str__(self) -> str:
         lines = [
-            f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax {c.top_eigenvalue:.4g}"
+            f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax "
+            f"{Number(c.top_eigenvalue, *c.top_interval)}"
             f"  ‖·‖_F {c.frobenius.number}  trace {c.trace.number}"
             for c in self.layers
         ]
@@ -350,6 +353,7 @@ class TransformerHessianAnalyzer:
                     sublayer=sublayer,
                     size=block.shape[0],
                     top_eigenvalue=top.value,
+                    top_interval=(top.number(0).low, top.number(0).high),
                     spectral_norm=norm,
                     frobenius=size,
                     trace=total,

@@ -268,6 +268,9 @@ class Recommendation(Result):
         within = "" if low == high else f" [{low:.3g}, {high:.3g}]"
         return f"{self.measure} = {self.value:.3g}{within}; the rule speaks from {self.threshold:g}"
 
+    def _derived(self) -> dict[str, Any]:
+        return {"sentence": str(self)}
+
     def __str__(self) -> str:
         effect = f"; {self.effect}" if self.effect else ""
         return f"{self.action} ({self.strength} evidence: {self.evidence}{effect})"

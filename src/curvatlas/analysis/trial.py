@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,6 +126,10 @@ class Trial(Result):
             rows.append(f"on held-out data {told} (95 %)")
         rows.append(f"{self.instead} {_list(self.instead_measured)}")
         return "; ".join(rows)
+
+    def _derived(self) -> dict[str, Any]:
+        told = {"sentence": str(self), "verdict": self.verdict, "confirmed": self.confirmed}
+        return {**told, "place": self.place} if "negative" in self.direction else told
 
     def __str__(self) -> str:
         return f"{self.direction}: {self.verdict} ({self.steps})"

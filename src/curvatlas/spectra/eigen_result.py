@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvatlas.display import new_figure
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 from curvatlas.spectra.krylov import Array
 
 if TYPE_CHECKING:
@@ -125,6 +125,18 @@ class Eigenpairs(Result):
     def smallest(self) -> Tensor:
         """The values of the lower end, the most negative first."""
         return self.values.flip(0)[: self.k] if self.which == "both" else self.values
+
+    def number(self, index: int) -> Number:
+        """One eigenvalue with its certified interval."""
+        low, high = (float(end[index]) for end in self.interval)
+        return Number(float(self.values[index]), low, high)
+
+    @property
+    def gap(self) -> Number:
+        """Between the first two values: their errors add up."""
+        first, second = (self.number(index) for index in (0, 1))
+        low, high = max(0.0, first.low - second.high), first.high - second.low
+        return Number(first.value - second.value, low, high)
 
     @property
     def completeness(self) -> str:

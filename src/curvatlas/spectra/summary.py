@@ -255,23 +255,16 @@ class CurvatureSummary(Result):
         """Of the sharpness."""
         return self.sharpness_interval
 
-    @property
-    def gap_interval(self) -> Interval:
-        """Of the spectral gap: the errors of both eigenvalues add up."""
-        low, high = (end.tolist() for end in self.eigenpairs.interval)
-        return max(0.0, low[0] - high[1]), high[0] - low[1]
-
     def __str__(self) -> str:
-        ends, gap = self.eigenpairs.interval, self.gap_interval
         flat = ", ".join(self.null_space) if self.null_space else "none found"
         kind = "smallest" if self.condition_quantile == 0 else f"{self.condition_quantile:.0%} of"
         return "\n".join(
             [
                 f"sharpness λmax          {Number(self.sharpness, *self.sharpness_interval)}  "
-                f"(λmin {Number(self.smallest, float(ends[0][-1]), float(ends[1][-1]))})",
+                f"(λmin {self.eigenpairs.number(-1)})",
                 f"critical learning rate  "
                 f"{Number(self.critical_learning_rate, *self.critical_learning_rate_interval)}",
-                f"spectral gap            {Number(self.spectral_gap, *gap)}",
+                f"spectral gap            {self.eigenpairs.gap}",
                 f"{self.trace}",
                 f"{self.frobenius}",
                 f"stable rank             {Number(self.stable_rank, *self.stable_rank_interval)}",

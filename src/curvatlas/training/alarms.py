@@ -161,7 +161,7 @@ def _stability(
         evidence["of the threshold before"] = before[-1]
     if snapshot.step <= _FIRST:
         if now >= first and not any(ratio >= first for ratio in before):
-            message = f"{told}, in the first steps: expect a loss spike, or warm the rate up"
+            message = f"{told}, in the first steps: a loss spike may follow; warm the rate up"
             yield alarm("spike_ahead", snapshot.step, message, {**evidence, "limit": first})
     elif (
         snapshot.edge_is_law
@@ -170,7 +170,7 @@ def _stability(
             before and _far(before[-1], before[:-1], limit, once=last[-1].step not in returned)
         )
     ):
-        message = f"{told}: expect a loss spike, or lower the rate"
+        message = f"{told}: a loss spike may follow; lower the rate"
         yield alarm("spike_ahead", snapshot.step, message, evidence)
 
 
@@ -250,7 +250,7 @@ class RateWatch:
             return None
         message = (
             f"the rate rose to {rate:.3g}: λmax(P⁻¹H) of step {last.step} is {now:.2f} of its "
-            "threshold at this rate; expect a loss spike, or lower the rate"
+            "threshold at this rate; a loss spike may follow; lower the rate"
         )
         evidence = {"of the threshold": now, "limit": limit, "of the threshold before": before}
         return alarm("spike_ahead", step, message, evidence)
@@ -276,8 +276,8 @@ class RateWatch:
             return None
         message = (
             f"the rate rose to {rate:.3g}, {rate / usual:.2g} times what {which}: λmax(P⁻¹H) of "
-            f"step {sharpest.step} is {now:.2f} of its threshold at this rate; expect a loss "
-            "spike, or hold the rate"
+            f"step {sharpest.step} is {now:.2f} of its threshold at this rate; a loss "
+            "spike may follow; hold the rate"
         )
         evidence = {"rate": rate, "limit": times * usual, "of the threshold": now}
         return alarm("spike_ahead", step, message, evidence)

@@ -256,6 +256,19 @@ def test_the_ranking_accounts_for_the_whole_norm(
     assert "‖H‖_F" in str(atlas)
 
 
+def test_an_exact_atlas_says_so_and_an_estimate_shows_its_errors() -> None:
+    problem, _ = quadratic_problem([3, 4, 5], seed=0)
+    exact = str(ca.atlas(problem, method="dense"))
+    assert "entries exact" in exact
+    assert "% (exact) of ‖H‖_F² lies on the block diagonal" in exact
+    assert not re.search(r"\[([^,\]]+), \1\]", exact)  # no "[12.8%, 12.8%]"
+    drawn = str(ca.atlas(problem, method="sketch", products=10))
+    lines = [line for line in drawn.split("\n") if "lies on" in line or "×" in line]
+    assert lines
+    assert all(re.search(r"±|\[|<|\(exact\)", line) for line in lines)
+    assert not re.search(r"\b0 products", exact + drawn)
+
+
 def test_an_atlas_survives_saving(tmp_path: object) -> None:
     problem, _ = quadratic_problem([4, 6], 0)
     atlas = ca.atlas(problem, method="sketch")

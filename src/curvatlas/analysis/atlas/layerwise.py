@@ -27,7 +27,7 @@ from curvatlas.problem.batches import paired
 from curvatlas.problem.evaluation import call, evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import bar, track
-from curvatlas.results import Result
+from curvatlas.results import Number, Result
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.summary import Participation
 
@@ -281,16 +281,16 @@ class ModuleWiseCurvature(Result):
         raise KeyError(f"there is no module {module!r}; there are {names}.")
 
     def __str__(self) -> str:
-        lines = [f"{'module':<32} {'‖H‖_F':>10} {'tr H':>10} {'‖S‖_F':>10} {'tr S':>10}"]
+        lines = [f"{'module':<32} {'‖H‖_F':>20} {'tr H':>20} {'‖S‖_F':>20} {'tr S':>20}"]
         for entry in self.modules:
-            cells = [
-                f"{number:>10.3g}"
-                for measure in (entry.parameters, entry.activation)
-                for number in (
-                    (measure.norm, measure.trace) if measure else (float("nan"), float("nan"))
-                )
-            ]
-            lines.append(f"{entry.module:<32} {' '.join(cells)}")
+            cells = []
+            for measure in (entry.parameters, entry.activation):
+                if measure is None:
+                    cells += ["–", "–"]
+                    continue
+                norm = Number(measure.norm, *measure.norm_interval)
+                cells += [str(norm), str(Number(measure.trace, *measure.trace_interval))]
+            lines.append(" ".join([f"{entry.module:<32}", *(f"{cell:>20}" for cell in cells)]))
         return "\n".join(lines)
 
 

@@ -88,6 +88,17 @@ def _sharpness(contents: Contents) -> Iterator[Markup]:
         yield tag("span", text)
 
 
+def _place(contents: Contents, stage: str) -> str:
+    """What steps along the negative curvature have shown the point to be; empty: none were taken"""
+    for entry in contents.of_kind("Advice"):
+        advice = entry.content
+        given = [one.get("trial") for one in advice.get("recommendations") or []]
+        for trial in [*given, *(advice.get("ruled_out") or [])]:
+            if entry.stage == stage and trial and "negative" in str(trial.get("direction")):
+                return str(trial.get("place"))
+    return ""
+
+
 def _saddles(contents: Contents) -> Iterator[Markup]:
     for stage in contents.stages("Eigenpairs"):
         content = contents.find("Eigenpairs", stage=stage, part="total")
@@ -96,9 +107,10 @@ def _saddles(contents: Contents) -> Iterator[Markup]:
             continue
         value, interval = min(pairs)
         if interval[1] < 0:
+            place = _place(contents, stage)
             yield sentence(
-                f"{_at(stage)} loss also curves downwards: the most negative eigenvalue is {{}}, "
-                "so the point is a saddle in that direction, not a minimum.",
+                f"{_at(stage)} loss also curves downwards: the most negative eigenvalue is {{}}"
+                f"{f'; {place}' if place else ''}.",
                 with_interval(value, interval),
             )
         elif interval[0] >= 0:
@@ -215,7 +227,12 @@ def recommendations(contents: Contents) -> Section | None:
             items = [_item(one) for one in supported]
             nothing = tag("p", "Nothing that was measured asks for a change.")
             body = tag("ul", items, class_="findings") if items else nothing
-            bodies.append(join(stage_heading(entry.stage), said, body))
+            tried = [
+                tag("li", f"Not advised, {one.get('sentence')}.")
+                for one in entry.content.get("ruled_out") or []
+            ]
+            ruled_out = tag("ul", tried, class_="findings") if tried else None
+            bodies.append(join(stage_heading(entry.stage), said, body, ruled_out))
     if not bodies:
         return None
     return Section("recommendations", "Recommendations", join(*bodies))

@@ -92,7 +92,11 @@ _CHARTS = {
         "λmax(P⁻¹H)",
         "H as the optimizer's scaling P sees it: above the dashed line its own updates grow.",
     ),
-    "most_negative": ("Most negative curvature", "λmin of H", "Below zero: a saddle."),
+    "most_negative": (
+        "Most negative curvature",
+        "λmin of H",
+        "Below 0 it curves downwards.",
+    ),
     "trace": ("Total curvature", "tr H", "Bars are 95 % intervals of the probes."),
     "negative_mass": (
         "Negative eigenvalues",
