@@ -27,6 +27,7 @@ _GROUPS = {
     "engines": "Closed forms",
     "theory": "Theory",
     "analysis": "Analysis",
+    "article": "Analysis",
     "scaling": "Analysis",
     "training": "Training",
     "figures": "Figures",

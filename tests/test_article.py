@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import curvatlas as ca
+from curvatlas.results import same
+from curvatlas.zoo.models import ViT, ViTConfig
 from oracles import hessian as double_backward
 
 
@@ -309,24 +312,6 @@ def test_full_hessian_by_its_keys_and_in_the_history(
         history["norms"]
 
 
-def test_eigenvalues_are_pooled_over_all_batches_of_a_loader(
-    model: TokenTransformer, batch: tuple[Tensor, Tensor]
-) -> None:
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=1)
-    analyzer = ca.TransformerHessianAnalyzer(model)
-    found = analyzer.analyze_full_hessian(dataloader=loader, k=2)
-    spectra = [
-        torch.linalg.eigvalsh(double_backward(loss_of(model, *one), list(model.parameters())))
-        for one in loader
-    ]
-    tops = torch.stack([values.flip(0)[:2] for values in spectra])
-    assert found["eigenvalue_mean"] == pytest.approx(float(tops.mean()), rel=1e-3)
-    assert found["eigenvalue_std"] == pytest.approx(float(tops.std()), rel=1e-3)
-    norms = [float(values.abs().max()) for values in spectra]
-    assert found["mean_hessian_norm"] == pytest.approx(sum(norms) / 3, rel=1e-3)
-    assert analyzer.history["hessian_norms"] == pytest.approx(norms, rel=1e-3)
-
-
 def test_eigenvalues_of_batches_are_joined_like_tensors(
     model: TokenTransformer, batch: tuple[Tensor, Tensor]
 ) -> None:
@@ -383,20 +368,100 @@ def test_layer_wise_curvature_without_targets_has_a_row_a_module(
     assert analyzer.history["layer_curvatures"] == [list(rows)]
 
 
-def test_layer_wise_curvature_with_targets_has_the_sublayers_blocks(
-    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+@pytest.fixture(scope="module")
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    return ViT(ViTConfig(d_model=8, d_ff=8)).double().eval()
+
+
+def images(seed: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    pixels = torch.rand(count, 8, 8, generator=random, dtype=torch.float64)
+    return pixels, torch.randint(0, 10, (count,), generator=random)
+
+
+@pytest.fixture(scope="module")
+def dense(vit: nn.Module) -> torch.Tensor:
+    """The Hessian on the first batch, by double backward."""
+    x, y = images(0)
+    return double_backward(nn.functional.cross_entropy(vit(x), y), list(vit.parameters()))
+
+
+@pytest.fixture(scope="module")
+def exact(vit: nn.Module) -> torch.Tensor:
+    """Eigenvalues of the Hessian on two batches, by double backward of the mean loss."""
+    (x1, y1), (x2, y2) = images(0), images(1, 4)
+    loss = nn.functional.cross_entropy(vit(torch.cat([x1, x2])), torch.cat([y1, y2]))
+    return torch.linalg.eigvalsh(double_backward(loss, list(vit.parameters()))).flip(0)
+
+
+def test_uneven_batches_weigh_by_their_samples(vit: nn.Module, exact: torch.Tensor) -> None:
+    analyzer = ca.TransformerHessianAnalyzer(vit)
+    found = analyzer.analyze_full_hessian([images(0), images(1, 4)], k=3)
+    want = torch.cat([exact[:3], exact[-3:]])
+    got = found.eigenpairs
+    assert bool(((got.values - want).abs() <= got.residuals).all())
+    assert found.top_eigenvalue == pytest.approx(float(exact[0]), rel=1e-4)
+    assert found.spectral_gap == pytest.approx(float(exact[0] - exact[1]), rel=1e-2)
+    spectra = [
+        torch.linalg.eigvalsh(
+            double_backward(nn.functional.cross_entropy(vit(x), y), list(vit.parameters()))
+        )
+        for x, y in (images(0), images(1, 4))
+    ]
+    tops = torch.stack([values.flip(0)[:3] for values in spectra])
+    assert found["eigenvalue_mean"] == pytest.approx(float(tops.mean()), rel=1e-3)
+    assert found["eigenvalue_std"] == pytest.approx(float(tops.std()), rel=1e-3)
+    norms = [float(values.abs().max()) for values in spectra]
+    assert found["mean_hessian_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
+    assert analyzer.history["hessian_norms"] == pytest.approx(norms, rel=1e-3)
+    assert analyzer.history == [found]
+    assert found.trace.value == pytest.approx(float(exact.sum()), rel=0.1)
+    assert got.data_interval is not None
+    assert found.trace.data_interval is not None
+    assert sum(found.roles.values()) == pytest.approx(1.0)
+    assert "batches" in str(found)
+
+
+def test_layer_wise_curvature_is_that_of_the_diagonal_blocks(
+    vit: nn.Module, dense: torch.Tensor
 ) -> None:
-    found = ca.TransformerHessianAnalyzer(model).analyze_layer_wise_curvature(*batch)
-    names = [name for name, _ in model.named_parameters()]
-    hessian = dense_hessian()
-    sizes = [p.numel() for p in model.parameters()]
-    in_ffn = torch.cat(
-        [torch.full((n,), "linear" in name) for name, n in zip(names, sizes, strict=True)]
-    )
-    exact = torch.linalg.eigvalsh(hessian[in_ffn][:, in_ffn])[-1]
-    ffn = next(layer for layer in found.layers if layer.sublayer == "ffn")
-    assert ffn.top_eigenvalue == pytest.approx(float(exact), rel=2e-3)
-    assert found.target == "given"
+    x, y = images(0)
+    analyzer = ca.TransformerHessianAnalyzer(vit)
+    found = analyzer.analyze_layer_wise_curvature(x, y)
+    anatomy = ca.Problem(vit, "cross_entropy", (x, y)).anatomy
+    assert sum(entry.size for entry in found.layers) == len(dense)
+    for entry in found.layers:
+        indices = torch.cat(
+            [
+                torch.as_tensor(piece.indices)
+                for piece in anatomy
+                if (piece.layer, piece.sublayer) == (entry.layer, entry.sublayer)
+            ]
+        )
+        block = dense[indices][:, indices]
+        values = torch.linalg.eigvalsh(block)
+        norm = float(values.abs().max())
+        assert entry.top_eigenvalue == pytest.approx(float(values[-1]), abs=2e-3 * norm)
+        assert entry.spectral_norm.value == pytest.approx(norm, rel=2e-3)
+        assert entry.frobenius.value == pytest.approx(float(block.norm()), rel=0.25)
+    assert found.plot().axes
+    # the curvature of outputs too: that of the logits is the loss's own, known in closed form
+    logits = vit(x).detach()
+    p = logits.softmax(-1)
+    curvature = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]) / len(x)
+    low, high = found.activations[""].norm_interval
+    assert low <= float(curvature.norm()) <= high
+    assert set(found.activations) > {"", "head"}
+
+
+def test_a_folder_makes_the_same_calls_resume(vit: nn.Module, tmp_path: Path) -> None:
+    x, y = images(0)
+    first = ca.TransformerHessianAnalyzer(vit, folder=tmp_path)
+    second = ca.TransformerHessianAnalyzer(vit, folder=tmp_path)
+    a = first.compute_hessian_eigenvalues(x, y, 3)
+    assert list(tmp_path.iterdir())
+    assert same(second.compute_hessian_eigenvalues(x, y, 3), a)
 
 
 # --- attention, propagation ----------------------------------------------------------------------

@@ -33,6 +33,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("cost_model",),
     ("planning",),
     ("surveying",),
+    ("article",),
     ("studies",),
     ("cli",),
 )
@@ -119,7 +120,7 @@ def test_every_room_has_a_stage_and_every_stage_a_room() -> None:
     ("importer", "imported", "words"),
     [
         ("curvatlas.spectra.trace", "curvatlas.runs.Run", "runs comes after spectra"),
-        ("curvatlas.analysis.analyzer", "curvatlas.zoo", "zoo comes after analysis"),
+        ("curvatlas.analysis.diagnostics", "curvatlas.zoo", "zoo comes after analysis"),
         ("curvatlas.runs.folder", "curvatlas.zoo", "side by side"),
         ("curvatlas.runs.folder", "curvatlas.spectra.trace.trace", "storage computes nothing"),
         ("curvatlas.spectra.trace", "curvatlas.Hessian", "own front door"),

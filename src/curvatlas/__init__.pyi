@@ -16,11 +16,6 @@ from . import (
     training as training,
     zoo as zoo,
 )
-from .analysis.analyzer import (
-    FullHessianAnalysis as FullHessianAnalysis,
-    LayerWiseCurvature as LayerWiseCurvature,
-    TransformerHessianAnalyzer as TransformerHessianAnalyzer,
-)
 from .analysis.atlas.attention import (
     AttentionCurvature as AttentionCurvature,
     analyze_attention_curvature as analyze_attention_curvature,
@@ -86,6 +81,12 @@ from .anatomy import (
     Selection as Selection,
     Slice as Slice,
     anatomy_of as anatomy_of,
+)
+from .article import (
+    FullHessianAnalysis as FullHessianAnalysis,
+    LayerWiseCurvature as LayerWiseCurvature,
+    TransformerHessianAnalyzer as TransformerHessianAnalyzer,
+    demo_hessian_analysis as demo_hessian_analysis,
 )
 from .closed_form.attention import (
     AttentionMoments as AttentionMoments,
@@ -219,7 +220,6 @@ from .studies.claims import (
     ClaimReport as ClaimReport,
     examine_claims as examine_claims,
 )
-from .studies.demo import demo_hessian_analysis as demo_hessian_analysis
 from .studies.gauss_newton import (
     Approximation as Approximation,
     Distance as Distance,

@@ -59,6 +59,7 @@ _registry: dict[str, type[Result]] = {}
 # Packages whose modules define results; a module that needs an absent extra is passed over.
 _RESULT_PACKAGES = (
     "analysis",
+    "article",
     "closed_form",
     "operators",
     "planning",

@@ -19,9 +19,9 @@ from curvatlas.figures.style import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from curvatlas.analysis.analyzer import LayerWiseCurvature
     from curvatlas.analysis.conditioning import EffectiveConditioning
     from curvatlas.analysis.diagnostics import ConvergenceTrajectory
+    from curvatlas.article import LayerWiseCurvature
     from curvatlas.training.snapshot import CurvatureHistory
 
 
