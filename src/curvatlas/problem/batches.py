@@ -308,6 +308,11 @@ def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:
             return checked(dict(leaf), what=what, device=device, index=index)
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.is_nested:
+            raise ProblemError(
+                f"the {what} of batch {index} are a nested tensor, whose samples cannot be counted "
+                "or told apart: pad it (torch.nested.to_padded_tensor) and mask what is padding."
+            )
         with torch.inference_mode(False):
             moved = leaf.detach().to(device, copy=True)
         if moved.is_floating_point() and not bool(torch.isfinite(moved).all()):

@@ -225,6 +225,7 @@ def _replacements() -> dict[Any, Operation]:
         torch.nn.functional.hardsigmoid: hard_sigmoid,
         torch.nn.functional.batch_norm: batch_norm,
         torch.nn.functional.instance_norm: instance_norm,
+        torch.nn.functional.embedding: embedding,
     }
     fused_loss = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if fused_loss is not None:
@@ -349,6 +350,42 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """
     axes = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
     return v * (g / v.square().sum(axes, keepdim=True).sqrt())
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """The rows of a table, with their gradient as it is.
+
+    Divided by how often a row occurs it is not the loss's, and its double backward is wrong; a
+    sparse one has entries only where training looks for them.
+    """
+    if padding_idx is not None and _padding_rows and weight.is_leaf:
+        _padding_rows[-1][id(weight)] = padding_idx
+        padding_idx = None
+    return torch.nn.functional.embedding(input, weight, padding_idx, max_norm, norm_type)
+
+
+_padding_rows: list[dict[int, int]] = []  # by table, in the scopes that are open
+
+
+@contextlib.contextmanager
+def following_padding() -> Iterator[dict[int, int]]:
+    """Inside, tables give the row of ``padding_idx`` its gradient too, which they hold fixed.
+
+    Gives these rows by the identity of the table, as they are met.
+    """
+    _padding_rows.append({})
+    try:
+        yield _padding_rows[-1]
+    finally:
+        _padding_rows.pop()
 
 
 def hard_sigmoid(x: Tensor, inplace: bool = False) -> Tensor:
@@ -665,6 +702,13 @@ def explanation(message: str) -> str | None:
         return (
             "code compiled by torch.compile has no second derivative, and it ran compiled although "
             "curvatlas asks for eager code: pass the module or function before compiling."
+        )
+    if "modified by an inplace operation" in message:
+        tensor = re.search(r"\[\S+ (\[[\d, ]*\])\], which is output \d+ of (\w+)", message)
+        which = f" (of shape {tensor[1]}, by {tensor[2]})" if tensor else ""
+        return (
+            f"the forward pass changes a value in place{which} that its derivative needs: write "
+            "x = x + y instead of x += y, or change a clone."
         )
     if any(mark in message for mark in _REENTRANT):
         return (

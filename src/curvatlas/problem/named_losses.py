@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from curvatlas.errors import ProblemError
 from curvatlas.problem.cross_entropy import CrossEntropy, NegativeLogLikelihood, Reduction
@@ -247,7 +247,10 @@ class CallableLoss(Loss):
         if self._count is not None or self.summed or not _samples_match(outputs, targets):
             return
         with torch.no_grad():
-            parts = [(outputs[:1], targets[:1]), (outputs[1:], targets[1:])]
+            parts = [
+                (outputs[some], tree_map(lambda t, some=some: t[some], targets))
+                for some in (slice(0, 1), slice(1, None))
+            ]
             total = float(self.value(outputs, targets))
             values = [float(self.value(z, y)) for z, y in parts]
         counts = [self.count(y) for _, y in parts]
@@ -277,9 +280,11 @@ class CallableLoss(Loss):
 
 
 def _samples_match(outputs: Any, targets: Any) -> bool:
-    """Whether both are tensors with the same two or more samples along the first axis."""
-    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return both and outputs.ndim > 0 and outputs.shape[:1] == targets.shape[:1] != (1,)
+    """Whether all are tensors with the same two or more samples along the first axis."""
+    tensors = [outputs, *tree_leaves(targets)]
+    if not all(isinstance(t, Tensor) and t.ndim for t in tensors):
+        return False
+    return len({len(t) for t in tensors}) == 1 and len(outputs) > 1
 
 
 @dataclass(frozen=True)

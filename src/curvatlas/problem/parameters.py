@@ -117,6 +117,13 @@ def choose_parameters(
         raise ProblemError(
             f"{listed(list(names))} have no entries: there is nothing to differentiate by."
         )
+    odd = [name for name in filled if not everything[name].is_floating_point()]
+    if odd:
+        raise ProblemError(
+            f"parameter {odd[0]!r} is {str(everything[odd[0]].dtype).removeprefix('torch.')}: "
+            "derivatives are by real numbers; hold real and imaginary parts in parameters of their "
+            "own and join them by torch.complex, or name the others in parameters=."
+        )
     return filled
 
 
