@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from curvatlas import parallel
 from curvatlas.budget import ResultMemory, default_budget, give_back, parse_bytes
@@ -50,6 +51,7 @@ from curvatlas.operators.views import BlockView, pieces_of
 from curvatlas.problem import Batch, EngineChoice, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
 from curvatlas.problem.evaluation import listed
+from curvatlas.problem.kernels import warn_once
 from curvatlas.problem.large_heads import logit_room
 
 AutogradLinearise = Callable[[Problem, Batch, Sequence[str]], Linearisation]
@@ -455,6 +457,7 @@ class CurvatureOperator(LinearOperator):
             raise
         if self.checks:
             self._check_first_batch(sample, int(linear.held_bytes * longer))
+            self._say_of_the_loss()
             self._give_back()
         with self.problem.evaluating():
             by_hand_too = self._autograd_only() is None
@@ -542,6 +545,11 @@ class CurvatureOperator(LinearOperator):
             return "engine='autograd' was asked for"
         if self.part is None:
             return f"{type(self).__name__} has no hand-written passes"
+        elsewhere = self.problem.truth.elsewhere
+        if elsewhere:
+            return (
+                f"{listed(sorted(elsewhere))} are read other than through their module's attribute"
+            )
         return None
 
     def _check_first_batch(self, sample: Batch, sample_bytes: int) -> None:
@@ -554,6 +562,18 @@ class CurvatureOperator(LinearOperator):
             return problem.check()
         part = first.part(0, fitting, problem.loss.count)
         problem.with_batches([part if part.count > 0 else sample]).check()
+
+    def _say_of_the_loss(self) -> None:
+        """That a loss which reads parameters has a second derivative beside H_o and H_f."""
+        names = self.problem.truth.by_loss
+        if names and self.linearisation is not HessianLinearisation:
+            warn_once(
+                self.problem.model,
+                "loss of parameters",
+                f"the loss itself reads {listed(sorted(names))}: H_o and H_f are second "
+                "derivatives through the model's outputs, so H is not their sum; Hessian has all.",
+                deeper=2,
+            )
 
     def _after_first_pass(self, kept: KeptLinearisations) -> None:
         if self.checks and kept.unused:
@@ -751,8 +771,9 @@ class AllPartsLinearisation(Linearisation):
         """(H_o columns, H_f columns) restricted to ``rows``: (K, *shape) each, None for zero."""
         used = [n for n in columns if self._transposed[n] is not None]
         roots = [t for n in used if (t := self._transposed[n]) is not None]
-        leaves = [self.leaves[n] for n in rows]
-        both = self._pull(roots, [*leaves, *self._u], [columns[n] for n in used])
+        leaves = [self._places[n] for n in rows]
+        places = [get_gradient_edge(u) for u in self._u]
+        both = self._pull(roots, [*leaves, *places], [columns[n] for n in used])
         functional, moved = both[: len(leaves)], both[len(leaves) :]
         count = next(iter(columns.values())).shape[0]
         tangents = [

@@ -185,4 +185,4 @@ class _Linearised(OuterLinearisation):
         """Jᵀ of cotangents (K, outputs): (K, *shape) a parameter, None for zero."""
         pieces = torch.split(cotangents, [z.numel() for z in self._z], dim=1)
         shaped = [c.reshape(-1, *z.shape) for c, z in zip(pieces, self._z, strict=True)]
-        return self._pull(self._z, list(self.leaves.values()), shaped)
+        return self._pull(self._z, list(self._places.values()), shaped)

@@ -408,7 +408,7 @@ class _Sampler:
         self.directions = directions.to(dtype=problem.dtype, device=problem.device)
         row = 8 * problem.size * problem.dtype.itemsize  # gradient, products and their graph
         self.chunk = chunk or max(1, min(_SIDE_BY_SIDE, default_budget(problem.device) // row))
-        self._vectorised = problem.separable
+        self._vectorised = problem.separable and not problem.truth.elsewhere
         self._checked = not directions.shape[1]
         self._columns = problem.layout.split(self.directions)  # (w, *shape) each
 

@@ -426,6 +426,28 @@ def _is_one_argument(model: nn.Module, inputs: Mapping[Any, Any]) -> bool:
     return True
 
 
+def is_own_leaf(parameter: Tensor) -> bool:
+    """Whether derivatives may be taken by the parameter itself, instead of by an alias of it.
+
+    Not where it is frozen, or where hooks would change what autograd gives.
+    """
+    return parameter.requires_grad and parameter.is_leaf and not parameter._backward_hooks
+
+
+@contextlib.contextmanager
+def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, hooks that were put on parameters since ``is_own_leaf`` do not change gradients."""
+    hooked = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    kept = [hooks.copy() for hooks in hooked]
+    try:
+        for hooks in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, own in zip(hooked, kept, strict=True):
+            hooks.update(own)
+
+
 @unwatched
 def fresh_leaves(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Leaves of the autograd graph that share the weights' memory."""

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from curvatlas import parallel
 from curvatlas.anatomy import Anatomy, anatomy_of
-from curvatlas.errors import ProblemError
+from curvatlas.errors import NoGradientPath, ProblemError
 from curvatlas.files import in_memory
-from curvatlas.problem import fingerprint, large_heads
+from curvatlas.problem import fingerprint, large_heads, truth
 from curvatlas.problem.batches import (
     HOLD_BYTES,
     Batch,
@@ -47,7 +47,9 @@ from curvatlas.problem.evaluation import (
     check_weights,
     evaluation,
     fresh_leaves,
+    is_own_leaf,
     kinds,
+    listed,
     refuse_sharded,
     unwrap,
     whole_parameters,
@@ -258,6 +260,7 @@ class Problem:
         self._held: list[Batch] | None = None
         self._total: float | None = None
         self._steady: object = None  # the weights whose loss was seen to be the same twice
+        self.truth = truth.Truth()
         self._read_data(
             lambda: self._prepare(model, loss, data, parameters, count, reduction, shift)
         )
@@ -790,6 +793,8 @@ class Problem:
             roles=self.roles,
         )
         other.sample_axes.learn(self.sample_axes)
+        if other.parameter_names == self.parameter_names:
+            other.truth = self.truth
         return other
 
     def with_model(self, model: nn.Module) -> Problem:
@@ -868,12 +873,17 @@ class Problem:
             yield
 
     def leaves(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Fresh leaf tensors for the parameters that vary.
+        """Leaves of the autograd graph for the parameters that vary.
 
-        They share the weights' memory where ``in_place`` holds.
+        The model's own parameters where ``in_place`` holds: a weight is then followed wherever it
+        is read, in a list, a view made in ``__init__``, or the loss's closure, and not only where
+        its module's attribute is. Else copies, and copies of what autograd would not follow.
         """
-        with self.present(self.parameter_names if names is None else names) as weights:
-            return fresh_leaves(weights)
+        chosen = list(self.parameter_names if names is None else names)
+        own = {n: p for n, p in self._everything.items() if is_own_leaf(p)} if self.in_place else {}
+        with self.present(name for name in chosen if name not in own) as weights:
+            fresh = fresh_leaves(weights)
+        return {name: own[name] if name in own else fresh[name] for name in chosen}
 
     def outputs(self, batch: Batch, leaves: Mapping[str, Tensor]) -> Any:
         """What the loss reads of the model's output; parameters not in ``leaves`` stay fixed."""
@@ -935,6 +945,8 @@ class Problem:
 
         everything = self._everything
         fixed = [name for name in everything if name not in leaves]
+        if self.truth.elsewhere:
+            self.refuse_elsewhere(leaves)
         if self.in_place:
             with self.present(fixed) as weights:
                 yield {n: leaves[n] if n in leaves else weights[n] for n in everything}
@@ -945,6 +957,22 @@ class Problem:
         outside = [name for name in fixed if name not in inside]
         with changed(outside) as weights, block_by_block(places, changed):
             yield {**leaves, **weights}
+
+    def refuse_elsewhere(self, leaves: Mapping[str, Tensor]) -> None:
+        """Refuse to replace weights that are read other than through their module's attribute."""
+        everything = self._everything
+        missed = sorted(
+            name
+            for name in self.truth.elsewhere
+            if name in leaves and leaves[name] is not everything[name]
+        )
+        if missed:
+            raise ProblemError(
+                f"{listed(missed)}: read other than through the module's attribute (in a list, a "
+                "view or a closure, or by the loss), so that the model can only be called with its "
+                "own weights: make them trainable, without hooks and in the dtype that is computed "
+                "in, or read them as attributes."
+            )
 
     @contextlib.contextmanager
     def _present_in_call(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
@@ -1008,27 +1036,42 @@ class Problem:
             raise ProblemError("no valid target in the data: every target is ignored.")
         return total if self.loss.summed else total / count
 
-    def check(self) -> None:
-        """Refuse what would give a wrong number: state of the weights, the mode, randomness."""
+    def check(self, *, derivatives: bool = True) -> None:
+        """Refuse what would give a wrong number: state of the weights, the mode, randomness.
+
+        derivatives: at first use, hold the gradient to differences of the loss as well.
+        """
         check_same_parameters(self._kinds, self._everything)
         check_weights(self._own_parameters(), self.parameter_names, self.compute_dtype)
         check_mode(self.model)
         batch = next(self.batches(), None)
-        if batch is None or self._steady == (version := self.weights_version()):
+        if batch is None:
             return
+        look = derivatives and not self.truth.looked and self.sharded is None
+        if not look and self._steady == (version := self.weights_version()):
+            return
+        version = self.weights_version()
         with self.evaluating(), torch.no_grad():
+            # The look compares two calls as well.
             values = [
-                float(self.loss.value(self.predictions(batch, {}), batch.targets)) for _ in "ab"
+                float(self.loss.value(self.predictions(batch, {}), batch.targets))
+                for _ in range(1 if look else 2)
             ]
         check_finite_loss(values[0], batch.index)
-        check_same_loss(values[0], values[1], eps=torch.finfo(self.dtype).eps)
+        check_same_loss(values[0], values[-1], eps=torch.finfo(self.dtype).eps)
+        if look:
+            large = size_in_bytes(batch) > 2**20 or self.size > 2**23
+            few = batch
+            if self._separable or (large and self.separable):
+                few = batch.part(0, min(truth.SAMPLES, batch.samples), self.loss.count)
+            truth.look(self, few if few.count > 0 else batch)
         self._steady = version
 
     def value(self) -> float:
         """L(θ), the mean loss over all valid targets."""
 
         def fill(total: Tensor) -> None:
-            self.check()
+            self.check(derivatives=False)
             with self.evaluating(), torch.no_grad():
                 for batch in self.batches():
                     value = float(self.loss.value(self.predictions(batch, {}), batch.targets))
@@ -1048,6 +1091,11 @@ class Problem:
                     leaves = self.leaves()
                     loss = self.loss.value(self.predictions(batch, leaves), batch.targets)
                     check_finite_loss(float(loss.detach()), batch.index)
+                    if not loss.requires_grad:
+                        raise NoGradientPath(
+                            f"no gradient path from the loss to any of {listed(list(leaves))}: is "
+                            "the output detached, computed under no_grad, or independent of them?"
+                        )
                     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
                     total.add_(self.layout.join(grads, like=total), alpha=batch.count)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvatlas.engines.graphs import GraphSize, edge_of, graph_size, pull
 from curvatlas.errors import NoGradientPath, ProblemError
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvature
-from curvatlas.problem.evaluation import check_finite_loss, listed
+from curvatlas.problem.evaluation import check_finite_loss, listed, without_tensor_hooks
 from curvatlas.problem.large_heads import HiddenLogits
 from curvatlas.problem.losses import Rebuild
 
@@ -39,6 +39,8 @@ class Linearisation:
     ) -> None:
         self.batch = batch
         self.leaves = problem.leaves(names)
+        # A product asks for these: a parameter may have been frozen since.
+        self._places = {name: get_gradient_edge(leaf) for name, leaf in self.leaves.items()}
         self._problem = problem
         self.outputs = self._predicted(logit_room)
         self._names = tuple(names)
@@ -134,16 +136,17 @@ class Linearisation:
     def _pull(
         self,
         roots: Sequence[Tensor] | Sequence[GradientEdge],
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor] | Sequence[GradientEdge],
         cotangents: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
-        if self.columns_at_once > 1:
-            try:
-                return pull(roots, inputs, cotangents, together=True)
-            except RuntimeError:
-                self.columns_at_once = 1  # an operation without a batching rule: one by one
-        return pull(roots, inputs, cotangents, together=False)
+        with without_tensor_hooks(self.leaves.values()):
+            if self.columns_at_once > 1:
+                try:
+                    return pull(roots, inputs, cotangents, together=True)
+                except RuntimeError:
+                    self.columns_at_once = 1  # an operation without a batching rule: one by one
+            return pull(roots, inputs, cotangents, together=False)
 
 
 class HessianLinearisation(Linearisation):
@@ -162,7 +165,7 @@ class HessianLinearisation(Linearisation):
     def product(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         used = [n for n in columns if self._slopes[n] is not None]
         roots = [slope for n in used if (slope := self._slopes[n]) is not None]
-        return self._pull(roots, [self.leaves[n] for n in rows], [columns[n] for n in used])
+        return self._pull(roots, [self._places[n] for n in rows], [columns[n] for n in used])
 
 
 class FunctionalLinearisation(HessianLinearisation):
@@ -205,4 +208,4 @@ class OuterLinearisation(Linearisation):
             for t, z in zip(moved, self._z, strict=True)
         ]
         weighted = self._lambda(tangents)
-        return self._pull(self._z, [self.leaves[n] for n in rows], weighted)
+        return self._pull(self._z, [self._places[n] for n in rows], weighted)
