@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvatlas as ca
+from curvatlas.errors import DifferentiationError, ProblemError
 
 
 @dataclass(frozen=True)
@@ -368,3 +369,141 @@ def test_derivatives_are_those_of_the_models_own_loss(name: str) -> None:
     assert slope == pytest.approx((loss[0] - loss[2]) / (2 * h), rel=1e-5, abs=1e-8)
     assert curvature == pytest.approx((loss[0] - 2 * loss[1] + loss[2]) / h**2, rel=1e-4, abs=1e-6)
     assert outer == pytest.approx(2 * float(tangent @ tangent) / len(targets), rel=1e-5)
+
+
+# --- functions with a backward pass of their own --------------------------------------------------
+
+
+class _SavesInTraining(torch.autograd.Function):
+    """Keeps what its backward pass needs in training only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        ctx.save_for_backward(*([x] if training else []))
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return slope * (1 - x.tanh() ** 2), None
+
+
+class _AssertsTraining(_SavesInTraining):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        ctx.training = training
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        raise AssertionError("no backward pass in eval mode")
+
+
+class _RefusesForward(_SavesInTraining):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        raise AttributeError("no kernel for eval mode")
+
+
+class _CallsNumPy(_SavesInTraining):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(slope.numpy() * (1 - x.tanh().numpy() ** 2)), None
+
+
+class _WritesIntoSaved(_CallsNumPy):
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return x.tanh_().square_().neg_().add_(1).mul_(slope), None
+
+
+class _WritesIntoInput(_CallsNumPy):
+    """Saves its result, which is its input written over without a word to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        y = x.tanh_()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return slope * (1 - y * y), None
+
+
+class _ByFunction(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 5), nn.Linear(5, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.function.apply(self.first(x), self.training)  # type: ignore[no-untyped-call]
+        return self.last(h)
+
+
+@pytest.mark.parametrize("operator", [ca.Hessian, ca.GaussNewton])
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (_SavesInTraining, DifferentiationError, "backward pass of .*_SavesInTraining.*not enough"),
+        (_AssertsTraining, DifferentiationError, "backward pass of .*_AssertsTraining.*in eval"),
+        (_RefusesForward, ProblemError, "forward pass of .*_RefusesForward.*AttributeError: no k"),
+        (_CallsNumPy, DifferentiationError, "backward pass of .*_CallsNumPy.*numpy"),
+        (_WritesIntoSaved, DifferentiationError, "_WritesIntoSaved.*in place"),
+    ],
+)
+def test_a_function_that_fails_is_named(
+    operator: Any, function: Any, error: type[Exception], words: str
+) -> None:
+    model = _ByFunction(function).double().eval()
+    with pytest.raises(error, match=words) as raised:
+        operator(ca.Problem(model, "mse", _ROWS())).dense()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_function_that_writes_over_its_input_is_named() -> None:
+    torch.manual_seed(0)
+    model = _ByFunction(_WritesIntoInput).double().eval()
+    with pytest.raises(DifferentiationError, match=r"_WritesIntoInput.*no usable double"):
+        ca.Hessian(ca.Problem(model, "mse", _ROWS())).dense()
+
+
+# --- batches of no rows ---------------------------------------------------------------------------
+
+
+class _Reshapes(nn.Module):
+    """Cannot be called on no rows, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        outputs = self.mix(x).view(len(x), -1)
+        return outputs, None if targets is None else F.mse_loss(outputs, targets)
+
+
+@pytest.mark.parametrize("loss", ["mse", F.l1_loss, lambda z, y: (z - y).square().mean(), None])
+@pytest.mark.parametrize("place", [0, 1])
+def test_batches_of_no_rows_add_nothing(loss: Any, place: int) -> None:
+    model = _model(_Case(_Reshapes, _ROWS))
+    if loss not in ("mse", None):
+        model.forward = lambda x: model.mix(x)  # type: ignore[method-assign]
+    batches = _ROWS()
+    empty = batches[0][0][:0], batches[0][1][:0]
+    problem = ca.Problem(model, loss, [*batches[:place], empty, *batches[place:]])
+    plain = ca.Problem(model, loss, batches)
+    assert problem.value() == plain.value()
+    assert torch.equal(problem.gradient(), plain.gradient())
+    v = _numbers(problem.size, seed=9)
+    assert torch.equal(ca.Hessian(problem) @ v, ca.Hessian(plain) @ v)
+    with pytest.raises(ProblemError, match="no batch has a row"):
+        ca.Problem(model, loss or "mse", [empty, empty])

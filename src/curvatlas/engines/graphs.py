@@ -53,7 +53,7 @@ def graph_size(
     tensors = 0
     custom: set[str] = set()
     once: set[str] = set()  # of these, the ones marked once_differentiable
-    refused = runs_python = False
+    refused = runs_python = overwritten = False
     while stack:
         node = stack.pop()
         if node in seen:
@@ -69,7 +69,13 @@ def graph_size(
                 custom.add(kind)
                 if _differentiable_once(node):
                     once.add(kind.removesuffix("Backward"))
-        for tensor in (part for saved in _saved_tensors(node) for part in in_memory(saved)):
+        try:
+            kept = _saved_tensors(node)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            kept, overwritten = [], True
+        for tensor in (part for saved in kept for part in in_memory(saved)):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 tensors += 1
@@ -82,6 +88,13 @@ def graph_size(
             f"{named}an autograd.Function marked once_differentiable has no second derivative: "
             "replace it by plain PyTorch operations, or write its backward in them and remove the "
             "mark."
+        )
+    if overwritten:
+        named = ", ".join(sorted(kind.removesuffix("Backward") for kind in custom))
+        who = f"the autograd.Function {named}" if custom else "the forward pass"
+        raise DifferentiationError(
+            f"{who} writes in place into a value that the second derivative needs: compute it out "
+            "of place, x = x + y instead of x += y, or write into a clone."
         )
     return GraphSize(
         bytes=sum(storages.values()),

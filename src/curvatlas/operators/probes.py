@@ -29,7 +29,7 @@ from curvatlas.problem.large_heads import HiddenLogits
 _SYMMETRY = {torch.float64: 1e-5, torch.float32: 5e-3}
 # Differences of gradients in float32 carry some 1e-2 of noise; what they must catch is a term that
 # is missing altogether.
-_DIFFERENCES = {torch.float64: 0.05, torch.float32: 0.3}
+_DIFFERENCES = {torch.float64: 1e-3, torch.float32: 0.3}
 # Of T[v, v, ·], in float64; a wrong third derivative of a norm was 2 to 16 % off.
 _THIRD = {torch.float64: 5e-3, torch.float32: 0.3}
 _ROUNDINGS = 5  # of the gradient's norm, in a difference of two gradients

@@ -329,6 +329,12 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
+def has_rows(raw: Any) -> bool:
+    """Whether a raw batch holds anything: a loader may end with, or begin with, one of no rows."""
+    tensors = [tensor for tensor in _tensors(raw) if tensor.ndim]
+    return not tensors or any(tensor.shape[0] for tensor in tensors)
+
+
 def sample_digests(batch: Batch) -> int:
     """Σ over samples of a digest of each, which does not depend on how they are put into batches.
 

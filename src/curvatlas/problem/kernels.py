@@ -753,7 +753,7 @@ def explained() -> Iterator[None]:
         name = failing_function(error)
         instead = explanation(str(error)) if isinstance(error, RuntimeError) else None
         if name is not None and instead is None:
-            told = f"{type(error).__name__}: {error}".rstrip(".")
+            told = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             instead = (
                 f"{name} of the model fails ({told}): curvature calls the model in evaluation mode "
                 f"and differentiates its backward pass; mend it for that, or {_PLAIN}."

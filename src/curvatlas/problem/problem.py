@@ -28,6 +28,7 @@ from curvatlas.problem.batches import (
     batches_of,
     checked,
     described,
+    has_rows,
     sample_digests,
     shapes,
     size_in_bytes,
@@ -566,16 +567,20 @@ class Problem:
                 return look()
 
         def look() -> list[int]:
-            raws = iter(self.data)
-            first = next(raws, None)
+            raws, leading = iter(self.data), []
+            for raw in raws:  # the first that has rows tells how the model is called
+                leading.append(raw)
+                if has_rows(raw):
+                    break
+            first = leading[-1] if leading and has_rows(leading[-1]) else None
             self._objective = self._settled(first)
             self.sample_axes = SampleAxes(self._without_data(), self._batch_axis)
             self._stream = BatchStream(
                 self.data, self._objective, self.device, self._shard, self.sample_axes
             )
             total, seen = 0.0, 0
-            if first is not None:
-                summary = self._stream.first_pass(itertools.chain([first], raws))
+            if leading:
+                summary = self._stream.first_pass(itertools.chain(leading, raws))
                 self._held, self._batch_kinds = summary.held, summary.kinds
                 total, seen = summary.total, summary.seen
             self._loss_tensors = LiveTensors(self.loss, beside=self._model_tensors)
@@ -598,7 +603,9 @@ class Problem:
         if not sum(row[1] for row in ranks):
             raise ProblemError("the data are empty: there is no batch to differentiate.")
         if total <= 0:
-            raise ProblemError("no valid target in the data: every target is ignored.")
+            empty = self._held is not None and not any(batch.length for batch in self._held)
+            why = "no batch has a row" if empty else "every target is ignored"
+            raise ProblemError(f"no valid target in the data: {why}.")
         self._total = self._summed_total = total
 
     def _meet_first(self, prepare: Callable[[], None]) -> None:
