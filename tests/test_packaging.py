@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -35,15 +34,6 @@ def test_every_supported_python_is_declared_and_tested() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
 def test_workflows_and_templates_are_yaml(path: Path) -> None:
     assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict)
-
-
-def test_links_of_the_readme_are_absolute_and_name_files_that_exist() -> None:
-    links = re.findall(r"(?<!!)\[[^\]]*\]\(([^)]+)\)", README)
-    assert links
-    for link in links:
-        assert link.startswith("https://"), link
-        if "/source/" in link:
-            assert (ROOT / link.partition("/source/")[2]).is_file(), link
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "LICENSE"])

@@ -1,7 +1,9 @@
-"""The documentation site: no dangling page, no page left out, built strictly."""
+"""The documentation: no dead link, no dangling page, no page left out, built strictly."""
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -43,6 +45,53 @@ def test_the_pages_a_reader_looks_for_are_there() -> None:
         "theory/statements.md", "benchmarks.md", "api.md", "faq.md",
     }  # fmt: skip
     assert wanted <= set(_nav())
+
+
+WRITTEN = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
+_ASIDE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1\s*$|``.*?``|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)[^)]*\)|^\[[^\]]+\]:\s+(\S+)", re.MULTILINE)
+
+
+def _links(page: Path) -> list[str]:
+    text = _ASIDE.sub("", page.read_text(encoding="utf-8"))
+    return [inline or by_name for inline, by_name in _LINK.findall(text)]
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page: its headings as the site and code hosts make addresses of them."""
+    text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    anchors = set(re.findall(r'(?:id|name)="([^"]+)"', text))
+    anchors |= set(re.findall(r"\{[^}]*#([\w-]+)[^}]*\}", text))
+    for heading in re.findall(r"^#{1,6}\s+(.+?)\s*$", text, flags=re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", html.unescape(heading).lower())
+        anchors.add(re.sub(r"\s+", "-", words.strip()))
+    return anchors
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in _links(page):
+        assert ".example" not in link, f"{link} leads nowhere: name the file by its relative path"
+        if re.match(r"\w+:", link):
+            continue  # another host's
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in _headings(target), link
+
+
+def test_links_are_found_and_headings_become_anchors(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One, two: `three`\n\n[a](b.md#c) `[no](x)` ![d](<e.png>)\n\n"
+        "```\n# not this\n[nor](this)\n```\n\n[f]: g.md\n"
+    )
+    assert _links(page) == ["b.md#c", "e.png", "g.md"]
+    assert _headings(page) == {"one-two-three"}
 
 
 @pytest.mark.slow
