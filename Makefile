@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # Bytecode is kept, whatever the machine says: without it every process compiles all it imports.
 ONE_THREAD := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test gpu-test check format docs notebooks wheel bench drill sweep fixtures clean
+.PHONY: demo test test-elsewhere gpu-test check format docs notebooks wheel bench drill sweep fixtures clean
 
 # Only what the demo needs: torch and the package.
 demo: $(VENV)/.demo-ready
@@ -14,6 +14,18 @@ demo: $(VENV)/.demo-ready
 
 test: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# As on other processors, with one and two threads: the tests that train on the spot or count coverage.
+ELSEWHERE := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
+test-elsewhere: $(VENV)/.ready
+	failed=; for setting in $(ELSEWHERE); do \
+	  workers="-n 2 --dist worksteal"; \
+	  [ $$setting = OMP_NUM_THREADS=2 ] && workers="-n 0" && setting="$$setting MKL_NUM_THREADS=2"; \
+	  echo "== $$setting"; \
+	  env HF_HUB_OFFLINE=1 $(ONE_THREAD) $$setting $(BIN)/python -m pytest -m machine $$workers -q \
+	    || failed="$$failed [$$setting]"; \
+	done; [ -z "$$failed" ] || { echo "failed under:$$failed"; exit 1; }
 
 # On a machine with CUDA: the GPU's numbers against the CPU's, and a table to paste.
 gpu-test: $(VENV)/.ready

@@ -9,8 +9,22 @@ from collections.abc import Iterator
 import pytest
 
 from curvatlas.report import paper
+from elsewhere import Watch, hangs_on_the_machine
 
 gc.disable()  # while modules are imported and tests collected: none of it is garbage
+
+
+_watch = Watch()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks the tests whose verdict hangs on the machine: what ``make test-elsewhere`` runs."""
+    if hangs_on_the_machine(item):
+        item.add_marker("machine")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _watch.item = item
 
 
 def pytest_collection_finish() -> None:

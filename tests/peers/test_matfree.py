@@ -16,6 +16,7 @@ from curvatlas.spectra.preconditioners import partial_cholesky
 from peers.cases import GROUPS
 from peers.matrices import Opaque, drawn, error, rectangular, turned
 from peers.table import Table
+from spectra.spectrum_operators import most_misses
 
 table = Table("matfree", GROUPS)
 
@@ -335,11 +336,12 @@ def test_standard_errors(case: str) -> None:
     found = [ca.trace(Opaque(matrix), max_products=40, rtol=1e-9, seed=s) for s in range(60)]
     if "mean" in case:
         values = np.array([f.value for f in found])
-        assert abs(values.mean() - want) < 4 * values.std() / 60**0.5
+        # Student's with 59 degrees of freedom lies further out once in 20,000.
+        assert abs(values.mean() - want) < 4.4 * values.std() / 60**0.5
         assert all(f.interval[0] <= f.value <= f.interval[1] for f in found)
         return
     inside = sum(f.interval[0] <= want <= f.interval[1] for f in found)
-    assert inside >= 51  # 95 % of 60 are 57; fewer than 51 has a chance of 0.5 %
+    assert inside >= 60 - most_misses(60)
 
 
 @table.right("squared norms of rows and columns")

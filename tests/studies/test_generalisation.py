@@ -21,6 +21,7 @@ from curvatlas.studies.generalisation import (
     examine_generalisation,
     rank_correlations,
 )
+from spectra.spectrum_operators import most_misses
 
 
 def test_correlations_are_scipys_and_the_control_is_about_zero() -> None:
@@ -50,7 +51,7 @@ def test_intervals_hold_the_true_correlation() -> None:
         y = rho * x + np.sqrt(1 - rho**2) * random.normal(size=28)
         (row,) = rank_correlations({"x": x}, y, seed=trial)
         covered += row.interval[0] <= true <= row.interval[1]
-    assert covered >= 34
+    assert covered >= 40 - most_misses(40)
 
 
 def test_every_level_of_an_axis_is_used_equally_often() -> None:
