@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from curvatlas.errors import PeerError, ProblemError
+from curvatlas.errors import NonFiniteError, PeerError, ProblemError
 from curvatlas.precision import has_float64
 from curvatlas.problem.batches import Batch
 from curvatlas.problem.evaluation import check_same_loss, listed, without_tensor_hooks
@@ -85,8 +85,9 @@ def look(problem: Problem, batch: Batch) -> None:
                         return
             except PeerError:
                 raise
-            except ProblemError:
-                if not distance:
+            except ProblemError as error:
+                of_these_weights = isinstance(error, NonFiniteError) or error.__cause__ is not None
+                if not (distance and of_these_weights):
                     raise
             except Exception:  # these are no weights for the model; what fails here is told later
                 pass
