@@ -400,8 +400,9 @@ class _Comparison:
 
     # --- slopes -----------------------------------------------------------------------------------
 
-    def _slope(self, names: Sequence[str], direction: int) -> _Slope:
-        dtype = self._problem.dtype
+    @unwatched
+    def _by_autograd(self, names: Sequence[str], direction: int) -> tuple[float, float]:
+        """gᵀv and ‖g ∘ v‖² over some parameters."""
         slope = square = 0.0
         for name in names:
             gradient = self._gradient.get(name)
@@ -409,6 +410,11 @@ class _Comparison:
                 terms = gradient * self._along(name, direction).mul_(self._sizes[name])
                 slope += float(terms.sum(dtype=_wide(terms)))
                 square += float(torch.linalg.vector_norm(terms)) ** 2
+        return slope, square
+
+    def _slope(self, names: Sequence[str], direction: int) -> _Slope:
+        dtype = self._problem.dtype
+        slope, square = self._by_autograd(names, direction)
         exact = _EXACT[dtype] * math.sqrt(square)
         result = _Slope(slope, slope, math.inf, decided=False)
         for step in _STEPS[dtype]:
