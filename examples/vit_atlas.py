@@ -14,7 +14,7 @@ from pathlib import Path
 
 import curvatlas as ca
 from curvatlas.analysis.atlas.exact import entries
-from curvatlas.figures.atlas import compare_atlases
+from curvatlas.figures import draw
 from curvatlas.studies.claims import examine_claims
 from curvatlas.studies.comparisons import (
     compare_checkpoints,
@@ -55,7 +55,7 @@ def main() -> None:
         print(flow)
         picture = entries(problem).plot()
         picture.savefig(options.output / f"entries-{stage}.png", dpi=140)
-    compare_atlases(atlases).savefig(options.output / "roles.png", dpi=140)
+    draw(atlases, view="role").savefig(options.output / "roles.png", dpi=140)
     analyzer.visualize_curvature_flow(options.output / "flow.png")
     print(compare_norm_placement(samples=samples, seeds=seeds))
     if options.claims:

@@ -47,11 +47,13 @@ def test_an_atlas_is_a_few_lines_and_a_table_with_a_picture(atlas: ca.Atlas) -> 
     page = atlas._repr_html_()
     assert "<table>" in page
     assert "data:image/png;base64," in page
-    assert "<th style='text-align:left'>method</th>" in page
+    assert "<th style='text-align:left'>quantity</th>" in page
+    assert f"{len(atlas.table()) - 14} more: .table()" in page
 
 
 def test_text_in_a_table_is_escaped() -> None:
-    page = display.as_html("<b>", "a & b", {"<i>": "<script>"}, None)
+    table = display.Table.of([{"<i>": "<script>"}, {"<i>": 2}])
+    page = display.as_html("<b>", "a & b", table, None)
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
@@ -105,7 +107,20 @@ def test_a_result_without_a_picture_says_what_to_do() -> None:
         ca.fits.power_law(torch.arange(1.0, 6.0), torch.arange(1.0, 6.0) ** 2).plot()
 
 
-# --- data frames ---------------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------
+
+
+def test_a_table_is_aligned_with_intervals_in_one_column() -> None:
+    records = [{"name": "query", "value": 2.0, "low": 1.5, "high": 2.5}, {"name": "a", "value": 3}]
+    table = display.Table.of(records[:1] * 2)
+    assert str(table).splitlines() == ["name   value  95 %", *["query  2      [1.5, 2.5]"] * 2]
+    assert display.Table.of(records)["low"] == [1.5, None]
+
+
+def test_a_single_row_is_written_from_top_to_bottom() -> None:
+    table = display.Table.of([{"trace": 1.25, "trace_low": 1.0, "trace_high": 1.5, "exact": False}])
+    rows = [["trace", "1.25"], ["exact", "False"], ["trace 95 %", "[1, 1.5]"]]
+    assert table.written()[1:] == rows
 
 
 def test_eigenpairs_are_a_row_a_value_with_its_interval(problem: ca.Problem) -> None:

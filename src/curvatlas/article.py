@@ -22,14 +22,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
 from curvatlas.analysis.propagation.result import Measure
-from curvatlas.figures.training import layers_figure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
@@ -47,9 +46,6 @@ from curvatlas.spectra.norms import frobenius_norm, spectral_norm
 from curvatlas.spectra.summary import condition_density, condition_number, participation
 from curvatlas.spectra.trace import trace
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _DENSITY = 40  # products for the mean |λ| of the condition number
 
@@ -173,10 +169,6 @@ class LayerWiseCurvature(Result):
             for path, measure in self.activations.items()
         ]
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """Largest eigenvalue of every sublayer as bars."""
-        return layers_figure(self)
 
 
 class AnalysisHistory(list[Result]):

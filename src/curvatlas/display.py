@@ -9,12 +9,14 @@ import base64
 import dataclasses
 import functools
 import html
+import importlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -64,6 +66,12 @@ def drawing_on(ax: Any) -> Iterator[None]:
         _axes.reset(token)
 
 
+def drawing_of(kind: type) -> Callable[..., Figure] | None:
+    """The drawing function of a class of results or of what it derives from; None: no picture."""
+    drawings = importlib.import_module("curvatlas.figures").DRAWINGS
+    return next((drawings[c.__name__] for c in kind.__mro__ if c.__name__ in drawings), None)
+
+
 class _PlaceOfAxes:
     """What axes stand in: one panel is drawn on them, several take their place."""
 
@@ -75,8 +83,8 @@ class _PlaceOfAxes:
         return self._ax
 
     def subplots(self, rows: int = 1, columns: int = 1, **options: Any) -> Any:
-        if rows == columns == 1 and options.get("squeeze", True):
-            return self._ax
+        if rows == columns == 1:
+            return self._ax if options.get("squeeze", True) else np.array([[self._ax]])
         place = self._ax.get_subplotspec()
         if place is None:
             raise ValueError(
@@ -139,38 +147,87 @@ def in_a_word(value: Any) -> str:
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 
-def as_html(title: str, text: str, fields: Mapping[str, Any], picture: Figure | str | None) -> str:
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Named columns, row by row: what terminal, notebook, page and data frame show of a result."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Table:
+        """Of mappings, whose keys are the columns; what one of them lacks is None."""
+        columns = tuple(dict.fromkeys(key for record in records for key in record))
+        return cls(columns, tuple(tuple(r.get(c) for c in columns) for r in records))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, column: str) -> list[Any]:
+        """One column."""
+        return [row[self.columns.index(column)] for row in self.rows]
+
+    def written(self, most: int = _ROWS) -> list[list[str]]:
+        """The heading and at most so many rows as texts: intervals in one column, a single row
+        from top to bottom."""
+        whole = self._joined()
+        if len(whole.rows) == 1:
+            pairs = list(zip(whole.columns, whole.rows[0], strict=True))
+            return [["", "value"], *([name, in_a_word(value)] for name, value in pairs[:most])]
+        shown = [[in_a_word(value) for value in row] for row in whole.rows[:most]]
+        return [list(whole.columns), *shown]
+
+    def _joined(self) -> Table:
+        """With low and high of one number as one column, "[low, high]"."""
+        records = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        for low in [c for c in self.columns if c == "low" or c.endswith("_low")]:
+            start = low.removesuffix("low")
+            if f"{start}high" in self.columns:
+                for record in records:
+                    ends = record.pop(low), record.pop(f"{start}high")
+                    record[f"{start.replace('_', ' ')}95 %"] = list(ends)
+        return Table.of(records)
+
+    def __str__(self) -> str:
+        """Aligned columns, all rows."""
+        lines = self.written(max(len(self.rows), len(self.columns)))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        return "\n".join(aligned)
+
+    def to_dataframe(self) -> Any:
+        """The rows as a ``pandas.DataFrame``."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(_NO_PANDAS) from error
+        return pandas.DataFrame.from_records(self.rows, columns=self.columns)
+
+
+def as_html(title: str, text: str, table: Table, picture: Figure | str | None) -> str:
     """A small table with a picture, or with the reason that there is none."""
-    rows = "".join(
-        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-        f"<td style='text-align:left'>{html.escape(in_a_word(value))}</td></tr>"
-        for name, value in list(fields.items())[:_ROWS]
-    )
-    if len(fields) > _ROWS:
-        rows += f"<tr><th></th><td>{len(fields) - _ROWS} more: .keys()</td></tr>"
-    image = ""
+    left = " style='text-align:left'"
+    heading, *body = [[html.escape(cell) for cell in row] for row in table.written()]
+    first = "th" if heading[0] == "" else "td"
+    rows = "".join(f"<th{left}>{cell}</th>" for cell in heading)
+    for row in body:
+        cells = "".join(f"<td{left}>{cell}</td>" for cell in row[1:])
+        rows += f"</tr><tr><{first}{left}>{row[0]}</{first}>{cells}"
+    more = max(len(table.rows), len(table.columns) if len(table.rows) == 1 else 0) - len(body)
+    image = f"<p><small>{more} more: .table()</small></p>" if more > 0 else ""
     if isinstance(picture, str):
-        image = f"<p><small>{html.escape(picture)}</small></p>"
+        image += f"<p><small>{html.escape(picture)}</small></p>"
     elif picture is not None:
         data = base64.b64encode(as_png(picture)).decode()
-        image = f"<img alt='{html.escape(title)}' src='data:image/png;base64,{data}'/>"
+        image += f"<img alt='{html.escape(title)}' src='data:image/png;base64,{data}'/>"
     summary = html.escape(text).replace("\n", "<br>")
     return (
         f"<div><p><b>{html.escape(title)}</b><br><code>{summary}</code></p>"
-        f"<table>{rows}</table>{image}</div>"
+        f"<table><tr>{rows}</tr></table>{image}</div>"
     )
 
 
-# --- data frames ---------------------------------------------------------------------------------
-
-
-def as_dataframe(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The rows as a ``pandas.DataFrame``."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(_NO_PANDAS) from error
-    return pandas.DataFrame.from_records([dict(row) for row in rows])
+# --- rows of a table ------------------------------------------------------------------------------
 
 
 def is_interval(value: Any) -> bool:
@@ -202,6 +259,8 @@ def columns_of(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
     lengths = [len(column) for column in columns.values() if len(column) > 1]
     if not lengths:
         return {}
+    if all(isinstance(value, str) for column in columns.values() for value in column):
+        return {}  # names alone
     best = max(set(lengths), key=lambda length: (lengths.count(length), length))
     return {name: column for name, column in columns.items() if len(column) == best}
 

@@ -22,7 +22,7 @@ import pkgutil
 import types
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -199,32 +199,37 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows: the short text, a small table and the picture."""
         picture: Figure | str | None = None
-        if type(self)._picture is not Result._picture:
+        if display.drawing_of(type(self)) is not None:
             try:
                 picture = self.plot()
             except _BY_CONTENT as error:
                 picture = f"there is no picture of it: {error}"
-        return display.as_html(self.kind, repr(self), _fields(self), picture)
+        return display.as_html(self.kind, repr(self), self.table(), picture)
 
     def plot(self, *choice: Any, ax: Any = None, **options: Any) -> Figure:
         """The picture of this result: returned, shown by a notebook, never shown unasked.
 
         ax: axes of yours to draw on; several panels take their place. The other options are those
-        of the picture (``Atlas``: view, quantity; closed forms: part).
+        of the picture (``Atlas``: view, quantity, part; closed forms: part; ``CurvatureFlow``:
+        quantity). ``curvatlas.figures.draw`` draws several results of one kind into one picture.
         """
+        draw = display.drawing_of(type(self))
+        if draw is None:
+            raise TypeError(f"{self.kind} has no picture: print it, or take .to_dataframe().")
         with display.drawing_on(ax):
-            figure = self._picture(*choice, **options)
+            figure = draw(self, *choice, **options)
         return figure if ax is None else ax.figure
 
-    def _picture(self, *choice: Any, **options: Any) -> Figure:
-        raise TypeError(f"{self.kind} has no picture: print it, or take .to_dataframe().")
+    def table(self) -> display.Table:
+        """The numbers: a row an entry (eigenvalue, snapshot, block, …), or one row of them all."""
+        return display.Table.of(self._rows())
 
     def to_dataframe(self) -> Any:
-        """A ``pandas.DataFrame``: a row an entry (eigenvalue, snapshot, block, …), or one row."""
-        return display.as_dataframe(self._rows())
+        """The table as a ``pandas.DataFrame``."""
+        return self.table().to_dataframe()
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Rows of the data frame: parts that are results, columns of numbers, or one row."""
+        """Rows of the table: parts that are results, columns of numbers, or one row."""
         fields = _fields(self)
         parts = [
             value
@@ -238,7 +243,10 @@ class Result:
             return [
                 dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
             ]
-        return [display.scalars_of(fields)]
+        return self._one_row()
+
+    def _one_row(self) -> list[dict[str, Any]]:
+        return [display.scalars_of(_fields(self))]
 
     def save(self, path: str | os.PathLike[str], *, keep_previous: bool = False) -> Path:
         """Write the result to one ``.safetensors`` file, atomically; returns the path written.
@@ -260,6 +268,16 @@ class Result:
         if not isinstance(result, cls):
             raise TypeError(f"{path} holds a {result.kind}, expected a {cls.kind}.")
         return result
+
+
+def block_rows(matrix: Tensor, names: Sequence[str], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """A row a pair of blocks of a square matrix: Frobenius norm and largest entry."""
+    rows, lengths = [], list(sizes)
+    for row, block in zip(names, torch.split(matrix.detach().abs(), lengths), strict=True):
+        for column, part in zip(names, torch.split(block, lengths, dim=1), strict=True):
+            numbers = {"norm": float(part.norm()), "largest": float(part.max())}
+            rows.append({"row": row, "column": column, **numbers})
+    return rows
 
 
 def also_named(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

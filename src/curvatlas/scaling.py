@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.diagnostics import gradient_noise, scale_text
-from curvatlas.display import as_dataframe
+from curvatlas.display import Table
 from curvatlas.errors import NonFiniteError
-from curvatlas.figures.scaling import QUANTITIES, grid_figure
+from curvatlas.figures.scaling import QUANTITIES
 from curvatlas.fits import (
     Array,
     PlanePowerLaw,
@@ -62,10 +62,6 @@ from curvatlas.spectra.summary import condition_density, condition_number
 from curvatlas.spectra.trace import trace
 from curvatlas.zoo.datasets import Dataset, Samples, digits, text
 from curvatlas.zoo.training import evaluate, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Data = Dataset | Any  # or what ``Problem`` takes; None: digits
 
@@ -492,10 +488,6 @@ class ScalingGrid(Result):
         lines += [str(self.descent)] if self.descent is not None else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def _picture(self) -> Figure:
-        """Every quantity against D, one line a model size, with the fitted laws."""
-        return grid_figure(self)
-
 
 def _usable(cell: ScalingCell, quantity: str) -> bool:
     """A positive number that is no mere bound."""
@@ -615,12 +607,13 @@ class ScalingLawAnalyzer:
         Each row has ``n_params``, ``n_samples``, ``top_eigenvalue``, ``bottom_eigenvalue``,
         ``condition_number``, ``effective_rank`` and every other number of the run.
         """
-        as_dataframe([])  # a missing pandas is said before hours of training
+        Table.of([]).to_dataframe()  # a missing pandas is said before hours of training
         grid = self.train_grid(model_sizes, dataset_sizes, **options)
         first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
         first += ["condition_number", "effective_rank"]
         pairs = zip(grid.cells, grid.rows, strict=True)
-        return as_dataframe([{**{key: cell[key] for key in first}, **row} for cell, row in pairs])
+        rows = [{**{key: cell[key] for key in first}, **row} for cell, row in pairs]
+        return Table.of(rows).to_dataframe()
 
     def train_grid(
         self,

@@ -115,7 +115,7 @@ def test_the_overview_draws_as_many_eigenvalues_as_there_are() -> None:
     values = torch.cat([torch.zeros(90), torch.linspace(1, 10, 10)]).double()
     density = exact_density(values, 0, psd=False)
     (axes,) = visualize_overview(densities={"now": density}).axes
-    (line,) = axes.get_lines()
+    line = axes.get_lines()[0]
     x, y = (np.asarray(side, dtype=float) for side in line.get_data())
     typical = float((density.weights * density.nodes.abs()).sum())
     # per e-fold of the drawn axis: the integral over d asinh(x / typical) counts eigenvalues

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from curvatlas.figures.style import tidy_log_axes
+from curvatlas.figures.style import finish
 
 
 def _labels(low: float, high: float) -> list[tuple[str, float, float]]:
@@ -20,7 +20,7 @@ def _labels(low: float, high: float) -> list[tuple[str, float, float]]:
     axes: Any = figure.add_subplot()
     axes.plot([low, high], [1, 1])
     axes.set(xscale="log", xlim=(low, high))
-    tidy_log_axes(figure)
+    finish(figure)
     figure.draw_without_rendering()
     ticks = [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]
     boxes = [
@@ -46,5 +46,5 @@ def test_a_linear_axis_is_left_alone() -> None:
     axes: Any = figure.add_subplot()
     axes.plot([0, 4], [0, 1])
     before = axes.xaxis.get_major_locator()
-    tidy_log_axes(figure)
+    finish(figure)
     assert axes.xaxis.get_major_locator() is before

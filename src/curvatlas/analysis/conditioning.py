@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from curvatlas.anatomy import Slice
-from curvatlas.figures.training import conditioning_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.results import Interval, Number, Result
@@ -22,9 +21,6 @@ from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.summary import condition_density, condition_number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +104,6 @@ class EffectiveConditioning(Result):
             low, high = (half * end for end in self.largest_interval)
             text += f", η·λmax/2 = {Number(self.stability, low, high)}"
         return text
-
-    def _picture(self) -> Figure:
-        """Sharpness of every layer with its certified interval, and the edge 2/η."""
-        return conditioning_figure(self)
 
 
 def effective_conditioning(

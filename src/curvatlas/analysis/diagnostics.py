@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from curvatlas.analysis.landscape.line import value_and_gradient
 from curvatlas.analysis.propagation.capture import capture
 from curvatlas.analysis.trial import Trial, along_negative_curvature, along_the_gradient
 from curvatlas.errors import ProblemError
-from curvatlas.figures.training import trajectory_figure
 from curvatlas.fits import Array, line_slope
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import GaussNewton, Hessian
@@ -44,10 +43,6 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Interval, Result, also_named
 from curvatlas.spectra.eigen_result import Eigenpairs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
 DOWNWARD = 0.1  # |λmin|/λmax from which negative curvature competes with positive
@@ -698,10 +693,6 @@ class ConvergenceTrajectory(Result):
         if self.noise is not None:
             lines.append(str(self.noise))
         return "\n".join([*lines, *advice_lines(self)])
-
-    def _picture(self) -> Figure:
-        """Loss and gradient norm, sharpness against 2/η, conditioning."""
-        return trajectory_figure(self)
 
 
 class ConvergenceDiagnostics:

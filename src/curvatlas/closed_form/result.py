@@ -6,14 +6,12 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from curvatlas.display import new_figure
 from curvatlas.engines.tangent.decomposition import DecomposedHessian
 from curvatlas.linear_operator import (
     PARTS,
@@ -23,11 +21,7 @@ from curvatlas.linear_operator import (
     Tags,
     require_part,
 )
-from curvatlas.results import Result
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from curvatlas.results import Result, block_rows
 
 _FIELDS = {"H": "total", "H_outer": "outer", "H_functional": "functional"}
 _LETTERS = {
@@ -280,27 +274,13 @@ class BlockHessian(Result, MatrixOperator, DecomposedHessian):
         parts: dict[str, Tensor] = {part: self.part(part) for part in PARTS}
         return dataclasses.replace(self, parts=parts, _source=None)
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a pair of blocks: the norm and the largest entry of the whole H between them."""
+        return block_rows(self.part("total"), self.names, tuple(self.block_sizes.values()))
+
     def __str__(self) -> str:
         size = sum(self.block_sizes.values())
         norms = {part: float(torch.linalg.norm(m)) for part, m in self.parts.items()}
         listed = ", ".join(f"‖{p}‖ = {n:.4g}" for p, n in norms.items())
         blocks = len(self.names)
         return f"Hessian of {size} parameters in {blocks} blocks, loss {self.loss:.6g}: {listed}"
-
-    def _picture(self, part: Part = "total") -> Figure:
-        """Heat map of log10 |entries| with the blocks marked; returns the figure."""
-        matrix = self.part(part).abs().cpu()
-        floor = float(matrix.max()) * 1e-12 or 1.0
-        figure = new_figure(7, 6)
-        axes = figure.subplots()
-        image = axes.imshow(matrix.clamp_min(floor).log10().numpy(), cmap="viridis")
-        edges = torch.tensor([0, *self.block_sizes.values()]).cumsum(0).tolist()
-        for edge in edges[1:-1]:
-            axes.axhline(edge - 0.5, color="white", linewidth=0.4)
-            axes.axvline(edge - 0.5, color="white", linewidth=0.4)
-        middles = [(a + b) / 2 for a, b in pairwise(edges)]
-        axes.set_xticks(middles, self.names, rotation=90, fontsize=6)
-        axes.set_yticks(middles, self.names, fontsize=6)
-        axes.set_title(f"log10 |H| ({part})")
-        figure.colorbar(image, ax=axes)
-        return figure

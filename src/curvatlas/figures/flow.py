@@ -1,7 +1,8 @@
-"""Curvature flow for papers: two heat maps, lines by layer, final bars."""
+"""Curvature flow: along the depth at every stage, layer by layer, and the article's four panels."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,24 @@ import numpy as np
 from curvatlas.figures.style import (
     BLUE,
     GREEN,
-    ORANGE,
+    GRID,
+    SERIES,
     YELLOW,
     PathLike,
     band,
+    colour_bar,
+    draws,
     error_bars,
-    log_map,
-    new_figure,
+    finish,
+    heat_map,
+    legend,
+    lying_bars,
+    name_axis,
+    panels,
     plain_numbers,
     saved,
     shade,
-    thinned,
-    tidy_log_axes,
+    short_names,
 )
 from curvatlas.results import Result
 
@@ -30,32 +37,128 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry
+    from curvatlas.article import LayerWiseCurvature
     from curvatlas.figures.style import Array
 
+_MOST_NAMES = 16  # sublayers that are written by name; more by their block
+_MOST_LINES = 8  # with words in the legend
+_ALONG = {
+    "norm": "curvature at the input",
+    "created_here": "curvature created here",
+    "passed_on": "curvature passed on",
+    "both": "curvature",
+    "gradient_scale": "norm of the gradient",
+}
 _KINDS = {"attention": BLUE, "ffn": YELLOW, "norm": GREEN}
 
 
-def plot_flow(flows: Sequence[CurvatureFlow]) -> Figure:
-    """Four panels: what each kind creates, slopes, the stream, the whole map.
+@draws("CurvatureFlow", stages=True)
+def draw_flow(stages: Mapping[str, CurvatureFlow], *, quantity: str = "norm") -> Figure:
+    """Curvature at the input of every sublayer with its interval, a line a stage.
 
-    One flow, or the same model at several steps (lines from light to dark).
+    quantity: "norm", "created_here", "passed_on", "both" (the last one hollow) or
+    "gradient_scale".
     """
-    figure = new_figure(11.5, 8.2)
-    panels = figure.subplots(2, 2)
-    _created(panels[0, 0], flows)
-    _along_stream(panels[0, 1], flows, "gradient_scale")
-    _finish(panels[0, 1], flows, "norm of the gradient", "gradient scale along the stream")
-    _along_stream(panels[1, 0], flows, "norm")
-    _finish(panels[1, 0], flows, "Frobenius norm", "curvature of the residual stream")
-    _map(figure, panels[1, 1], flows)
-    return tidy_log_axes(figure)
+    if quantity not in _ALONG:
+        raise ValueError(f"quantity is one of {', '.join(_ALONG)}, got {quantity!r}.")
+    figure, (axes,) = panels()
+    sublayers = {words: flow.sublayers for words, flow in stages.items()}
+    if quantity == "both":
+        here = {f"created here, {words}".strip(", "): one for words, one in sublayers.items()}
+        onwards = {f"passed on, {words}".strip(", "): one for words, one in sublayers.items()}
+        _draw_along(axes, here, "created_here")
+        _draw_along(axes, onwards, "passed_on", style="o:", fillstyle="none")
+    else:
+        _draw_along(axes, sublayers, quantity)
+    axes.set_ylabel(_ALONG[quantity])
+    legend(axes)
+    return figure
 
 
-def _darkness(k: int, count: int) -> float:
-    return 1.0 if count == 1 else 0.35 + 0.65 * k / (count - 1)
+def _draw_along(
+    axes: Any, stages: Mapping[str, Sequence[FlowEntry]], quantity: str, **look: Any
+) -> None:
+    """Entries from the embedding to the head, one place each, a line a stage."""
+    for index, (words, entries) in enumerate(stages.items()):
+        told = [_told(entry, quantity) for entry in entries]
+        values, ends = [v for v, _ in told], np.array([e for _, e in told]).reshape(-1, 2)
+        colour = SERIES[index] if len(stages) <= 4 else shade(index, len(stages))
+        shown = words if words and len(stages) <= _MOST_LINES else "_"
+        band(axes, range(len(values)), values, *ends.T, color=colour, label=shown, **look)
+    _name_depth(axes, next(iter(stages.values())))
+    axes.set_yscale("log")
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
 
 
-def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+def _told(entry: FlowEntry, quantity: str) -> tuple[float, tuple[float, float]]:
+    """A number and its interval; what is zero has no place on a logarithmic axis."""
+    if quantity in ("created_here", "passed_on"):
+        measure = entry.measures[quantity]
+        value, interval = measure.norm, measure.norm_interval
+    elif quantity == "norm":
+        value, interval = entry.norm, entry.interval
+    else:
+        value = float(getattr(entry, quantity))
+        interval = (value, value)
+    return (value, interval) if value > 0 else (math.nan, (math.nan, math.nan))
+
+
+def _name_depth(axes: Any, entries: Sequence[FlowEntry]) -> None:
+    """Every sublayer's name while they fit, else where a block begins."""
+    names = [entry.name for entry in entries]
+    short = [name.replace("attention residual", "att. sum").replace("ffn residual", "ffn sum")
+             for name in short_names(names)]  # fmt: skip
+    layers = [entry.layer for entry in entries]
+    if len(names) <= _MOST_NAMES:
+        several = len({layer for layer in layers if layer is not None}) > 1
+        if several:
+            short = [s if n is None else f"{n} {s}" for n, s in zip(layers, short, strict=True)]
+        name_axis(axes.xaxis, short, turned=40)
+        return
+    first = [i for i, n in enumerate(layers) if n is not None and n not in layers[:i]]
+    first = first[:: max(-(-len(first) // 12), 1)]
+    name_axis(axes.xaxis, [name.replace("blocks.", "block ") for name in names])
+    axes.set_xticks(first, [str(layers[i]) for i in first])
+    axes.set_xlabel("block")
+
+
+def plot_flow(flows: Sequence[CurvatureFlow]) -> Figure:
+    """Four panels: what each kind creates, gradients, the stream, and the whole map.
+
+    One flow, or the same model at several steps.
+    """
+    figure, (created, slopes, stream, whole) = panels(2, 2)
+    several = len(flows) > 1
+    stages = {_step(flow) if several else "": flow.stream for flow in flows}
+    _draw_created(created, flows)
+    _draw_along(slopes, stages, "gradient_scale")
+    _draw_along(stream, stages, "norm")
+    titles = {slopes: ("norm of the gradient", "gradient scale along the stream"),
+              stream: ("Frobenius norm", "curvature of the residual stream")}  # fmt: skip
+    for axes, (label, title) in titles.items():
+        axes.set_ylabel(label)
+        legend(axes, title)
+    if several:
+        rows, columns = [_step(flow) for flow in flows], [e.name for e in flows[-1].stream]
+        values = np.array([[e.norm for e in flow.stream] for flow in flows])
+        title = "curvature of the stream over steps"
+    else:
+        rows, matrix = flows[0].matrix("norm")
+        layers = sorted({e.layer for e in flows[0].sublayers if e.layer is not None})
+        columns, values = [str(layer) for layer in layers], matrix.numpy()
+        title = "curvature at each sublayer's input"
+        whole.set_xlabel("block")
+    image = heat_map(whole, values, rows, columns)
+    name_axis(whole.yaxis, [row.replace("_residual", " sum") for row in rows], most=20)
+    name_axis(whole.xaxis, [_block(c) for c in columns], most=16, turned=90 if several else 0)
+    whole.set_title(title)
+    dead = not (np.isfinite(values) & (values > 0)).all()
+    colour_bar(figure, image, whole, "Frobenius norm" + ("; grey: zero" if dead else ""))
+    return finish(figure)
+
+
+def _draw_created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
+    """‖Σ δ ∂²f‖ of each kind of sublayer by layer, later steps darker."""
     for k, flow in enumerate(flows):
         for kind, colour in _KINDS.items():
             squares: dict[int, float] = defaultdict(float)
@@ -64,71 +167,35 @@ def _created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
                     squares[entry.layer] += entry.measures["created_here"].norm ** 2
             if squares:
                 layers = sorted(squares)
-                label = kind if k == len(flows) - 1 else None
-                line: Any = {"color": colour, "alpha": _darkness(k, len(flows)), "label": label}
-                axes.plot(layers, [squares[i] ** 0.5 for i in layers], "o-", markersize=3, **line)
-    layers_present = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
-    places, labels = thinned([str(layer) for layer in layers_present], 16)
-    axes.set_xticks([layers_present[i] for i in places], labels, fontsize=7)
-    axes.set_xlabel("layer")
-    _finish(axes, flows, "created in a layer, ‖Σ δ ∂²f‖$_F$", "curvature created by kind")
+                line: Any = {"color": colour, "alpha": 0.35 + 0.65 * (k + 1) / len(flows)}
+                line["label"] = kind if k == len(flows) - 1 else "_"
+                axes.plot(layers, [squares[i] ** 0.5 for i in layers], "o-", markersize=4, **line)
+    layers = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
+    axes.set_xticks(layers[:: max(-(-len(layers) // 12), 1)])
+    axes.set(xlabel="block", ylabel="created in a block", yscale="log")
+    legend(axes, "curvature created by kind")
 
 
-def _along_stream(axes: Any, flows: Sequence[CurvatureFlow], quantity: str) -> None:
-    """The gradient's norm ("gradient_scale"), or the curvature's with its interval ("norm")."""
-    curved = quantity == "norm"
-    symbol = "‖∂²ℓ/∂stream²‖$_F$" if curved else "‖∂ℓ/∂stream‖"
-    for k, flow in enumerate(flows):
-        values = [getattr(entry, quantity) for entry in flow.stream]
-        ends = [entry.interval for entry in flow.stream] if curved else [(v, v) for v in values]
-        label = _step(flow) if len(flows) > 1 else symbol
-        line: Any = {"color": ORANGE if curved else BLUE, "style": "o-", "markersize": 3}
-        line |= {"alpha": 0.15, "line_alpha": _darkness(k, len(flows)), "label": label}
-        band(axes, range(len(values)), values, *np.array(ends).T, **line)
-    axes.set_xticks(*thinned([_short(e) for e in flows[-1].stream], 16), fontsize=7)
-    axes.set_xlabel("after block")
-
-
-def _map(figure: Any, axes: Any, flows: Sequence[CurvatureFlow]) -> None:
-    if len(flows) > 1:
-        entries = [list(flow.stream) for flow in flows]
-        values = np.array([[e.norm for e in row] for row in entries])
-        names = [_short(e) for e in entries[-1]]
-        rows = [_step(flow) for flow in flows]
-        title = "curvature of the stream over steps"
-    else:
-        rows, matrix = flows[0].matrix("norm")
-        values = matrix.numpy()
-        layers = sorted({e.layer for e in flows[0].sublayers if e.layer is not None})
-        names = [str(layer) for layer in layers]
-        title = "curvature at each sublayer's input"
-        axes.set_xlabel("layer")
-    alive = np.isfinite(values) & (values > 0)
-    image = log_map(axes, values, alive)
-    axes.set_yticks(*thinned(rows, 24), fontsize=7)
-    axes.set_xticks(*thinned(names, 16), fontsize=7, rotation=45 if len(flows) > 1 else 0)
-    axes.set_title(title, fontsize=10)
-    label = "log$_{10}$ ‖S‖$_F$"
-    if not alive.all():
-        label += "\ngrey: not told from zero"
-    figure.colorbar(image, ax=axes, label=label, shrink=0.9)
-
-
-def _finish(axes: Any, flows: Sequence[CurvatureFlow], label: str, title: str) -> None:
-    axes.set_yscale("log")
-    axes.set_ylabel(label)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.25)
-    if len(flows) <= 8:
-        axes.legend(fontsize=7)
-
-
-def _short(entry: FlowEntry) -> str:
-    return "emb." if entry.layer is None else str(entry.layer)
+def _block(name: str) -> str:
+    return name.removeprefix("blocks.")
 
 
 def _step(flow: CurvatureFlow) -> str:
     return "batch" if flow.step is None else f"step {flow.step}"
+
+
+@draws("LayerWiseCurvature")
+def draw_layers(curvature: LayerWiseCurvature) -> Figure:
+    """Largest eigenvalue of every sublayer as bars."""
+    layers = curvature.layers
+    figure, (axes,) = panels(height=max(0.7, 0.25 + 0.06 * len(layers)))
+    names = [f"{'' if c.layer is None else c.layer} {c.sublayer}".strip() for c in layers]
+    lying_bars(axes, names, [c.top_eigenvalue for c in layers], most=60)
+    axes.set_xlabel("largest eigenvalue (loss / parameter²)")
+    return figure
+
+
+# --- the article's figure ------------------------------------------------------------------------
 
 
 def visualize_curvature_flow(
@@ -154,26 +221,25 @@ def visualize_curvature_flow(
     count, layers = curvature.shape
     names = [str(name) for name in content.get("layers") or range(layers)]
     steps = [float(step) for step in content.get("steps") or range(count)]
-    figure = new_figure(11.5, 7.2)
-    (a, b), (c, d) = figure.subplots(2, 2)
+    figure, (a, b, c, d) = panels(2, 2)
     second = content.get("second", "gradient norm")
     for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, second)):
         _draw_map(figure, axes, matrix, names, steps, label)
     for index in range(layers):
         marker = "o" if count < 20 else None
         line: Any = {"color": shade(index, layers), "marker": marker, "label": names[index]}
-        c.plot(steps, curvature[:, index], **line)
-    c.set(xlabel="step", ylabel="curvature", title="curvature of each layer")
+        c.plot(steps, curvature[:, index], markersize=4, **line)
+    c.set(xlabel="step", ylabel="curvature")
     if (curvature > 0).all():
         c.set_yscale("log")
-    c.legend(fontsize=8, ncols=1 + layers // 9)
+    legend(c, "curvature of each layer")
     error = None
     if content.get("interval") is not None:
         low, high = (plain_numbers(end)[-1] for end in content["interval"])
         error = error_bars(curvature[-1], list(zip(low, high, strict=True)))
     d.bar(range(layers), curvature[-1], color=BLUE, yerr=error)
     d.set(ylabel="curvature", title=f"at step {steps[-1]:g}")
-    d.set_xticks(range(layers), names, rotation=45 if layers > 6 else 0, ha="right")
+    name_axis(d.xaxis, names, turned=45 if layers > 6 else 0, most=20)
     return saved(figure, path)
 
 
@@ -255,13 +321,13 @@ def _matrix(content: Mapping[str, Any], key: str) -> Array:
 def _draw_map(
     figure: Any, axes: Any, matrix: Array, names: list[str], steps: list[float], label: str
 ) -> None:
-    from matplotlib.colors import LogNorm
-
-    positive = matrix[matrix > 0]
-    norm = LogNorm(positive.min(), positive.max()) if positive.size == matrix.size else None
-    image = axes.imshow(matrix.T, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
-    figure.colorbar(image, ax=axes, label=label)
+    image = heat_map(
+        axes, matrix.T, names, [f"step {step:g}" for step in steps],
+        logarithmic=bool((matrix > 0).all()),
+    )  # fmt: skip
+    colour_bar(figure, image, axes, label)
     shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
     axes.set_xticks(shown, [f"{steps[index]:g}" for index in shown])
-    axes.set_yticks(*thinned(names, 24))
-    axes.set(xlabel="step", ylabel="layer", title=f"{label} by layer and step")
+    name_axis(axes.yaxis, names, most=20)
+    axes.set(xlabel="step", ylabel="layer")
+    axes.set_title(f"{label} by layer and step")

@@ -1,4 +1,4 @@
-"""Pictures of the landscape: Taylor terms, predicted training, convergence with samples."""
+"""Pictures of the landscape: Taylor terms, predicted training, convergence, flatness."""
 
 from __future__ import annotations
 
@@ -9,50 +9,61 @@ import torch
 from curvatlas.figures.style import (
     BLUE,
     GREEN,
-    GREY,
+    GRID,
+    INK,
+    MUTED,
     ORANGE,
     band,
-    error_bars,
-    new_figure,
-    tidy_log_axes,
+    draws,
+    legend,
+    lying_bars,
+    name_axis,
+    panels,
+    points,
+    shade,
+    short_names,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.analysis.landscape.convergence import Curve, LandscapeConvergence
+    from curvatlas.analysis.landscape.flatness import Flatness
     from curvatlas.analysis.landscape.taylor_result import (
         CriticalLearningRate,
         ObservedCurvature,
         PredictedTrajectory,
         TaylorExpansion,
     )
+    from curvatlas.studies.generalisation import Generalisation
     from curvatlas.studies.retraining import RetrainedConvergence
 
 _TERMS = ("constant", "linear", "quadratic", "cubic", "remainder")
 
 
-def expansion_figure(expansion: TaylorExpansion) -> Figure:
+@draws("TaylorExpansion")
+def draw_expansion(expansion: TaylorExpansion) -> Figure:
     """Size of each term, with the remainder and its bound."""
-    figure = new_figure(6.2, 3.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels()
     values = [float(getattr(expansion, name)) for name in _TERMS]
-    colours = [BLUE if value >= 0 else ORANGE for value in values]
-    axes.bar(range(5), [abs(value) for value in values], color=colours)
+    for sign, colour in ((1, BLUE), (-1, ORANGE)):
+        places = [place for place, value in enumerate(values) if (value < 0) == (sign < 0)]
+        if places:
+            label = "positive" if sign > 0 else "negative"
+            axes.bar(places, [abs(values[place]) for place in places], color=colour, label=label)
     if expansion.remainder_bound:
-        axes.plot([3.6, 4.4], [expansion.remainder_bound] * 2, color="black", label="bound")
-        axes.legend(fontsize=8)
-    axes.set_xticks(range(5), _TERMS)
+        axes.plot([3.6, 4.4], [expansion.remainder_bound] * 2, color=INK, label="bound")
+    name_axis(axes.xaxis, _TERMS)
     unit = "difference of losses" if expansion.compared else "loss"
     axes.set(ylabel=f"|term| (units of the {unit})", yscale="log")
-    axes.set_title("Taylor terms (blue positive, orange negative)")
-    return tidy_log_axes(figure)
+    legend(axes)
+    return figure
 
 
-def predicted_figure(predicted: PredictedTrajectory) -> Figure:
+@draws("PredictedTrajectory")
+def draw_predicted(predicted: PredictedTrajectory) -> Figure:
     """Predicted and real loss against steps."""
-    figure = new_figure(6.2, 3.6)
-    axes = figure.add_subplot()
+    figure, (axes,) = panels()
     end = len(predicted.losses) - 1 if predicted.horizon is None else predicted.horizon
     axes.plot(predicted.losses[: end + 1].tolist(), label="quadratic model", color=BLUE)
     if end < len(predicted.losses) - 1:
@@ -63,7 +74,7 @@ def predicted_figure(predicted: PredictedTrajectory) -> Figure:
     if predicted.actual is not None:
         axes.plot(predicted.actual.tolist(), "--", label="real run", color=ORANGE)
     if predicted.exact_steps < len(predicted.losses) - 1:
-        axes.axvline(predicted.exact_steps, color="0.6", linestyle=":", label="exact up to here")
+        axes.axvline(predicted.exact_steps, color=MUTED, linestyle=":", label="exact up to here")
     if not predicted.converges and float(predicted.losses.min()) > 0:
         axes.set_yscale("log")
     elif predicted.actual is not None and end < len(predicted.losses) - 1:
@@ -73,101 +84,103 @@ def predicted_figure(predicted: PredictedTrajectory) -> Figure:
         axes.set_ylim(float(shown.min()) - reach, float(shown.max()) + reach)
     share = predicted.learning_rate / predicted.critical_learning_rate
     axes.set(xlabel="step", ylabel="loss")
-    axes.set_title(f"η = {predicted.learning_rate:.3g} = {share:.2f} × critical")
-    axes.legend(fontsize=8)
-    return tidy_log_axes(figure)
-
-
-def critical_rate_figure(critical: CriticalLearningRate) -> Figure:
-    """Growth of a deviation against the rate, and the loss of the runs below and above."""
-    figure = new_figure(10.0, 3.8)
-    growth, runs = figure.subplots(1, 2)
-    growth.plot(critical.ratios, critical.expected, "--", color=GREY, label="quadratic model")
-    growth.plot(critical.ratios, critical.growth, "o", color=BLUE, label="measured in training")
-    growth.axhline(1.0, color="0.5", linewidth=0.7)
-    growth.axvline(1.0, color=ORANGE, linewidth=0.9, label="critical")
-    growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation")
-    growth.set_title(f"critical η = {critical.value:.4g}")
-    for ratio, losses in zip(critical.ratios, critical.losses, strict=True):
-        runs.plot(losses.tolist(), label=f"{ratio:.2f} × critical")
-    runs.set(xlabel="step", ylabel="loss", title="gradient descent at those rates")
-    least = min(float(losses.min()) for losses in critical.losses)
-    if least > 0 and max(float(losses.max()) for losses in critical.losses) > 10 * least:
-        runs.set_yscale("log")
-    for axes in (growth, runs):
-        axes.legend(fontsize=8)
-    return tidy_log_axes(figure)
-
-
-def observed_figure(observed: ObservedCurvature) -> Figure:
-    """Curvature along a trajectory."""
-    figure = new_figure(6.2, 3.6)
-    axes = figure.add_subplot()
-    series = observed.directional if observed.source == "weights" else observed.values
-    axes.plot(range(len(series)), series.tolist(), "o-", markersize=3, label="at each step")
-    axes.ticklabel_format(axis="y", useOffset=False)
-    axes.axhspan(*observed.interval, alpha=0.2, label="95 % of the estimate")
-    axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
-    axes.legend(fontsize=8)
+    legend(axes, f"η = {predicted.learning_rate:.3g} = {share:.2f} × critical")
     return figure
 
 
-def convergence_figure(convergence: LandscapeConvergence) -> Figure:
+@draws("CriticalLearningRate")
+def draw_critical_rate(critical: CriticalLearningRate) -> Figure:
+    """Growth of a deviation against the rate, and the loss of the runs below and above."""
+    figure, (growth, runs) = panels(2)
+    growth.plot(critical.ratios, critical.expected, "--", color=MUTED, label="quadratic model")
+    growth.plot(critical.ratios, critical.growth, "o", color=BLUE, label="measured in training")
+    growth.axhline(1.0, color=GRID, linewidth=0.8)
+    growth.axvline(1.0, color=ORANGE, linewidth=0.9, label="critical")
+    growth.set(xlabel="learning rate / critical", ylabel="growth a step of a deviation")
+    legend(growth, f"critical η = {critical.value:.4g}")
+    for place, (ratio, losses) in enumerate(zip(critical.ratios, critical.losses, strict=True)):
+        colour = shade(place, len(critical.ratios))
+        runs.plot(losses.tolist(), color=colour, label=f"{ratio:.2f} × critical")
+    runs.set(xlabel="step", ylabel="loss")
+    least = min(float(losses.min()) for losses in critical.losses)
+    if least > 0 and max(float(losses.max()) for losses in critical.losses) > 10 * least:
+        runs.set_yscale("log")
+    legend(runs, "gradient descent at those rates")
+    return figure
+
+
+@draws("ObservedCurvature")
+def draw_observed(observed: ObservedCurvature) -> Figure:
+    """Curvature along a trajectory."""
+    figure, (axes,) = panels()
+    series = observed.directional if observed.source == "weights" else observed.values
+    axes.plot(
+        range(len(series)), series.tolist(), "o-", color=BLUE, markersize=4, label="at each step"
+    )
+    axes.ticklabel_format(axis="y", useOffset=False)
+    low, high = observed.interval
+    axes.axhspan(low, high, color=BLUE, alpha=0.15, linewidth=0, label="95 % of the estimate")
+    axes.set(xlabel="step", ylabel="curvature (loss / parameter²)")
+    legend(axes)
+    return figure
+
+
+@draws("LandscapeConvergence")
+def draw_convergence(convergence: LandscapeConvergence) -> Figure:
     """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
     hessian, hessian_null = convergence.hessian, convergence.hessian_null
-    figure = new_figure(11.5, 8.0 if hessian is not None else 4.2)
-    a, b, *others = figure.subplots(1 if hessian is None else 2, 2).flat
+    figure, (a, b, *others) = panels(2, 1 if hessian is None else 2)
     _draw_curve(a, convergence.difference, BLUE, f"samples, {_slope(convergence.difference)}")
-    _draw_curve(a, convergence.null, GREY, f"noise control, {_slope(convergence.null)}", "--")
+    _draw_curve(a, convergence.null, MUTED, f"noise control, {_slope(convergence.null)}", "--")
     k, bounds = convergence.difference.k.tolist(), convergence.bounds
     if bounds is not None:
         a.plot(k, bounds.printed.tolist(), color=ORANGE, label="bound as printed")
         a.plot(k, bounds.corrected.tolist(), ":", color=ORANGE, label="corrected bound")
-    a.set(title="one more sample: change of the loss", ylabel="mean |L(k+1) − L(k)| (loss)")
-    colours = (BLUE, GREEN, ORANGE, GREY)
+    a.set_ylabel("mean |L(k+1) − L(k)| (loss)")
+    colours = (BLUE, GREEN, ORANGE, MUTED)
     for (name, curve), colour in zip(convergence.terms.items(), colours, strict=False):
         _draw_curve(b, curve, colour, f"{name} term")
-    _draw_curve(b, convergence.difference, "black", "all")
-    b.set(title="exact decomposition at w*", ylabel="mean |term| (loss)")
+    _draw_curve(b, convergence.difference, INK, "all")
+    b.set_ylabel("mean |term| (loss)")
+    titles = ["one more sample: change of the loss", "exact decomposition at w*"]
     if hessian is not None and hessian_null is not None:
         _draw_curve(others[0], hessian, BLUE, f"samples, {_slope(hessian)}")
-        _draw_curve(others[0], hessian_null, GREY, f"noise control, {_slope(hessian_null)}", "--")
+        _draw_curve(others[0], hessian_null, MUTED, f"noise control, {_slope(hessian_null)}", "--")
         _draw_step_norms(others[0], convergence)
         _draw_spectra(others[1], convergence)
+        titles += ["one more sample: change of the Hessian", "spectrum against k"]
     for axes in (a, b, *others[:1]):
         axes.set(xlabel="samples k", xscale="log", yscale="log")
-    for axes in (a, b, *others):
-        axes.legend(fontsize=7)
-    return tidy_log_axes(figure)
+    for axes, title in zip((a, b, *others), titles, strict=True):
+        legend(axes, title)
+    return figure
 
 
 _RETRAINED = {
     "retrained": (BLUE, "-"),
     "control": (ORANGE, "-"),
     "followed": (GREEN, "-"),
-    "fixed": ("black", ":"),
-    "noise": (GREY, "--"),
+    "fixed": (INK, ":"),
+    "noise": (MUTED, "--"),
 }
 
 
-def retrained_figure(found: RetrainedConvergence) -> Figure:
+@draws("RetrainedConvergence")
+def draw_retrained(found: RetrainedConvergence) -> Figure:
     """Changes of the minimum with one more sample: a row an optimizer, a column a schedule."""
     rows = list(dict.fromkeys(cell.optimizer for cell in found.cells))
     columns = list(dict.fromkeys(cell.schedule for cell in found.cells))
-    figure = new_figure(5.4 * len(columns), 3.4 * len(rows))
-    grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
+    figure, grid = panels(len(columns), len(rows), width=1.1, sharex=True, sharey=True)
     for cell in found.cells:
-        axes = grid[rows.index(cell.optimizer)][columns.index(cell.schedule)]
+        axes = grid[rows.index(cell.optimizer) * len(columns) + columns.index(cell.schedule)]
         for name, (colour, style) in _RETRAINED.items():
             curve = cell.curves[name]
             if len(curve.k) and bool((curve.mean > 0).all()):
                 _draw_curve(axes, curve, colour, f"{name}, {_slope(curve)}", style)
         flag = "" if cell.converged == 1 else f" ({1 - cell.converged:.0%} NOT at a minimum)"
-        axes.set(title=f"{cell.optimizer}, {cell.schedule}{flag}", xscale="log", yscale="log")
-        axes.set(xlabel="samples k", ylabel="mean change of the loss")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=6.5)
-    return tidy_log_axes(figure)
+        axes.set(xscale="log", yscale="log", xlabel="samples k", ylabel="mean change of the loss")
+        legend(axes, f"{cell.optimizer}, {cell.schedule}{flag}")
+    return figure
 
 
 def _draw_step_norms(axes: Any, convergence: LandscapeConvergence) -> None:
@@ -175,13 +188,11 @@ def _draw_step_norms(axes: Any, convergence: LandscapeConvergence) -> None:
     if steps:
         norms = [s.step_norm for s in steps]
         axes.plot([s.k for s in steps], norms, "s", color=GREEN, label="spectral norm, one order")
-    axes.set(title="one more sample: change of the Hessian")
-    axes.set_ylabel("‖H(k+1) − H(k)‖_F (loss / parameter²)")
+    axes.set_ylabel("‖H(k+1) − H(k)‖ (loss / parameter²)")
 
 
 def _draw_curve(axes: Any, curve: Curve, color: str, label: str, style: str = "-") -> None:
-    options: Any = {"color": color, "label": label, "style": style, "linewidth": 1.2}
-    band(axes, curve.k, curve.mean, curve.low, curve.high, **options)
+    band(axes, curve.k, curve.mean, curve.low, curve.high, color=color, label=label, style=style)
 
 
 def _slope(curve: Curve) -> str:
@@ -194,16 +205,77 @@ def _slope(curve: Curve) -> str:
 def _draw_spectra(axes: Any, convergence: LandscapeConvergence) -> None:
     rows = convergence.spectra[:-1]  # the last is the reference itself
     if rows:
-        distances = [s.wasserstein for s in rows]
-        error = error_bars(distances, [s.wasserstein_interval for s in rows])
-        label = "W1 to the spectrum of the most samples (95 %)"
-        axes.errorbar([s.k for s in rows], distances, yerr=error, fmt="o-", color=BLUE, label=label)
+        intervals = [s.wasserstein_interval for s in rows]
+        label = "W1 to the spectrum of the most samples"
+        points(
+            axes, [s.k for s in rows], [s.wasserstein for s in rows], intervals,
+            color=BLUE, label=label,
+        )  # fmt: skip
         largest = [s.largest for s in convergence.spectra]
-        axes.plot(
-            [s.k for s in convergence.spectra], largest, "s--", color=ORANGE, label="λmax of H(k)"
-        )
+        places = [s.k for s in convergence.spectra]
+        axes.plot(places, largest, "s--", color=ORANGE, markersize=4, label="λmax of H(k)")
         axes.set(xscale="log", yscale="log")
     else:
         axes.plot([], [], label="no spectra were asked for")
-    axes.set(title="spectrum against k", xlabel="samples k")
-    axes.set_ylabel("eigenvalue units (loss / parameter²)")
+    axes.set(xlabel="samples k", ylabel="eigenvalue units (loss / parameter²)")
+
+
+# --- flatness ------------------------------------------------------------------------------------
+
+
+@draws("Flatness")
+def draw_flatness(found: Flatness) -> Figure:
+    """Relative flatness by layer; sharpness against its quadratic model; bounds and losses."""
+    figure, (layers, rises, bounds) = panels(3)
+    relative = found.relative_flatness
+    if relative is not None:
+        names = sorted(relative.values, key=lambda n: -abs(relative.values[n]))
+        values = [relative.values[n] for n in names]
+        lying_bars(layers, names, values, [relative.intervals[n] for n in names], most=16)
+    layers.set_xlabel("κ (loss)")
+    layers.set_title("relative flatness by layer")
+    both = (found.sam, found.asam)
+    rises.bar([-0.2, 0.8], [o.value for o in both], 0.4, color=BLUE, label="found by ascent")
+    rises.bar([0.2, 1.2], [o.quadratic for o in both], 0.4, color=MUTED, label="quadratic model")
+    name_axis(rises.xaxis, [f"{one.quantity}, ρ = {one.radius:g}" for one in both])
+    rises.set_ylabel("loss")
+    legend(rises, "largest rise of the loss")
+    proven = {
+        name: bound
+        for name, bound in (("isotropic", found.isotropic), ("diagonal", found.diagonal))
+        if bound is not None
+    }
+    bars = (("training samples, with noise", "loss", BLUE),
+            ("test samples, with noise", "test_loss", GREEN),
+            ("bound", "value", ORANGE))  # fmt: skip
+    for k, (label, field, color) in enumerate(bars):
+        values = [getattr(bound, field) for bound in proven.values()]
+        drawn = [(i + 0.25 * (k - 1), v) for i, v in enumerate(values) if v is not None]
+        if drawn:
+            bounds.bar(*zip(*drawn, strict=True), 0.25, color=color, label=label)
+    if proven:
+        name_axis(bounds.xaxis, list(proven))
+    bounds.axhline(found.loss, color=INK, linewidth=0.8, label="training loss, no noise")
+    bounds.set_ylabel("loss")
+    legend(bounds, "PAC-Bayes")
+    return figure
+
+
+@draws("Generalisation")
+def draw_generalisation(found: Generalisation) -> Figure:
+    """Kendall's τ of each measure with the gap, its interval and the shuffled control's."""
+    rows = sorted(found.correlations, key=lambda row: -row.value)
+    figure, (axes,) = panels(width=1.3, height=max(0.7, 0.3 + 0.075 * len(rows)))
+    for place, row in enumerate(rows):
+        label = "gaps shuffled" if place == 0 else "_"
+        axes.plot(row.control, (place, place), color=GRID, linewidth=8, label=label)
+        clear = row.interval[0] > 0 or row.interval[1] < 0
+        colour = BLUE if clear else MUTED
+        points(axes, [row.value], [place], [(place, place)], color=colour)
+        axes.plot(row.interval, (place, place), color=colour, linewidth=1.2, zorder=2)
+    axes.axvline(0.0, color=MUTED, linewidth=0.7)
+    name_axis(axes.yaxis, short_names([row.measure for row in rows]))
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(-1, 1))
+    axes.set_xlabel("Kendall's τ with the generalisation gap (95 %)")
+    legend(axes, f"{found.dataset}, {len(found.models)} models")
+    return figure

@@ -1,4 +1,4 @@
-"""Scaling for papers: a norm against model size and against data size, with fits."""
+"""Laws and the papers' experiments: scaling, growth with a scale, sinks, Gauss-Newton's quality."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvatlas.figures.style import (
-    GREY,
+    BLUE,
+    GREEN,
+    GRID,
+    MUTED,
     ORANGE,
+    PINK,
+    SERIES,
     PathLike,
-    error_bars,
+    draws,
+    legend,
+    lying_bars,
     mapping,
-    new_figure,
+    panels,
     plain_numbers,
+    points,
     saved,
     shade,
-    tidy_log_axes,
 )
 from curvatlas.fits import (
     Array,
@@ -27,13 +34,19 @@ from curvatlas.fits import (
     power_law,
     scaling_law,
 )
+from curvatlas.linear_operator import SYMBOLS
 from curvatlas.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.scaling import ScalingGrid
+    from curvatlas.studies.gauss_newton import GaussNewtonQuality
+    from curvatlas.studies.growth import Growth
+    from curvatlas.studies.sinks import Sinks, SinkStudy
 
+_MOST_PANELS = 12
+_ATTENTION = {"query": BLUE, "key": ORANGE, "value": GREEN, "output": PINK}
 
 # quantity of a run → its axis and the field of its interval
 QUANTITIES = {
@@ -83,8 +96,7 @@ def plot_scaling_law_predictions(
         raise ValueError(f"the rows have no {error}: they have {sorted(rows[0])}.") from None
     usable = np.isfinite(values)
     sizes, samples, values = sizes[usable], samples[usable], values[usable]
-    figure = new_figure(10.5, 5.2)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, width=1.2)
     known = np.isfinite(samples).all()  # which data every norm was measured with
     if known:
         law = _joint(sizes, samples, values, quantity)
@@ -97,11 +109,10 @@ def plot_scaling_law_predictions(
         values = np.full_like(samples, values[-1]) * np.sqrt(samples.min() / samples)
     grid = np.geomspace(samples.min(), samples.max(), 50)
     anchor = np.exp(np.mean(np.log(np.abs(values)) + 0.5 * np.log(samples)))
-    right.plot(grid, anchor / np.sqrt(grid), color=GREY, linestyle=":", label="guide 1/√D")
+    right.plot(grid, anchor / np.sqrt(grid), color=MUTED, linestyle=":", label="guide 1/√D")
     for axes in (left, right):
         axes.set_ylabel(quantity.replace("_", " "))
-        # below the axes: inside, it would hide points
-        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
+        legend(axes)
     return saved(figure, path)
 
 
@@ -129,21 +140,12 @@ def _draw_against(axes: Any, x: Array, y: Array, groups: Array, law: Any, axis: 
     for index, group in enumerate(distinct):
         chosen, colour = groups == group, shade(index, len(distinct))
         told = "measured" if group == 0 else f"{_AXES[other]} = {group:g}"
-        axes.plot(
-            x[chosen],
-            y[chosen],
-            "o",
-            color=colour,
-            markersize=4.5,
-            alpha=0.85,
-            label=told,
-            zorder=3,
-        )
+        axes.plot(x[chosen], y[chosen], "o", color=colour, markersize=4.5, label=told, zorder=3)
         if law is not None:
             curve = law(grid, group) if axis == "N" else law(group, grid)
             axes.plot(grid, curve, color=colour, linewidth=1.0)
     if law is not None:
-        axes.plot([], [], color=GREY, linewidth=1.0, label=f"joint fit {_exponent(law, axis)}")
+        axes.plot([], [], color=MUTED, linewidth=1.0, label=f"joint fit {_exponent(law, axis)}")
     elif len(x) > 2 and len(np.unique(x)) > 1 and (y > 0).all():
         fit = power_law(x, y)
         low, high = fit.interval
@@ -198,19 +200,17 @@ def _rows(results: Any) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def grid_figure(grid: ScalingGrid) -> Figure:
+@draws("ScalingGrid")
+def draw_grid(grid: ScalingGrid) -> Figure:
     """Every quantity against D, one line a model size, with the fitted laws; then the training."""
-    figure = new_figure(12.5, 10.4 if grid.phases else 7.4)
-    panels = figure.subplots(3 if grid.phases else 2, 3)
-    for axes, quantity in zip(panels.flat, QUANTITIES, strict=False):
-        _draw_quantity(axes, grid, quantity)
+    figure, axes = panels(3, 3 if grid.phases else 2, sharex=False)
+    for panel, quantity in zip(axes, QUANTITIES, strict=False):
+        _draw_quantity(panel, grid, quantity)
     if grid.phases:
-        for axes, quantity in zip(panels[2], _LOOKED_AT, strict=True):
-            _draw_training(axes, grid, quantity)
-    if panels[0][0].get_legend_handles_labels()[0]:
-        # below the panel: inside, it would hide points
-        panels[0][0].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=2)
-    return tidy_log_axes(figure)
+        for panel, quantity in zip(axes[6:], _LOOKED_AT, strict=True):
+            _draw_training(panel, grid, quantity)
+    legend(axes[0], _title(grid.law_of(next(iter(QUANTITIES)))))
+    return figure
 
 
 _LOOKED_AT = {
@@ -222,24 +222,24 @@ _LOOKED_AT = {
 
 def _draw_quantity(axes: Any, grid: ScalingGrid, quantity: str) -> None:
     sizes = sorted({cell.parameters for cell in grid.cells})
-    points = grid.points(quantity)
+    cells = grid.points(quantity)
     law = grid.law_of(quantity)
     for index, size in enumerate(sizes):
         colour = shade(index, len(sizes))
-        line = [p for p in points if p.parameters == size]
+        line = [p for p in cells if p.parameters == size]
         x, y = [p.samples for p in line], [p.value for p in line]
         if line:
-            error = error_bars(y, [p.interval for p in line], reach=9)
-            style: Any = {"fmt": "o", "markersize": 4.5, "capsize": 2, "zorder": 3}
-            axes.errorbar(x, y, yerr=error, color=colour, label=f"N = {size:,}", **style)
+            label = f"N = {size:,}"
+            intervals = [p.interval for p in line]
+            points(axes, x, y, intervals, color=colour, label=label, joined=False, reach=9)
         if law is not None and len(line) > 1:
             data_sizes = np.geomspace(min(x), max(x), 40)
             axes.plot(data_sizes, law(size, data_sizes), color=colour, linewidth=0.9)
         _draw_outsiders(axes, grid, quantity, size, colour)
     axes.set(xlabel="training samples D", ylabel=QUANTITIES[quantity][0])
     axes.set(xscale="log", yscale="log")
-    axes.set_title(_title(law), fontsize=8)
-    if not points:
+    axes.set_title(_title(law))
+    if not cells:
         axes.text(0.5, 0.5, "not measurable here", ha="center", transform=axes.transAxes)
 
 
@@ -265,9 +265,9 @@ def _draw_training(axes: Any, grid: ScalingGrid, quantity: str) -> None:
             axes.plot(steps, getattr(cell.looks, quantity), color=colour, linewidth=0.6, alpha=0.6)
     phases = grid.phases.get(quantity)
     if phases is not None:
-        axes.axvspan(*phases.change_range, color=GREY, alpha=0.12, linewidth=0)
-        axes.axvline(phases.change, color=GREY, linestyle="--", linewidth=1)
-        axes.set_title(f"{phases.verdict}; {phases.bent} of {phases.runs} runs bend", fontsize=8)
+        axes.axvspan(*phases.change_range, color=MUTED, alpha=0.12, linewidth=0)
+        axes.axvline(phases.change, color=MUTED, linestyle="--", linewidth=1)
+        axes.set_title(f"{phases.verdict}; {phases.bent} of {phases.runs} runs bend")
     axes.set(xlabel="share of the steps", ylabel=_LOOKED_AT[quantity], yscale="log")
 
 
@@ -279,3 +279,118 @@ def _title(law: PlanePowerLaw | ScalingLaw | None) -> str:
         return "no fit"
     (a, b), (c, d) = law.parameters_interval, law.samples_interval
     return f"∝ N^[{a:.2f}, {b:.2f}] D^[{c:.2f}, {d:.2f}] (95 %)"
+
+
+# --- growth with a scale, attention sinks --------------------------------------------------------
+
+
+@draws("Growth")
+def draw_growth(result: Growth, *, part: str = "outer") -> Figure:
+    """‖H_bb‖_F against the scale, one panel a role and one line a layer, with the fitted laws."""
+    roles = [role for role in dict.fromkeys(result.roles) if not role.endswith("bias")]
+    roles = roles[:_MOST_PANELS]
+    columns = min(len(roles), 4)
+    figure, axes = panels(columns, -(-len(roles) // columns), width=0.8, height=0.9)
+    for panel, role in zip(axes, roles, strict=False):
+        places = [i for i, own in enumerate(result.roles) if own == role]
+        for index, place in enumerate(places):
+            _growth_line(panel, result, part, place, shade(index, len(places)))
+        panel.set(xscale="log", yscale="log", xlabel=f"{result.scaled} × t")
+        panel.axvspan(*result.window, color=GRID, alpha=0.4, linewidth=0, zorder=0)
+        legend(panel, role)
+    for panel in axes[len(roles) :]:
+        panel.set_visible(False)
+    title = f"‖{SYMBOLS[part]}‖ of every role while {result.scaled} are scaled"
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _growth_line(axes: Any, result: Growth, part: str, place: int, colour: Any) -> None:
+    values = result.norms[part][:, place].tolist()
+    if max(values) <= 0:
+        return
+    name, layer = result.names[place], result.layers[place]
+    law = result.laws[part][name]
+    label = name if layer is None else f"layer {layer}"
+    label += "" if law is None else f": {law.exponent:.2f}"
+    axes.plot(result.scales, values, "o-", color=colour, markersize=3.5, linewidth=1, label=label)
+
+
+@draws("Sinks")
+def draw_sinks(result: Sinks) -> Figure:
+    """λmax over bulk, norms of the attention roles along the sink, and heads against their mass."""
+    figure, (left, middle, right) = panels(3)
+    biases = [level.bias for level in result.levels]
+    intervals = [level.ratio_interval for level in result.levels]
+    points(left, biases, [level.ratio for level in result.levels], intervals, color=BLUE, reach=9)
+    left.set(yscale="log", ylabel="λmax / bulk")
+    left.set_title(f"{result.verdict} with the sink")
+    told = set()
+    weights = [i for i, name in enumerate(result.names) if name.split(".")[-1] in _ATTENTION]
+    for place in weights[:_MOST_PANELS]:
+        values = [float(level.norms["total"][place, 0]) for level in result.levels]
+        role = result.names[place].split(".")[-1]
+        label = "_" if role in told else role
+        told.add(role)
+        colour = _ATTENTION[role]
+        middle.plot(biases, values, "o-", markersize=3.5, color=colour, linewidth=1, label=label)
+    middle.set(yscale="log", ylabel="Frobenius norm of the block")
+    legend(middle, "every layer's attention")
+    for axes in (left, middle):
+        axes.set_xlabel("bias on the first token's logits")
+    for role, colour in _ATTENTION.items():
+        rows = [head for head in result.heads if role in head.norms]
+        values = [head.norms[role]["total"] for head in rows]
+        right.plot([h.mass for h in rows], values, "o", markersize=4, color=colour, label=role)
+    right.set(xlabel="sink mass of the head", ylabel="Frobenius norm of the head")
+    legend(right, "heads as they are")
+    if result.heads:
+        right.set_yscale("log")
+    return figure
+
+
+@draws("SinkStudy")
+def draw_sink_seeds(study: SinkStudy) -> Figure:
+    """λmax over bulk along the sink, one line a seed."""
+    figure, (axes,) = panels()
+    for place, (seed, run) in enumerate(zip(study.seeds, study.runs, strict=True)):
+        biases = [level.bias for level in run.levels]
+        label = f"seed {seed}: {run.verdict}"
+        colour = SERIES[place % len(SERIES)]
+        axes.plot(biases, run.ratios, "o-", markersize=4, color=colour, label=label)
+    axes.set(yscale="log", xlabel="bias on the first token's logits", ylabel="λmax / bulk")
+    legend(axes, f"sinks stretch the spectrum: {study.verdict}")
+    return figure
+
+
+# --- how good Gauss-Newton is --------------------------------------------------------------------
+
+
+@draws("GaussNewtonQuality")
+def draw_quality(result: GaussNewtonQuality) -> Figure:
+    """Shares of H_f by role, distances of the approximations, and what they condition."""
+    figure, (left, middle, right) = panels(3)
+    shares = result.functional_share
+    intervals = [share.interval for share in shares.values()]
+    lying_bars(left, list(shares), [share.value for share in shares.values()], intervals, most=20)
+    left.set_xlabel("‖H_f‖ / ‖H‖")
+    left.set_title(f"λmax(H_o) / λmax(H) = {result.ratio:.2f}")
+    near = {n: one for n, one in result.approximations.items() if one.to_hessian is not None}
+    for shift, colour, label in ((-0.2, ORANGE, "to H"), (0.2, GREEN, "to H_o")):
+        found: list[Any] = [
+            one.to_hessian if label == "to H" else one.to_outer for one in near.values()
+        ]
+        values, intervals = [d.value for d in found], [d.interval for d in found]
+        look: Any = {"color": colour, "label": label, "shift": shift, "width": 0.36}
+        lying_bars(middle, list(near), values, intervals, **look)
+    middle.set_xlabel("‖P − A‖ / ‖A‖")
+    legend(middle, "distance")
+    kappas = {
+        n: one.condition_hessian
+        for n, one in result.approximations.items()
+        if one.condition_hessian is not None
+    }
+    lying_bars(right, list(kappas), list(kappas.values()), color=PINK, logarithmic=bool(kappas))
+    right.set_xlabel(f"κ of P⁻¹|H|, damped by {result.damping:g} ‖H‖")
+    right.set_title("as a preconditioner")
+    return figure

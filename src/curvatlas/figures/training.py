@@ -1,4 +1,4 @@
-"""Pictures of training: a monitored run, a diagnosed trajectory, sharpness by layer."""
+"""Pictures of training: a monitored run, a diagnosed one, sharpness by layer, smaller models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 from curvatlas.figures.style import (
     BLUE,
     GREEN,
-    GREY,
+    INK,
+    MUTED,
     ORANGE,
     band,
-    error_bars,
-    new_figure,
-    tidy_log_axes,
+    draws,
+    legend,
+    lying_bars,
+    panels,
+    points,
 )
 
 if TYPE_CHECKING:
@@ -21,30 +24,32 @@ if TYPE_CHECKING:
 
     from curvatlas.analysis.conditioning import EffectiveConditioning
     from curvatlas.analysis.diagnostics import ConvergenceTrajectory
-    from curvatlas.article import LayerWiseCurvature
+    from curvatlas.training.compression import QuantizationTable
+    from curvatlas.training.pruning import Pruning
     from curvatlas.training.snapshot import CurvatureHistory
 
 
-def history_figure(history: CurvatureHistory) -> Figure:
+@draws("CurvatureHistory")
+def draw_history(history: CurvatureHistory) -> Figure:
     """Panels on one axis of steps; the second is the optimizer's own edge, dashed its threshold."""
-    figure = new_figure(8, 11)
-    loss, own, sharp, trace, negative = figure.subplots(5, 1, sharex=True)
+    figure, (loss, own, sharp, trace, negative) = panels(1, 5, width=1.8, height=0.7, sharex=True)
     steps = history.series("step")
     loss.plot(steps, history.series("loss"), color=BLUE)
     for axes, name in ((sharp, "sharpness"), (trace, "trace"), (negative, "negative_mass")):
         low, high = ([pair[end] for pair in history.series(f"{name}_interval")] for end in (0, 1))
-        label = "λmax" if axes is sharp else None
-        band(axes, steps, history.series(name), low, high, color=BLUE, alpha=0.25, label=label)
+        label = "λmax" if axes is sharp else "_"
+        band(axes, steps, history.series(name), low, high, color=BLUE, label=label)
     sharp.plot(steps, history.series("most_negative"), color=ORANGE, label="λmin")
     metric = history.snapshots[-1].metric.partition(" (")[0] if history.snapshots else "plain"
     name = "λmax(H)" if metric == "plain" else f"λmax(P⁻¹H), {metric}"
     known = [(s.step, s.edge, s.edge_threshold) for s in history.snapshots if s.edge is not None]
-    own.plot([k for k, _, _ in known], [edge for _, edge, _ in known], color=BLUE, label=name)
+    places, edges = [k for k, _, _ in known], [edge for _, edge, _ in known]
+    own.plot(places, edges, "o-", color=BLUE, markersize=4, label=name)
     limits = [(k, limit) for k, _, limit in known if limit is not None and math.isfinite(limit)]
     if limits:
-        own.plot(*zip(*limits, strict=True), "--", color=GREY, label="threshold")
+        own.plot(*zip(*limits, strict=True), "--", color=MUTED, label="threshold")
     for axes in (own, sharp):
-        axes.legend(frameon=False)
+        legend(axes)
     if known and min(edge for _, edge, _ in known) > 0:
         own.set_yscale("log")
     own.set_ylabel("own edge")
@@ -57,81 +62,92 @@ def history_figure(history: CurvatureHistory) -> Figure:
     return figure
 
 
-def film_figure(history: CurvatureHistory, *, view: str, part: str) -> Figure:
-    """‖H_ab‖_F of every map of a run, one panel a step, on one logarithmic colour scale."""
-    frames = [(s.step, s.maps.view(view, part=part)) for s in history.snapshots if s.maps]
-    if not frames:
-        raise ValueError("this history has no maps: use Monitor(maps=True).")
-    columns = min(len(frames), 4)
-    rows = -(-len(frames) // columns)
-    figure = new_figure(2.2 + 2.6 * columns, 1.2 + 2.6 * rows)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    top = max(float(frame.values.max()) for _, frame in frames)
-    picture: Any = None
-    for place, axes in enumerate(grid.flat):
-        if place >= len(frames):
-            axes.axis("off")
-            continue
-        step, frame = frames[place]
-        shown = (frame.values / top).clamp_min(1e-4).log10()
-        picture = axes.imshow(shown.numpy(), vmin=-4, vmax=0, cmap="viridis")
-        names, every = frame.names, -(-len(frame.names) // 16)
-        ticks = range(0, len(names), every)
-        axes.set_title(f"step {step}", fontsize=9)
-        axes.set_xticks(ticks, [names[k] for k in ticks], rotation=90, fontsize=6)
-        axes.set_yticks(ticks, [names[k] for k in ticks] if not place % columns else [])
-        axes.tick_params(labelsize=6)
-    figure.colorbar(picture, ax=grid, label=f"log₁₀ of the norm over the largest ({top:.3g})")
-    return figure
-
-
-def trajectory_figure(trajectory: ConvergenceTrajectory) -> Figure:
-    """Loss and gradient norm, sharpness against 2/η, conditioning."""
-    figure = new_figure(12, 3.6)
-    a, b, c = figure.subplots(1, 3)
+@draws("ConvergenceTrajectory")
+def draw_trajectory(trajectory: ConvergenceTrajectory) -> Figure:
+    """Loss and gradient norm, sharpness against the edge, conditioning."""
+    figure, (a, b, c) = panels(3)
     a.plot(trajectory.losses.tolist(), label="loss of the batch", color=BLUE)
     a.plot(trajectory.gradient_norms.tolist(), label="gradient norm", color=ORANGE, linewidth=0.8)
     a.set_ylabel("loss, gradient norm (loss / parameter)")
-    top = [look.largest for look in trajectory.looks]
-    error = error_bars(top, [look.largest_interval for look in trajectory.looks])
-    b.errorbar(
-        trajectory.look_steps, top, yerr=error, fmt="o-", color=BLUE, label="λmax (certified)"
-    )
+    looks, steps = trajectory.looks, trajectory.look_steps
+    top = [look.largest for look in looks]
+    intervals = [look.largest_interval for look in looks]
+    points(b, steps, top, intervals, color=BLUE, label="λmax (certified)")
     edge = 2 * (1 + trajectory.momentum) / trajectory.learning_rate
     b.axhline(edge, color=ORANGE, linestyle="--", label="edge of stability")
     b.set_ylabel("sharpness (loss / parameter²)")
-    kappa = [look.condition_number for look in trajectory.looks]
-    error = error_bars(kappa, [look.interval for look in trajectory.looks], reach=9)
-    c.errorbar(trajectory.look_steps, kappa, yerr=error, fmt="o-", color=GREEN, label="95 %")
+    kappa, intervals = [look.condition_number for look in looks], [look.interval for look in looks]
+    points(c, steps, kappa, intervals, color=GREEN, label="95 %", reach=9)
     c.set_ylabel("condition number λmax / mean |λ|")
     for axes in (a, b, c):
         axes.set(xlabel="step", yscale="log")
-        axes.legend(fontsize=8)
-    return tidy_log_axes(figure)
+        legend(axes)
+    return figure
 
 
-def conditioning_figure(conditioning: EffectiveConditioning) -> Figure:
+@draws("EffectiveConditioning")
+def draw_conditioning(conditioning: EffectiveConditioning) -> Figure:
     """Sharpness of every layer with its certified interval, and the edge 2/η."""
-    figure = new_figure(6.5, 3.6)
-    axes = figure.add_subplot()
-    values = [layer.sharpness for layer in conditioning.layers]
-    error = error_bars(values, [layer.interval for layer in conditioning.layers])
-    axes.bar(range(len(values)), values, yerr=error, color=BLUE, capsize=3)
-    axes.axhline(conditioning.largest, color="black", linewidth=1, label="whole model")
+    layers = conditioning.layers
+    figure, (axes,) = panels(height=max(0.7, 0.3 + 0.07 * len(layers)))
+    intervals = [layer.interval for layer in layers]
+    names, values = [layer.name for layer in layers], [layer.sharpness for layer in layers]
+    lying_bars(axes, names, values, intervals, logarithmic=True)
+    axes.axvline(conditioning.largest, color=INK, linewidth=1, label="whole model")
     if conditioning.learning_rate:
-        axes.axhline(2 / conditioning.learning_rate, color=ORANGE, linestyle="--", label="2/η")
-    axes.set_xticks(range(len(values)), [layer.name for layer in conditioning.layers], rotation=30)
-    axes.set(ylabel="λmax (loss / parameter²)", yscale="log", title="sharpness by layer")
-    axes.legend(fontsize=8)
-    return tidy_log_axes(figure)
+        axes.axvline(2 / conditioning.learning_rate, color=ORANGE, linestyle="--", label="2/η")
+    axes.set_xlabel("λmax (loss / parameter²)")
+    legend(axes)
+    return figure
 
 
-def layers_figure(curvature: LayerWiseCurvature) -> Figure:
-    """Largest eigenvalue of every sublayer as bars."""
-    figure = new_figure(7, 3.8)
-    axes = figure.add_subplot()
-    names = [f"{'' if c.layer is None else c.layer} {c.sublayer}" for c in curvature.layers]
-    axes.bar(range(len(names)), [c.top_eigenvalue for c in curvature.layers])
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axes.set(ylabel="largest eigenvalue", title="curvature by layer")
+# --- smaller models ------------------------------------------------------------------------------
+
+
+@draws("Pruning")
+def draw_pruning(found: Pruning) -> Figure:
+    """The share of every part that goes; the loss on the way to the pruned weights."""
+    figure, (bars, line) = panels(2)
+    shares = [100 * share for share in found.part_sparsity.values()]
+    lying_bars(bars, list(found.part_sparsity), shares)
+    bars.axvline(100 * found.sparsity, color=MUTED, linestyle="--", label="all parts together")
+    bars.set_xlabel("removed, %")
+    legend(bars, f"{found.method}, {found.sparsity:.0%} of the weights")
+    draw_segment(line, found)
+    return figure
+
+
+def draw_segment(axes: Any, found: Any) -> None:
+    """φ(t) on the way to the new weights, and the predicted rise with its interval."""
+    places, losses = (side.tolist() for side in found.segment)
+    axes.plot(places, losses, "o-", color=BLUE, markersize=4, label="loss, measured")
+    ends = [tuple(found.loss_before + end for end in found.predicted_interval)]
+    value = found.loss_before + found.predicted_rise
+    points(axes, [1.0], [value], ends, color=ORANGE, label="predicted", marker="s", joined=False)
+    axes.set(xlabel="share of the change", ylabel="loss")
+    words = "" if found.in_quadratic_range else " (outside the quadratic range)"
+    legend(axes, f"on the way{words}")
+
+
+@draws("QuantizationTable")
+def draw_rounding(found: QuantizationTable) -> Figure:
+    """Rise of the loss against bits a weight: measured (filled) and predicted (open)."""
+    figure, (axes,) = panels()
+    ways = {"nearest": (MUTED, "s"), "curvature": (BLUE, "o")}
+    for rounding in dict.fromkeys(row.rounding for row in found.rows):
+        colour, marker = ways[rounding]
+        rows = [row for row in found.rows if row.rounding == rounding]
+        bits = [row.bits_per_weight for row in rows]
+        series: Any = (("measured", [row.rise for row in rows], {}),
+                  ("predicted", [row.predicted_rise for row in rows],
+                   {"fillstyle": "none", "markersize": 9}))  # fmt: skip
+        for words, rises, look in series:
+            label = f"{rounding}, {words}"
+            axes.plot(bits, rises, marker, color=colour, label=label, **look)
+    reach = max([abs(row.rise) for row in found.rows] + [1e-12])
+    axes.set_yscale("symlog", linthresh=reach / 1e3)
+    axes.axhline(0, color=MUTED, linewidth=0.7)
+    axes.set(xlabel="bits a weight, scales included", ylabel="rise of the loss")
+    axes.margins(x=0.1)
+    legend(axes)
     return figure

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from curvatlas.figures import visualize_hessian_spectrum, visualize_overview
-from curvatlas.figures.style import tidy_log_axes
 from curvatlas.report.contents import PARTS, Contents, contents_of, stage_words, subject_name
 from curvatlas.runs.loading import LoadedRun
 
@@ -77,7 +76,7 @@ def write_figures(
         for name, draw in _figures(contents_of(run), run, parts):
             if kinds is not None and name.split("-")[0] not in kinds:
                 continue
-            figure = tidy_log_axes(draw())
+            figure = draw()
             if (layout := figure.get_layout_engine()) is not None:
                 layout.execute(figure)
             # Laid out once for both formats. While a figure has an engine, the name "none"

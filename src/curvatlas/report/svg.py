@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,11 @@ if TYPE_CHECKING:
     Element = ElementTree.Element[str]
 
 _MOST_MARKS = 2500  # of an artist; more are one raster image without tooltips
-_MOST_TOOLTIPS = 400  # of one line: closer together nobody can point at them
+_MOST_TOOLTIPS = 400  # of one line of points: closer together nobody can point at them
+_ALONG_CURVE = 40  # tooltips of a line without points
 _SHOWN_SIZE = 1.2  # pixels of a page a point (1/72 inch): 9-point text is 11 pixels high
 _REACH = 6.0  # radius around a point, in points, that answers to the pointer
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
+_LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}")
 _COLOUR = re.compile("|".join(style.EXCHANGED))
 _REFERENCE = re.compile(r"#([\w.-]+)")
 
@@ -83,14 +83,14 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
 
 def _prepared(figure: Any) -> dict[str, Any]:
     """Marks in their thousands are to be raster; returns the maps to be drawn as shapes."""
-    style.clean_texts(figure)
+    style.finish(figure)
     cells: dict[str, Any] = {}
     for axes in figure.axes:
         for line in axes.lines:
             if line.get_marker() not in ("None", "", " ", None):
                 line.set_rasterized(len(line.get_xdata()) > _MOST_MARKS)
         for image in axes.images:
-            if hasattr(image, "tooltips") and image.get_array().size <= _MOST_MARKS:
+            if getattr(image, "tooltips", None) and image.get_array().size <= style.MOST_CELLS:
                 name = f"cells{len(cells)}"
                 image.set_gid(name)
                 cells[name] = image
@@ -140,13 +140,13 @@ def _restyle(element: Element, *, defined: bool) -> None:
     """Shorter numbers, the page's font and colours; what is black by default gets the ink."""
     for name in ("d", "x", "y", "width", "height"):
         if name in element.attrib:
-            number = _LONG_NUMBER.sub(lambda found: f"{float(found[0]):.2f}", element.attrib[name])
-            element.attrib[name] = number.replace("\n", "")
+            text = re.sub(r" ?\n? ?([MLCQz]) ?", r"\1", element.attrib[name])
+            element.attrib[name] = _LONG_NUMBER.sub(_rounded, text)
     turn = element.get("transform", "")
     if turn.startswith("rotate(-0 "):
         del element.attrib["transform"]
     elif turn.startswith(("rotate", "translate")):
-        element.attrib["transform"] = _LONG_NUMBER.sub(lambda f: f"{float(f[0]):.2f}", turn)
+        element.attrib["transform"] = _LONG_NUMBER.sub(_rounded, turn)
     parts = [part.partition(":") for part in element.get("style", "").split(";") if part.strip()]
     said = {name.strip(): value.strip() for name, _, value in parts}
     said.pop("font-family", None)
@@ -161,6 +161,11 @@ def _restyle(element: Element, *, defined: bool) -> None:
         element.attrib["style"] = _COLOUR.sub(
             lambda found: f"var(--{style.EXCHANGED[found[0]]},{found[0]})", written
         )
+
+
+def _rounded(number: re.Match[str]) -> str:
+    """To a tenth of a point, which no screen shows."""
+    return f"{float(number[0]):.1f}".removesuffix(".0")
 
 
 def _flatten(element: Element) -> None:
@@ -217,26 +222,20 @@ def _hit_areas(figure: Any) -> Iterator[Element]:
             texts = getattr(artist, "tooltips", None)
             if hasattr(artist, "get_xy") and hasattr(artist, "get_width"):
                 text = texts or _told(axes, label, *_end_of_bar(artist, lying))
-                (x0, y0), (x1, y1) = artist.get_window_extent().get_points() * scale
+                ends = np.nan_to_num(artist.get_window_extent().get_points())
+                box = axes.bbox.get_points()
+                (x0, y0), (x1, y1) = np.clip(ends, box[0], box[1]) * scale
                 place = {"x": f"{x0:.1f}", "y": f"{height - y1:.1f}"}
                 size = {"width": f"{x1 - x0:.1f}", "height": f"{y1 - y0:.1f}"}
-                if all(map(math.isfinite, (x0, y0, x1, y1))):
-                    yield _titled("rect", text, **place, **size, **hidden)
+                yield _titled("rect", text, **place, **size, **hidden)
                 continue
             points = _points(artist)
-            if not 0 < len(points) <= _MOST_TOOLTIPS:
-                continue
-            box = axes.bbox
-            for index, ((x, y), (across, up)) in enumerate(
-                zip(points, artist.axes.transData.transform(points), strict=True)
-            ):
-                seen = (
-                    box.x0 - 1 <= across <= box.x1 + 1 and box.y0 - 1 <= up <= box.y1 + 1
-                )  # never of NaN
-                if seen:
-                    text = texts[index] if texts is not None else _told(axes, label, x, y)
-                    place = {"cx": f"{across * scale:.1f}", "cy": f"{height - up * scale:.1f}"}
-                    yield _titled("circle", text, **place, r=f"{_REACH:g}", **hidden)
+            places = axes.transData.transform(points)
+            for index in _pointed_at(artist, places, axes.bbox.padded(1)):
+                (x, y), (across, up) = points[index], places[index]
+                text = texts[index] if texts is not None else _told(axes, label, x, y)
+                place = {"cx": f"{across * scale:.1f}", "cy": f"{height - up * scale:.1f}"}
+                yield _titled("circle", text, **place, r=f"{_REACH:g}", **hidden)
 
 
 def _marks(axes: Any) -> Iterator[tuple[Any, str, bool]]:
@@ -250,9 +249,17 @@ def _marks(axes: Any) -> Iterator[tuple[Any, str, bool]]:
             lying |= set(artists)
     for artist in (*axes.lines, *axes.collections, *axes.patches):
         label = labels.get(artist, str(artist.get_label()))
-        marked = hasattr(artist, "get_marker") and artist.get_marker() not in ("None", "", " ")
-        if hasattr(artist, "tooltips") or artist in labels or (marked and label[:1] != "_"):
+        line = hasattr(artist, "get_marker") and artist.get_transform() == axes.transData
+        if hasattr(artist, "tooltips") or artist in labels or line:
             yield artist, "" if label[:1] == "_" else label, artist in lying
+
+
+def _pointed_at(artist: Any, places: Any, box: Any) -> list[int]:
+    """Which points have tooltips: all that are marked, some along a curve, no ends of a rule."""
+    seen = [i for i, (x, y) in enumerate(places) if box.contains(x, y)]  # never of NaN
+    if not hasattr(artist, "get_marker") or artist.get_marker() not in ("None", "", " "):
+        return seen if len(seen) <= _MOST_TOOLTIPS else []
+    return seen[:: -(-len(seen) // _ALONG_CURVE)] if len(seen) > 2 else []
 
 
 def _points(artist: Any) -> Any:

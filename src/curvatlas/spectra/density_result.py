@@ -5,22 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from curvatlas.display import new_figure
 from curvatlas.results import Number, Result
 from curvatlas.spectra.estimate import Interval
 from curvatlas.spectra.krylov import Array
 from curvatlas.spectra.quadrature import Probes, Rule, wasserstein, zero_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 QUANTILE = 0.05  # of |λ| over eigenvalues that are not null: the small end of the spectrum
 _HALVINGS = 14  # of the logarithm of a magnitude: to a fifth of a percent
@@ -80,22 +74,6 @@ class SpectralDensity(Result):
             f"effective rank {rank}; "
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )
-
-    def _picture(self) -> Figure:
-        """Density on a symmetric logarithmic axis: bulk and outliers in one picture."""
-        figure = new_figure(7, 3.8)
-        axes = figure.add_subplot()
-        typical = max(float((self.weights * self.nodes.abs()).sum()), 1e-300)
-        # per unit of the drawn axis, so that areas in the picture are shares of eigenvalues
-        drawn = self.density * torch.sqrt(self.grid**2 + typical**2)
-        axes.fill_between(self.grid.tolist(), drawn.tolist(), alpha=0.4)
-        axes.set_xscale("symlog", linthresh=typical)
-        axes.set_yscale("log")
-        top = float(drawn.max())
-        axes.set_ylim(top / (20.0 * self.size), 2 * top)
-        axes.axvline(0.0, color="0.6", linewidth=0.8)
-        axes.set(xlabel="eigenvalue", ylabel="density", title=f"{self.size} eigenvalues")
-        return figure
 
 
 def exact_density(values: Tensor, products: int, *, psd: bool) -> SpectralDensity:

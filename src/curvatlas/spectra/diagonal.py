@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from curvatlas.display import new_figure
 from curvatlas.linear_operator import LinearOperator, MatrixOperator
 from curvatlas.operators.curvature import CurvatureOperator, FunctionalHessian
 from curvatlas.operators.per_sample import SampleFactors
@@ -42,10 +41,6 @@ from curvatlas.spectra.requirements import (
     require_square,
 )
 from curvatlas.spectra.vectors import VectorSpace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 _BATCH = 8  # probes multiplied at once
 _FEWEST = 8
@@ -78,18 +73,6 @@ class DiagonalEstimate(Result):
             f"{float(self.values.max()):.4g}] ({kind}, {self.products} products)"
         )
         return text if self.converged else text + ", NOT converged"
-
-    def _picture(self) -> Figure:
-        """Sorted entries with their intervals."""
-        figure = new_figure(6, 3.5)
-        axes = figure.add_subplot()
-        order = self.values.argsort().cpu()
-        at = range(len(order))
-        low, high = (bound.cpu()[order].tolist() for bound in self.interval)
-        axes.fill_between(at, low, high, alpha=0.3)
-        axes.plot(at, self.values.cpu()[order].tolist())
-        axes.set(xlabel="entry, sorted", ylabel="diagonal")
-        return figure
 
 
 def moved(estimate: DiagonalEstimate, space: VectorSpace, into: VectorSpace) -> DiagonalEstimate:

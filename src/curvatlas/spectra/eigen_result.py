@@ -12,13 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from curvatlas.display import new_figure
 from curvatlas.results import Number, Result
 from curvatlas.spectra.krylov import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Which = Literal["largest", "smallest", "both", "magnitude"]
 WHICH: tuple[Which, ...] = ("largest", "smallest", "both", "magnitude")
@@ -172,17 +167,6 @@ class Eigenpairs(Result):
         pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
         shown = ", ".join(f"{value:.6g} ± {radius:.1g}" for value, radius in pairs)
         return f"{self.which} eigenvalues: {shown} ({self.completeness}; {self.products} products)"
-
-    def _picture(self) -> Figure:
-        """Eigenvalues in order with their certified intervals."""
-        figure = new_figure(6, 3.5)
-        axes = figure.add_subplot()
-        low, high = self.interval
-        error = [(self.values - low).tolist(), (high - self.values).tolist()]
-        axes.errorbar(range(1, len(self.values) + 1), self.values.tolist(), yerr=error, fmt="o")
-        axes.axhline(0.0, color="0.7", linewidth=0.8)
-        axes.set(xlabel="index", ylabel="eigenvalue", title=f"eigenvalues ({self.which})")
-        return figure
 
 
 def within_list(complete: tuple[float, float], values: Array, which: str) -> tuple[float, float]:

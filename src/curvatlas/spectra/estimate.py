@@ -15,22 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from curvatlas.display import new_figure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.results import Number, Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.krylov import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Interval = tuple[float, float]
 
@@ -81,20 +75,6 @@ class Estimate(Result):
         cost = f"{self.products} products" if self.products else f"by {self.method}"
         state = "" if self.converged else ", NOT converged"
         return f"{self.quantity} = {self.number}{level}, {cost}{state}"
-
-    def _picture(self) -> Figure:
-        """The value with its intervals on one axis."""
-        figure = new_figure(6, 1.8)
-        axes = figure.add_subplot()
-        rows = [("probes", self.interval)]
-        if self.data_interval is not None:
-            rows.append(("data", self.data_interval))
-        for y, (_, (low, high)) in enumerate(rows):
-            axes.plot([low, high], [y, y], linewidth=4, solid_capstyle="butt")
-        axes.axvline(self.value, color="black", linewidth=1)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.set(xlabel=self.quantity, ylim=(-0.6, len(rows) - 0.4))
-        return figure
 
 
 def exact_estimate(

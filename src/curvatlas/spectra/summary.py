@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from curvatlas.spectra.quadrature import wasserstein
 from curvatlas.spectra.requirements import require_symmetric
 from curvatlas.spectra.trace import trace
 from curvatlas.spectra.vectors import VectorSpace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _AT_ONCE = 16  # directions multiplied together
 
@@ -255,6 +252,10 @@ class CurvatureSummary(Result):
         """Of the sharpness."""
         return self.sharpness_interval
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """One row of all numbers."""
+        return self._one_row()
+
     def __str__(self) -> str:
         flat = ", ".join(self.null_space) if self.null_space else "none found"
         kind = "smallest" if self.condition_quantile == 0 else f"{self.condition_quantile:.0%} of"
@@ -280,10 +281,6 @@ class CurvatureSummary(Result):
                 f"products                {self.products}",
             ]
         )
-
-    def _picture(self) -> Figure:
-        """The spectral density."""
-        return self.density._picture()
 
 
 def curvature_summary(

@@ -6,26 +6,21 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvatlas import display
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
-from curvatlas.figures.atlas import compare_atlases
-from curvatlas.figures.style import tidy_log_axes
 from curvatlas.fits import mean_reach
 from curvatlas.linear_operator import PARTS
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Result
 from curvatlas.zoo import MLP, MLPConfig, ViT, ViTConfig, digits, reference_vit, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Data = tuple[Tensor, Tensor]
 
@@ -87,25 +82,23 @@ class ModelComparison(Result):
         top, bottom = self.rows[over][quantity].values, self.rows[under][quantity].values
         return spread_of((a / b for a, b in zip(top, bottom, strict=True)), ratio=True)
 
-    def table(self) -> str:
-        """Models in columns, quantities in rows."""
-        names = list(self.rows)
-        body = [
-            [label, *(str(self.rows[n][key]) for n in names)] for key, label in QUANTITIES.items()
+    def _rows(self) -> list[dict[str, Any]]:
+        """Models in columns; quantities over the seeds and the map's diagonal in rows."""
+        rows: list[dict[str, Any]] = [
+            {"": label, **{name: str(row[key]) for name, row in self.rows.items() if key in row}}
+            for key, label in QUANTITIES.items()
         ]
-        rows = [["", *names], *body]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(names) + 1)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([f"{self.title} ({self.seeds} seeds, 95 %)", *lines])
-
-    def _picture(self, *, view: str = "role", part: str = "total") -> Figure:
-        """The models' maps on one colour scale."""
-        figure = compare_atlases(self.atlases, view=view, part=part)
-        figure.suptitle(self.title)
-        return tidy_log_axes(figure)
+        views = {name: atlas.view("role") for name, atlas in self.atlases.items()}
+        roles = dict.fromkeys(role for view in views.values() for role in view.names)
+        return rows + [
+            {"": f"‖H‖ of {role}"}
+            | {name: view[role, role] for name, view in views.items() if role in view.names}
+            for role in roles
+        ]
 
     def __str__(self) -> str:
-        return self.table()
+        quantities = display.Table.of(self._rows()[: len(QUANTITIES)])
+        return f"{self.title} ({self.seeds} seeds, 95 %)\n{quantities}"
 
 
 def compare(

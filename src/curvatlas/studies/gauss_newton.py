@@ -23,7 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import scipy.linalg
@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.exact import dense_parts
 from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
 from curvatlas.errors import ProblemError
-from curvatlas.figures.experiments import quality_figure
 from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import CurvatureParts, GaussNewton, Hessian
 from curvatlas.operators.kfac import EKFAC, KFAC
@@ -53,9 +52,6 @@ from curvatlas.studies.growth import probed_block, random_signs
 from curvatlas.surveying import Step, recorded
 from curvatlas.zoo import MLP, MLPConfig, reference_vit, train
 from curvatlas.zoo.datasets import Dataset, digits
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DENSE_UP_TO = 2048  # parameters: a dozen dense eigenproblems, a minute
 _PARTS = {"hessian": "total", "outer": "outer"}  # what is approximated
@@ -149,10 +145,6 @@ class GaussNewtonQuality(Result):
                 f"{kappas[0]:>12s} {kappas[1]:>10s}"
             )
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """Shares of H_f by role, distances, and condition numbers."""
-        return quality_figure(self)
 
 
 def _told(kappa: float | None, *, bound: bool) -> str:

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from scipy import stats
 from torch import nn
 
 from curvatlas.analysis.landscape.flatness import MEASURES, flatness
-from curvatlas.figures.flatness import generalisation_figure
 from curvatlas.fits import Array
 from curvatlas.problem import Problem
 from curvatlas.progress import track
@@ -34,9 +33,6 @@ from curvatlas.runs import Run, subject
 from curvatlas.studies.claims import load
 from curvatlas.surveying import Step, recorded
 from curvatlas.zoo import Dataset, ViT, ViTConfig, evaluate, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # what the models differ in; every level of an axis is used equally often
 AXES: dict[str, tuple[float, ...]] = {
@@ -106,6 +102,10 @@ class Generalisation(Result):
     correlations: tuple[MeasureCorrelation, ...]
     left_out: tuple[str, ...]  # models that did not train, and why
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a measure."""
+        return [row._one_row()[0] for row in self.correlations]
+
     def __str__(self) -> str:
         gaps = [model.gap for model in self.models]
         head = (
@@ -114,10 +114,6 @@ class Generalisation(Result):
         )
         rows = sorted(self.correlations, key=lambda row: -abs(row.value))
         return "\n".join([head, *(f"  {row}" for row in rows), *self.left_out])
-
-    def _picture(self) -> Figure:
-        """τ of each measure, its interval and the control's."""
-        return generalisation_figure(self)
 
 
 def rank_correlations(

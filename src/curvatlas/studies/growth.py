@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from curvatlas.analysis.atlas.sketch import scatter
 from curvatlas.analysis.propagation.capture import block_paths, called_module
 from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
-from curvatlas.figures.experiments import growth_curves
 from curvatlas.fits import PowerLaw, power_law
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import CurvatureParts
@@ -40,9 +39,6 @@ from curvatlas.progress import track
 from curvatlas.results import Interval, Result
 from curvatlas.runs import Run
 from curvatlas.surveying import Step, chosen_slices, recorded
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODEL = "model"  # the name of the whole matrix among the blocks
 # the first decade is fitted: where theory speaks, of small logits; the rest shows where it ends
@@ -219,6 +215,15 @@ class Growth(Result):
         role = self.roles[self.names.index(name)]
         return PREDICTED.get(part, {}).get(role) if self.scaled == "embeddings" else None
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a parameter and scale: the norms of the parts of its block."""
+        return [
+            {"name": name, "scale": scale}
+            | {part: float(norms[k, i]) for part, norms in self.norms.items()}
+            for i, name in enumerate(self.names)
+            for k, scale in enumerate(self.scales)
+        ]
+
     def __str__(self) -> str:
         head = (
             f"{self.scaled} × {self.scales[0]:g} … {self.scales[-1]:g}: exponents of Frobenius "
@@ -232,10 +237,6 @@ class Growth(Result):
             rows.append(f"{name:{width}s}  {cells}")
         biases = len(self.names) - len(shown)
         return "\n".join([head, *rows, f"{biases} biases not shown, {self.products} products"])
-
-    def _picture(self, *, part: str = "outer") -> Figure:
-        """The norms of every role's blocks along the scale, one panel a role."""
-        return growth_curves(self, part=part)
 
 
 def _told(law: PowerLaw | None) -> str:

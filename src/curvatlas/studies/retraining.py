@@ -25,7 +25,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ from curvatlas.analysis.landscape.convergence import (
     random_orders,
 )
 from curvatlas.errors import ProblemError
-from curvatlas.figures.landscape import retrained_figure
 from curvatlas.fits import Array, power_law
 from curvatlas.operators.per_sample import count_samples, pieces, subset, weighted_losses
 from curvatlas.problem import Batch, Problem
@@ -51,9 +50,6 @@ from curvatlas.results import Result
 from curvatlas.runs import Run
 from curvatlas.surveying import Step, recorded
 from curvatlas.zoo.training import set_rates
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Schedule = Literal["cosine", "constant"]
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -160,16 +156,21 @@ class RetrainedConvergence(Result):
         known = ", ".join(f"{c.optimizer}/{c.schedule}" for c in self.cells)
         raise KeyError(f"there is no cell {name!r}: there are {known}.")
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a cell, curve and number of samples."""
+        return [
+            {"optimizer": cell.optimizer, "schedule": cell.schedule, "curve": name, **row}
+            for cell in self.cells
+            for name, curve in cell.curves.items()
+            for row in curve._rows()
+        ]
+
     def __str__(self) -> str:
         head = (
             f"minima of {self.sizes[0]} to {self.sizes[-1]} samples, {self.orders} random orders, "
             f"penalty {self.penalty:g}‖w − w₀‖²/2: exponents in k"
         )
         return "\n".join([head, *(line for cell in self.cells for line in cell.lines())])
-
-    def _picture(self) -> Figure:
-        """One panel a cell: the changes of the minimum against k, with the controls."""
-        return retrained_figure(self)
 
 
 # --- the experiment -------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from curvatlas.analysis.atlas.result import AtlasBlock, blocks_of
 from curvatlas.analysis.propagation.capture import SOFTMAX, block_paths, called_module
 from curvatlas.errors import ProblemError
-from curvatlas.figures.experiments import sink_curves, sink_seeds
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import in_float64
@@ -46,9 +45,6 @@ from curvatlas.studies.claims import Claim
 from curvatlas.studies.comparisons import spread_of
 from curvatlas.studies.growth import MODEL, BlockNorms, block_norms, on_a_copy
 from curvatlas.surveying import Step, recorded
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LEVELS = (0.0, 1.0, 2.0, 4.0, 8.0)
 BULK = 0.9  # share of the eigenvalues, nearest to zero
@@ -222,6 +218,21 @@ class Sinks(Result):
         steps = np.diff(np.array(self.ratios))
         return "rises" if (steps > 0).all() else "falls" if (steps < 0).all() else "mixed"
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a level of the sink."""
+        return [
+            {
+                "bias": level.bias,
+                "loss": level.loss,
+                "ratio": level.ratio,
+                "ratio_low": level.ratio_interval[0],
+                "ratio_high": level.ratio_interval[1],
+                "largest": level.largest,
+                "bulk": level.bulk,
+            }
+            for level in self.levels
+        ]
+
     def __str__(self) -> str:
         lines = [f"{'bias':>6s} {'mass':>6s} {'loss':>8s} {'λmax':>10s} {'bulk':>10s}  λmax / bulk"]
         for level in self.levels:
@@ -240,10 +251,6 @@ class Sinks(Result):
             told = ", ".join(f"{part} {value}" for part, value in parts.items())
             lines.append(f"rank correlation of mass and ‖{role}‖ over heads: {told}")
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """λmax over bulk and norms along the sink, and the heads' norms against their mass."""
-        return sink_curves(self)
 
 
 # --- the experiment -----------------------------------------------------------------------------
@@ -476,16 +483,20 @@ class SinkStudy(Result):
     def verdict(self) -> str:
         return self.claim.verdict
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a seed and level."""
+        return [
+            {"seed": seed, **row}
+            for seed, run in zip(self.seeds, self.runs, strict=True)
+            for row in run._rows()
+        ]
+
     def __str__(self) -> str:
         rows = [
             f"seed {seed}: λmax / bulk {' → '.join(f'{r:.4g}' for r in run.ratios)}, {run.verdict}"
             for seed, run in zip(self.seeds, self.runs, strict=True)
         ]
         return "\n".join([*rows, str(self.claim)])
-
-    def _picture(self) -> Figure:
-        """λmax over bulk along the sink, one line a seed."""
-        return sink_seeds(self)
 
 
 def sinks_over_seeds(

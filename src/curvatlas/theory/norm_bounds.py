@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from curvatlas.results import Result
 from curvatlas.theory import reference
 from curvatlas.theory.reference import SingleHead
 from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
@@ -336,6 +332,11 @@ class CurvatureBounds(Result):
         }
         return {k: v / self.exact if self.exact > 0 else math.inf for k, v in values.items()}
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """The exact norm and every bound of it."""
+        names = ("exact", "token_structured", "data_free", "printed")
+        return [{"bound": name.replace("_", " "), "value": getattr(self, name)} for name in names]
+
     def __str__(self) -> str:
         loose = self.looseness
         note = "" if self.printed_is_valid else ", NOT a valid bound"
@@ -350,12 +351,6 @@ class CurvatureBounds(Result):
                 "chain: " + ", ".join(f"{k} = {v:.3g}" for k, v in self.chain.items()),
             ]
         )
-
-    def _picture(self) -> Figure:
-        """The four numbers on a log axis beside the matrix of group bounds."""
-        from curvatlas.figures.theory import bounds_figure
-
-        return bounds_figure(self)
 
 
 def bounds(

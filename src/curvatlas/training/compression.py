@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice
-from curvatlas.figures.compression import quantization_figure
 from curvatlas.operators import GaussNewton
 from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import evaluated
@@ -34,9 +33,6 @@ from curvatlas.training.pruning import (
     step_sizes,
 )
 from curvatlas.training.surgeon import BlockCurvature, in_blocks, rounded_in_turn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 By = Literal["part", "layer", "role", "head"]
 GROUPINGS: tuple[By, ...] = ("part", "layer", "role", "head")
@@ -361,10 +357,6 @@ class QuantizationTable(Result):
                 f"{f'[{low:.3g}, {high:.3g}]':>22s}  {row.rise:+10.3g}{held}"
             )
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """Measured rise against bits a weight, nearest and by curvature; predictions beside."""
-        return quantization_figure(self)
 
 
 Rounding = Literal["nearest", "curvature"]

@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from curvatlas.anatomy import Slice, anatomy_of
 from curvatlas.errors import ProblemError
-from curvatlas.figures.compression import pruning_figure
 from curvatlas.operators import GaussNewton, Hessian
 from curvatlas.operators.per_sample import exact_outer_diagonal
 from curvatlas.precision import in_float64
@@ -29,9 +28,6 @@ from curvatlas.results import Interval, Result
 from curvatlas.spectra.checkpoint import Checkpoint, fingerprint
 from curvatlas.spectra.diagonal import diagonal, read_diagonal
 from curvatlas.training.surgeon import operate, weights_at
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Method = Literal["magnitude", "obd", "obs"]
 Layers = Literal["curvature", "uniform"]
@@ -167,10 +163,6 @@ class Pruning(ChangedWeights):
     def __str__(self) -> str:
         roles = ", ".join(f"{role} {share:.0%}" for role, share in self.role_sparsity.items())
         return f"{self.method} at {self.sparsity:.0%}: {self._prediction()}; removed {roles}"
-
-    def _picture(self) -> Figure:
-        """How much of every part goes, and the loss on the way."""
-        return pruning_figure(self)
 
 
 def pruning_problem(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.result import Atlas
-from curvatlas.figures.training import film_figure, history_figure
+from curvatlas.figures.maps import draw_film
 from curvatlas.fits import rank_correlation
 from curvatlas.results import Interval, Number, Result
 from curvatlas.training.alarms import Event
@@ -115,10 +115,6 @@ class CurvatureHistory(Result):
         lines.append(f"{taken}{left_out}, overhead {self.overhead:.1%}")
         return "\n".join(lines)
 
-    def _picture(self) -> Figure:
-        """Loss, the optimizer's own edge, eigenvalues of H, trace and negative mass over steps."""
-        return history_figure(self)
-
     @property
     def mapped(self) -> tuple[Snapshot, ...]:
         """The snapshots that carry maps (``Monitor(maps=True)``)."""
@@ -126,7 +122,7 @@ class CurvatureHistory(Result):
 
     def film(self, view: str = "role", part: str = "total") -> Figure:
         """The maps over training as small multiples on one colour scale."""
-        return film_figure(self, view=view, part=part)
+        return draw_film(self, view=view, part=part)
 
     def early_blocks(self, *, seed: int = 0) -> EarlyBlocks:
         """Do the blocks that dominate the first map predict which weights move?"""

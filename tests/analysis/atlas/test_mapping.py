@@ -20,7 +20,8 @@ import huggingface_models
 import oracles
 from curvatlas.analysis.atlas.exact import entries
 from curvatlas.analysis.atlas.result import VIEWS, blocks_of, groups_of
-from curvatlas.figures.atlas import compare_atlases, entry_heat_map
+from curvatlas.figures import draw
+from curvatlas.figures.maps import entry_heat_map
 from curvatlas.operators.curvature import PARTS
 from curvatlas.problem.evaluation import evaluation
 from curvatlas.zoo.models import GPT, GPTConfig
@@ -305,7 +306,7 @@ def test_figures_share_one_scale_and_do_not_show() -> None:
     panels = [axes for axes in atlas.plot().axes if axes.images]
     assert len(panels) == 3
     assert len({axes.images[0].get_clim() for axes in panels}) == 1
-    assert compare_atlases({"a": atlas, "b": atlas}) is not None
+    assert draw({"a": atlas, "b": atlas}) is not None
     assert atlas.plot(quantity="trace") is not None
     assert entry_heat_map(matrix, ["a", "b"], [4, 6]) is not None
     with pytest.raises(ValueError, match="square matrix of 9 rows"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from curvatlas.analysis.atlas.mapping import atlas
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.errors import ProblemError
-from curvatlas.figures.atlas import attention_figure
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
@@ -21,9 +20,6 @@ from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
 from curvatlas.results import Result, also_named
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +107,14 @@ class AttentionCurvature(Result):
             entries.append([float(t[place]) for t in (shown.values, shown.low, shown.high)])
         return torch.tensor(entries, dtype=torch.float64)
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a parameter and batch: the norm of its diagonal block."""
+        return [
+            {"name": name, "batch": batch, "value": value, "low": low, "high": high}
+            for name in self.names
+            for batch, (value, low, high) in enumerate(self.series(name).tolist(), 1)
+        ]
+
     def __str__(self) -> str:
         shown = {part: self.whole.frobenius[part] for part in ("total", "outer", "functional")}
         lines = [f"{'block':24s} {'‖H‖':>10s} {'‖H_o‖':>10s} {'‖H_f‖':>10s}   range over batches"]
@@ -121,10 +125,6 @@ class AttentionCurvature(Result):
                 norms += f"   {along[:, 0].min():.4g} to {along[:, 0].max():.4g}"
             lines.append(f"{name:24s} {norms}")
         return "\n".join([*lines, f"{len(self.batches)} batches, {self.products} products"])
-
-    def _picture(self) -> Figure:
-        """The map of all data, and the diagonal blocks over the batches with their intervals."""
-        return attention_figure(self)
 
 
 _WEIGHTS = {"h_WQ": "query", "h_WK": "key", "h_WV": "value"}  # the article's key → role

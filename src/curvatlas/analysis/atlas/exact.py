@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from curvatlas.closed_form.attention import SelfAttentionHessian
 from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
 from curvatlas.closed_form.derivatives import BlockDerivatives
 from curvatlas.engines.tangent.reading import MappedBlock, UnmappedModuleError, map_module
-from curvatlas.figures.atlas import PART_LABELS, entry_heat_map
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import (
     CurvatureOperator,
@@ -36,13 +35,9 @@ from curvatlas.operators.curvature import (
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
-from curvatlas.results import Result
+from curvatlas.results import Result, block_rows
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.norms import spectral_norm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 Maps = dict[str, AtlasMap]
 Shares = dict[str, tuple[float, float, float]]
@@ -205,14 +200,9 @@ class Entries(Result):
         matrix: Tensor = getattr(self, part)
         return matrix[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
 
-    def _picture(self, part: str = "total", *, limits: tuple[float, float] | None = None) -> Figure:
-        """log10 |entry| with block separators; ``limits`` (decades) make several comparable."""
-        if part not in PARTS:
-            raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")
-        title = f"entries of {PART_LABELS[part]}"
-        return entry_heat_map(
-            getattr(self, part), self.names, self.sizes, title=title, limits=limits
-        )
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a pair of blocks: the norm and the largest entry of the whole H between them."""
+        return block_rows(self.total, self.names, self.sizes)
 
 
 def entries(problem: Problem, *, biases: bool = True, budget: int | str | None = None) -> Entries:

@@ -7,19 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvatlas.anatomy import Anatomy, Slice
-from curvatlas.figures.atlas import plot_atlas, plot_map, save_figures
+from curvatlas.figures.maps import save_figures
 from curvatlas.linear_operator import PARTS
 from curvatlas.results import Number, Result
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 VIEWS = ("block", "role", "layer", "sublayer", "model")
 
@@ -232,10 +228,6 @@ class AtlasMap(Result):
         value = self[row] if column is None else self[row, column]
         return told(value, self.interval_of(row, column))
 
-    def _picture(self, **options: Any) -> Figure:
-        """A heat map (bars for traces); see ``figures.atlas.plot_map`` for the options."""
-        return plot_map(self, **options)
-
 
 def told(value: float, interval: tuple[float, float]) -> str:
     """A norm as text: "0.0123", or "< 3e-06" where its interval does not tell it from zero."""
@@ -393,10 +385,6 @@ class Atlas(Result):
             for m in self.maps.values()
             for row in m._rows()
         ]
-
-    def _picture(self, **options: Any) -> Figure:
-        """The three parts side by side on one colour scale; see ``figures.atlas.plot_atlas``."""
-        return plot_atlas(self, **options)
 
     def save_figures(self, folder: str | os.PathLike[str]) -> list[str]:
         """Write a PNG of every view; returns the paths."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from scipy import stats
 from torch import Tensor
 
 from curvatlas.analysis.landscape.line import Displacement, flat_displacement
-from curvatlas.figures.landscape import convergence_figure
 from curvatlas.fits import Array, PowerLaw, power_law
 from curvatlas.linear_operator import LinearOperator, Tags
 from curvatlas.operators.curvature import Hessian
@@ -38,10 +37,6 @@ from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.norms import spectral_norm
 from curvatlas.spectra.summary import compare_densities
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 _PER_DECADE = 8
 FIRST = 10  # fits start here: below, single samples decide
@@ -187,6 +182,13 @@ class LandscapeConvergence(Result):
             f"{self.against_null['difference']:+.3f} (p = {p:.1g})"
         )
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a curve and number of samples."""
+        curves = {"change of the loss": self.difference, "noise control": self.null, **self.terms}
+        more = {"change of the Hessian": self.hessian, "control of it": self.hessian_null}
+        curves |= {name: curve for name, curve in more.items() if curve is not None}
+        return [{"curve": name, **row} for name, c in curves.items() for row in c._rows()]
+
     def __str__(self) -> str:
         shares = ", ".join(
             f"{name} {float(c.mean[-1] / self.difference.mean[-1].clamp_min(1e-300)):.2g}"
@@ -210,10 +212,6 @@ class LandscapeConvergence(Result):
                 str(self.stable_hessian),
             ]
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """Losses with bounds and control, the decomposition, Hessians with control, spectra."""
-        return convergence_figure(self)
 
 
 # --- the analysis ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from curvatlas.analysis.landscape.pac_bayes import PacBayes, pac_bayes
 from curvatlas.analysis.landscape.rescaling import MODES, RESCALINGS, Mode, Rescaling, rescaled
 from curvatlas.anatomy import Slice
 from curvatlas.errors import ProblemError
-from curvatlas.figures.flatness import flatness_figure, invariance_figure
 from curvatlas.fits import mean_reach
 from curvatlas.operators.curvature import GaussNewton, Hessian
 from curvatlas.operators.per_sample import count_samples
@@ -48,9 +47,6 @@ from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.functions import trace_function
 from curvatlas.spectra.trace import trace
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 R = TypeVar("R", bound=Result)
 Keep = Callable[[str, Callable[[], Any]], Any]
@@ -172,10 +168,6 @@ class Flatness(Result):
                 line += f"  ρ = {one.radius:g}, {'' if one.certified else 'NOT '}certified"
             lines.append(line)
         return "\n".join(lines)
-
-    def _picture(self) -> Figure:
-        """Sharpness against radius models, flatness by layer, bounds against losses."""
-        return flatness_figure(self)
 
 
 def flatness(
@@ -398,6 +390,16 @@ class Invariance(Result):
         """Under every rescaling that was applied, to the tolerance."""
         return all(verdict == "invariant" for verdict in self.verdicts[measure])
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a measure and rescaling."""
+        return [
+            {"measure": name, "rescaling": how, "before": before, "after": after, "change": change}
+            for name, before in self.before.items()
+            for how, after, change in zip(
+                self.rescalings, self.after[name], self.change(name), strict=True
+            )
+        ]
+
     def __str__(self) -> str:
         width = max(len(name) for name in self.rescalings) + 2
         lines = [
@@ -411,10 +413,6 @@ class Invariance(Result):
             row = "".join(f"{cell:>{width}}" for cell in cells)
             lines.append(f"{MEASURES.get(name, name):<34}{row}")
         return "\n".join([*lines, *self.refused])
-
-    def _picture(self) -> Figure:
-        """The changes as a table of colours."""
-        return invariance_figure(self)
 
 
 def rescaling_invariance(

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from curvatlas.figures.landscape import (
-    critical_rate_figure,
-    expansion_figure,
-    observed_figure,
-    predicted_figure,
-)
 from curvatlas.results import Interval, Result
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +105,6 @@ class TaylorExpansion(Result):
                 f"{self.quadratic_radius:.3g} of {self.displacement_norm:.3g}"
             )
         return text
-
-    def _picture(self) -> Figure:
-        """Size of each term, with the remainder and its bound."""
-        return expansion_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +221,14 @@ class PredictedTrajectory(Result):
         errors = self.relative_errors
         return None if errors is None else float(errors.max())
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a step: the predicted loss, and the real one where it is known."""
+        rows = [{"step": step, "predicted": loss} for step, loss in enumerate(self.losses.tolist())]
+        real = [] if self.actual is None else self.actual.tolist()
+        for row, loss in zip(rows, real, strict=False):
+            row["actual"] = loss
+        return rows
+
     def __str__(self) -> str:
         text = (
             f"gradient descent, η = {self.learning_rate:.4g}, momentum {self.momentum:g}: loss "
@@ -252,10 +247,6 @@ class PredictedTrajectory(Result):
         if self.actual is not None:
             text += f"; the real run reached {float(self.actual[-1]):.5g}"
         return text
-
-    def _picture(self) -> Figure:
-        """Predicted and real loss against steps."""
-        return predicted_figure(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,10 +281,6 @@ class CriticalLearningRate(Result):
             f"{self.sharpness:.5g}; {state} by training: {tried}"
         )
 
-    def _picture(self) -> Figure:
-        """Growth of a deviation against the rate, and the loss of the runs below and above."""
-        return critical_rate_figure(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedCurvature(Result):
@@ -327,7 +314,3 @@ class ObservedCurvature(Result):
             f"observed curvature {self.value:.5g} [{low:.5g}, {high:.5g}] from {self.source} of "
             f"{self.steps} steps"
         )
-
-    def _picture(self) -> Figure:
-        """Curvature along the trajectory."""
-        return observed_figure(self)

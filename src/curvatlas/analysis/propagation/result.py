@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvatlas.figures.flow import plot_flow
 from curvatlas.results import Interval, Number, Result
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +173,6 @@ class CurvatureFlow(Result):
                 row = names.index(entry.name.removeprefix(f"blocks.{entry.layer}."))
                 values[row, layers.index(entry.layer)] = float(_quantity(entry, quantity))
         return names, values
-
-    def _picture(self, **options: Any) -> Figure:
-        """Four panels; see ``figures.flow.plot_flow``."""
-        return plot_flow([self], **options)
 
     def __str__(self) -> str:
         ends = (self.activations[0].interval, self.activations[-1].interval)

@@ -1,0 +1,359 @@
+"""Maps: which weights curve with which, entries of a Hessian, changes by measure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from curvatlas.figures.style import (
+    MUTED,
+    PAPER,
+    SERIES,
+    band,
+    colour_bar,
+    draws,
+    error_bars,
+    finish,
+    heat_map,
+    layers_of,
+    legend,
+    lying_bars,
+    name_axis,
+    panels,
+    short_names,
+)
+from curvatlas.linear_operator import PARTS, SYMBOLS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from curvatlas.analysis.atlas.attention import AttentionCurvature
+    from curvatlas.analysis.atlas.exact import Entries
+    from curvatlas.analysis.atlas.result import Atlas, AtlasMap
+    from curvatlas.analysis.landscape.flatness import Invariance
+    from curvatlas.closed_form.result import BlockHessian
+    from curvatlas.studies.comparisons import ModelComparison
+    from curvatlas.training.snapshot import CurvatureHistory
+
+_MOST_NAMES = 40  # rows whose every name is written; more are labelled by layer
+_NAME = 0.14  # inches of a row with a name
+_EDGE = {"color": PAPER, "linewidth": 0.6, "alpha": 0.8}
+_WORDS = {
+    "coupling": "‖Hᵢⱼ‖ / √(‖Hᵢᵢ‖ ‖Hⱼⱼ‖)",
+    "frobenius": "Frobenius norm of the pair",
+    "spectral": "spectral norm of the pair",
+}
+
+
+@draws("Atlas", stages=True)
+def draw_atlas(
+    stages: Mapping[str, Atlas],
+    *,
+    view: str | None = None,
+    quantity: str = "frobenius",
+    part: str | None = None,
+) -> Figure:
+    """H, H_o and H_f side by side on one colour scale, or one part of several atlases.
+
+    view: "block", "role", "layer" …; by default the finest whose names can all be written.
+    """
+    first = next(iter(stages.values()))
+    if view is None:
+        few = all(len(one.names) <= _MOST_NAMES for one in stages.values())
+        view = "block" if few or f"role/{quantity}/total" not in first.maps else "role"
+    if len(stages) == 1 and part is None:
+        return draw_maps({SYMBOLS[p]: first.view(view, quantity, p) for p in PARTS})
+    part = part or "total"
+    maps = {words: one.view(view, quantity, part) for words, one in stages.items()}
+    return draw_maps(maps)
+
+
+@draws("ModelComparison")
+def draw_comparison(found: ModelComparison, *, view: str = "role", part: str = "total") -> Figure:
+    """The models' maps on one colour scale."""
+    return draw_atlas(found.atlases, view=view, part=part)
+
+
+@draws("AtlasMap", stages=True)
+def draw_maps(
+    stages: Mapping[str, AtlasMap],
+    *,
+    limits: tuple[float, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Heat maps on one colour scale (plain for couplings), or bars for traces."""
+    maps = list(stages.values())
+    if maps[0].values.ndim == 1:
+        return _bars(stages)
+    size = _growth(max(len(one.names) for one in maps))
+    figure, axes = panels(len(maps), width=size, height=size)
+    coupling = maps[0].quantity == "coupling"
+    alive = [_alive(one) for one in maps]
+    if limits is None:
+        limits = (0.0, 1.0) if coupling else _common_limits(maps, alive)
+    image: Any = None
+    for axis, (words, one), shown in zip(axes, stages.items(), alive, strict=True):
+        notes = _interval_of(one)
+        image = heat_map(
+            axis, one.values.double().numpy(), one.names, one.names, alive=shown, limits=limits,
+            logarithmic=not coupling, notes=notes,
+        )  # fmt: skip
+        same = axis is not axes[0] and one.names == maps[0].names
+        name_map(axis, one.names, rows=not same)
+        if title or words:
+            axis.set_title(title or words, pad=12)
+    label = _WORDS[maps[0].quantity]
+    colour_bar(figure, image, axes, label + ("" if all(a.all() for a in alive) else "; grey: zero"))
+    return figure
+
+
+def _alive(one: AtlasMap) -> Any:
+    """Which entries can be told from zero."""
+    if one.quantity == "coupling":
+        return np.isfinite(one.values.double().numpy())
+    return ((one.values > 0) & ((one.low > 0) | (one.high == one.low))).numpy()
+
+
+def _common_limits(maps: Sequence[AtlasMap], alive: Sequence[Any]) -> tuple[float, float] | None:
+    seen = [m.values.double().numpy()[a] for m, a in zip(maps, alive, strict=True) if a.any()]
+    if not seen:
+        return None
+    low, high = min(float(s.min()) for s in seen), max(float(s.max()) for s in seen)
+    low = max(low, high * 1e-5)
+    return (low, high) if low < high else (low / 2, high * 2)
+
+
+def _interval_of(one: AtlasMap) -> Any:
+    low, high = one.low.tolist(), one.high.tolist()
+    return lambda i, j: "" if low[i][j] == high[i][j] else f" [{low[i][j]:.3g}, {high[i][j]:.3g}]"
+
+
+def _growth(count: int) -> float:
+    """How many panels a map of so many names needs, so that its names can be read."""
+    return min(max(1.0, 0.3 + _NAME * min(count, _MOST_NAMES) / 3.1), 2.2)
+
+
+def name_map(axes: Any, names: Sequence[str], *, rows: bool = True) -> None:
+    """Every name while they fit, the blocks above; otherwise one label a block or part."""
+    groups = layers_of(names)
+    for (before, _, _), (label, start, _) in pairwise(groups):
+        if before.isdigit() or label.isdigit() or len(names) > _MOST_NAMES:
+            axes.axhline(start - 0.5, **_EDGE)
+            axes.axvline(start - 0.5, **_EDGE)
+    short = short_names(names)
+    several = len({label for label, _, _ in groups if label.isdigit()}) > 1
+    if len(names) <= _MOST_NAMES:
+        name_axis(axes.xaxis, short, turned=90, size=8)
+        name_axis(axes.yaxis, short, size=8)
+        for label, start, stop in groups if several else ():
+            if label.isdigit() and stop - start > 1:
+                words = f"block {label}" if stop - start > 3 else label
+                middle = (start + stop - 1) / 2
+                axes.text(middle, -0.7, words, ha="center", fontsize=8, color=MUTED)
+    else:
+        # A group's label sits in its middle; a group too thin for its own label goes without one.
+        thin, last = len(names) / _MOST_NAMES, -np.inf
+        shown = []
+        for label, start, stop in groups:
+            middle = (start + stop - 1) / 2
+            if middle - last >= thin:
+                shown.append((middle, label))
+                last = middle
+        places, labels = zip(*shown, strict=True)
+        axes.set_xticks(places, labels, rotation=90)
+        axes.set_yticks(places, labels)
+        if several:
+            axes.set_xlabel("block")
+            axes.set_ylabel("block" if rows else "")
+    if not rows:
+        axes.set_yticklabels([])
+
+
+def _bars(stages: Mapping[str, AtlasMap]) -> Figure:
+    """Horizontal bars with intervals, one colour a part or model."""
+    maps = list(stages.values())
+    names = maps[0].names
+    figure, (axes,) = panels(height=min(max(0.7, 0.3 + 0.055 * len(names) * len(maps) ** 0.5), 6))
+    step = 0.8 / len(maps)
+    for k, (words, one) in enumerate(stages.items()):
+        value, low, high = (t.double().tolist() for t in (one.values, one.low, one.high))
+        error = error_bars(value, list(zip(low, high, strict=True)))
+        places = np.arange(len(names)) + (k - (len(maps) - 1) / 2) * step
+        axes.barh(
+            places, value, height=step, xerr=error, color=SERIES[k % len(SERIES)],
+            label=words or "_", error_kw={"elinewidth": 0.7, "ecolor": MUTED},
+        )  # fmt: skip
+    name_axis(axes.yaxis, short_names(names) if len(set(short_names(names))) > 1 else names, size=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)  # downwards, without the wide margins of a tall figure
+    axes.axvline(0, color=MUTED, linewidth=0.6)
+    reach = max((float(one.values.abs().max()) for one in maps), default=0.0)
+    if maps[0].quantity == "trace" and reach > 0:
+        axes.set_xscale("symlog", linthresh=reach / 1e3)
+    units = " (loss / parameter²)" if maps[0].quantity == "trace" else ""
+    axes.set_xlabel(maps[0].quantity + units)
+    legend(axes)
+    return figure
+
+
+def draw_shares(stages: Mapping[str, Atlas], *, most: int = 12) -> Figure:
+    """The share of ‖H‖² in the rows of every role, the largest of the last stage first."""
+    views = {words: one.view("role") for words, one in stages.items()}
+    last = list(views.values())[-1]
+    shares: dict[str, dict[str, float]] = {}
+    for words, one in views.items():
+        squares = one.values.double().numpy() ** 2
+        rows = 100 * squares.sum(1) / (squares.sum() or 1.0)
+        shares[words] = dict(zip(one.names, rows.tolist(), strict=True))
+    names = sorted(last.names, key=lambda name: -list(shares.values())[-1][name])[:most]
+    figure, (axes,) = panels(height=max(0.7, 0.3 + 0.07 * len(names)))
+    depth = 0.8 / len(shares)
+    for place, (words, share) in enumerate(shares.items()):
+        look: Any = {"color": SERIES[place % len(SERIES)], "label": words, "width": depth}
+        look["shift"] = depth * (place - (len(shares) - 1) / 2)
+        lying_bars(axes, names, [share.get(name, 0.0) for name in names], **look)
+    axes.set_xlabel("share of ‖H‖² in the role's rows, %")
+    legend(axes)
+    return finish(figure)
+
+
+def save_figures(atlas: Atlas, folder: str | os.PathLike[str]) -> list[str]:
+    """One PNG a view and quantity."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for view in ("block", "role", "layer"):
+        for quantity in ("frobenius", "coupling", "trace"):
+            path = target / f"atlas-{view}-{quantity}.png"
+            draw_atlas({"": atlas}, view=view, quantity=quantity).savefig(path, dpi=140)
+            paths.append(str(path))
+    return paths
+
+
+def draw_film(history: CurvatureHistory, *, view: str, part: str) -> Figure:
+    """‖H_ab‖_F of every map of a run, one panel a step, on one logarithmic colour scale."""
+    frames = [(s.step, s.maps.view(view, part=part)) for s in history.snapshots if s.maps]
+    if not frames:
+        raise ValueError("this history has no maps: use Monitor(maps=True).")
+    columns = min(len(frames), 4)
+    figure, axes = panels(columns, -(-len(frames) // columns), width=0.7, height=0.85)
+    top = max(float(frame.values.max()) for _, frame in frames)
+    image: Any = None
+    for place, (axis, (step, frame)) in enumerate(zip(axes, frames, strict=False)):
+        image = heat_map(
+            axis, frame.values.double().numpy(), frame.names, frame.names,
+            limits=(top * 1e-4, top) if top > 0 else (1e-4, 1.0),
+        )  # fmt: skip
+        name_axis(axis.xaxis, short_names(frame.names), turned=90, size=7, most=16)
+        name_axis(axis.yaxis, short_names(frame.names), size=7, most=16)
+        if place % columns:
+            axis.set_yticklabels([])
+        axis.set_title(f"step {step}")
+    for axis in axes[len(frames) :]:
+        axis.axis("off")
+    colour_bar(figure, image, axes, _WORDS["frobenius"])
+    return finish(figure)
+
+
+@draws("AttentionCurvature")
+def draw_attention(curvature: AttentionCurvature) -> Figure:
+    """The map of all data, and the diagonal blocks over the batches with their intervals."""
+    figure, (left, right) = panels(2)
+    values = curvature.whole.frobenius["total"].values.double().numpy()
+    image = heat_map(left, values, curvature.names, curvature.names, decades=8)
+    name_map(left, curvature.names)
+    colour_bar(figure, image, left, _WORDS["frobenius"])
+    steps = range(1, len(curvature.batches) + 1)
+    short = short_names(curvature.names)
+    for place, (name, words) in enumerate(zip(curvature.names, short, strict=True)):
+        line = band(right, steps, *curvature.series(name).T, label=words if place < 8 else "_")
+        line.set_color(SERIES[place % len(SERIES)])
+        line.shading.set_color(SERIES[place % len(SERIES)])
+    right.set(yscale="log", xlabel="batch", ylabel="Frobenius norm of the diagonal block")
+    legend(right)
+    return figure
+
+
+@draws("Entries")
+def draw_entries(
+    found: Entries, part: str = "total", *, limits: tuple[float, float] | None = None
+) -> Figure:
+    """|entry| with block separators; ``limits`` (decades) make several comparable."""
+    if part not in PARTS:
+        raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")
+    title = f"entries of {SYMBOLS[part]}"
+    return entry_heat_map(
+        getattr(found, part), found.names, found.sizes, title=title, limits=limits
+    )
+
+
+@draws("BlockHessian")
+def draw_block_hessian(found: BlockHessian, part: Any = "total") -> Figure:
+    """|entry| with the blocks marked."""
+    sizes = list(found.block_sizes.values())
+    title = f"entries of {SYMBOLS[part]}"
+    return entry_heat_map(found.part(part), found.names, sizes, title=title, decades=12)
+
+
+def entry_heat_map(
+    matrix: torch.Tensor,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    title: str = "",
+    limits: tuple[float, float] | None = None,
+    decades: float = 8.0,
+) -> Figure:
+    """|entry| of a dense matrix on a logarithmic scale with block separators, as in the paper.
+
+    Rows are ordered block after block (``sizes`` entries each); ``limits`` in decades.
+    """
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] != sum(sizes):
+        raise ValueError(
+            f"a square matrix of {sum(sizes)} rows is drawn here, got {tuple(matrix.shape)}."
+        )
+    figure, (axes,) = panels(width=1.6, height=2)
+    magnitude = matrix.detach().cpu().double().abs().numpy()
+    rows = [f"{name}[{k}]" for name, size in zip(names, sizes, strict=True) for k in range(size)]
+    ends = None if limits is None else (10.0 ** limits[0], 10.0 ** limits[1])
+    image = heat_map(axes, magnitude, rows, rows, limits=ends, decades=decades)
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    for edge in edges[1:-1]:
+        axes.axhline(edge - 0.5, **_EDGE)
+        axes.axvline(edge - 0.5, **_EDGE)
+    # A block thinner than a line of text keeps its separators but not its name.
+    shown = [k for k, size in enumerate(sizes) if size >= sum(sizes) / _MOST_NAMES]
+    middles = [(edges[k] + edges[k + 1] - 1) / 2 for k in shown]
+    short = short_names(names)
+    axes.set_xticks(middles, [short[k] for k in shown], rotation=90)
+    axes.set_yticks(middles, [short[k] for k in shown])
+    axes.set_title(title)
+    colour_bar(figure, image, axes, "|entry| (loss / parameter²)")
+    return finish(figure)
+
+
+@draws("Invariance")
+def draw_invariance(found: Invariance) -> Figure:
+    """The relative change of every measure under every rescaling."""
+    measures = list(found.before)
+    changes = np.array([found.change(name) for name in measures])
+    figure, (axes,) = panels(
+        width=0.55 + 0.2 * len(found.rescalings), height=0.5 + 0.1 * len(measures)
+    )
+    alive = np.isfinite(changes)
+    image = heat_map(
+        axes, np.maximum(changes, 1e-16), measures, found.rescalings, alive=alive,
+        limits=(1e-16, 10.0),
+    )  # fmt: skip
+    name_axis(axes.yaxis, short_names(measures))
+    name_axis(axes.xaxis, found.rescalings, turned=40)
+    for row, column in np.argwhere(changes <= found.tolerance):
+        axes.text(column, row, "same", ha="center", va="center", color="#fefefe", fontsize=7)
+    axes.set_title("change under rescalings that keep the function")
+    colour_bar(figure, image, axes, "relative change")
+    return figure
