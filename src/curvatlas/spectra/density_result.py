@@ -66,11 +66,15 @@ class SpectralDensity(Result):
     def __str__(self) -> str:
         negative = Number(self.negative_mass, *self.negative_mass_interval, exact=self.exact)
         rank = Number(self.effective_rank, *self.effective_rank_interval, exact=self.exact)
-        clear = f"{self.clear_negative_mass:.1%} clearly, below {-self.resolution:.2g}"
+        # two measures at W1 distance w have means within w of each other
+        reach = self.wasserstein_error
+        mean = Number(self.mean, self.mean - reach, self.mean + reach, exact=self.exact)
+        share = Number(self.clear_negative_mass, *self.clear_negative_mass_interval)
+        clear = f"{share:%} clearly, below {-self.resolution:.2g}"
         kind = "exact" if self.exact else f"W1 error ≤ {self.wasserstein_error:.2g} at 95 %"
         return (
             f"spectrum of {self.size} eigenvalues in [{float(self.nodes[0]):.4g}, "
-            f"{float(self.nodes[-1]):.4g}], mean {self.mean:.3g}; negative {negative:%} ({clear}); "
+            f"{float(self.nodes[-1]):.4g}], mean {mean}; negative {negative:%} ({clear}); "
             f"effective rank {rank}; "
             f"{kind}, {self.products} products" + ("" if self.converged else ", NOT converged")
         )

@@ -39,7 +39,7 @@ from curvatlas.operators.curvature import GaussNewton, Hessian
 from curvatlas.operators.per_sample import count_samples
 from curvatlas.problem import Problem
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 from curvatlas.spectra.checkpoint import generator
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.diagonal import diagonal
@@ -86,9 +86,8 @@ class RelativeFlatness(Result):
 
     def __str__(self) -> str:
         top = sorted(self.values, key=lambda name: -abs(self.values[name]))[:3]
-        named = ", ".join(f"{name} {self.values[name]:.4g}" for name in top)
-        low, high = self.interval
-        return f"relative flatness {self.total:.4g} [{low:.4g}, {high:.4g}], most of it: {named}"
+        named = ", ".join(f"{n} {Number(self.values[n], *self.intervals[n])}" for n in top)
+        return f"relative flatness {Number(self.total, *self.interval)}, most of it: {named}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +158,10 @@ class Flatness(Result):
         for name, value in self.measures.items():
             if math.isnan(value):
                 continue
-            line = f"  {MEASURES[name]:<34}{value:>12.5g}"
+            shown = f"{value:.5g}"  # a sum over the data, a certified maximum or a bound
             if name in self.intervals:
-                low, high = self.intervals[name]
-                line += f"  [{low:.4g}, {high:.4g}]"
+                shown = str(Number(value, *self.intervals[name]))
+            line = f"  {MEASURES[name]:<34}{shown:>20}"
             if name in ("sam", "asam"):
                 one = self.sam if name == "sam" else self.asam
                 line += f"  ρ = {one.radius:g}, {'' if one.certified else 'NOT '}certified"
