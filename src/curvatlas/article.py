@@ -12,7 +12,7 @@ Every result reads like a mapping too, and behind each key stands the true quant
                                          curvature_proxy, which is a slope
     demo_hessian_analysis()              gives (analyzer, optimizer)
 
-The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``training``, the pictures in
+The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``training``, pictures in
 ``figures``.
 """
 
