@@ -61,7 +61,6 @@ from .analysis.landscape.sharpness import (
     SharpnessDrift as SharpnessDrift,
     sharpness_drift as sharpness_drift,
 )
-from .analysis.landscape.taylor import TaylorExpansionAnalyzer as TaylorExpansionAnalyzer
 from .analysis.landscape.taylor_result import (
     CriticalLearningRate as CriticalLearningRate,
     ObservedCurvature as ObservedCurvature,
@@ -85,6 +84,7 @@ from .anatomy import (
 from .article import (
     FullHessianAnalysis as FullHessianAnalysis,
     LayerWiseCurvature as LayerWiseCurvature,
+    TaylorExpansionAnalyzer as TaylorExpansionAnalyzer,
     TransformerHessianAnalyzer as TransformerHessianAnalyzer,
     demo_hessian_analysis as demo_hessian_analysis,
 )

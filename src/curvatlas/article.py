@@ -10,6 +10,10 @@ Every result reads like a mapping too, and behind each key stands the true quant
                                          top_eigenvalue, spectral_gap
         .analyze_layer_wise_curvature    rows: name, output_norm, curvature, and the article's
                                          curvature_proxy, which is a slope
+    TaylorExpansionAnalyzer(model)       hessian_cache, estimated_hessian_eigenvalue
+        .compute_taylor_coefficients     delta_loss, quadratic_coefficient, gradient_norm
+        .predict_convergence_trajectory  rows: step, delta_w_norm, delta_w_predicted
+        .estimate_hessian_from_trajectory    avg_curvature, convergence_rate
     demo_hessian_analysis()              gives (analyzer, optimizer)
 
 The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``training``, pictures in
@@ -18,24 +22,42 @@ The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``traini
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
+from curvatlas.analysis.landscape.line import Displacement, towards
+from curvatlas.analysis.landscape.taylor import (
+    critical_rate,
+    observed_curvature,
+    predict_trajectory,
+    taylor_expansion,
+    trust_radius,
+)
+from curvatlas.analysis.landscape.taylor_result import (
+    CriticalLearningRate,
+    ObservedCurvature,
+    PredictedTrajectory,
+    TaylorExpansion,
+    TrustRadius,
+)
 from curvatlas.analysis.propagation.result import Measure
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from curvatlas.problem.batches import first_batches, paired
-from curvatlas.problem.evaluation import evaluated
+from curvatlas.problem.evaluation import evaluated, without_randomness
 from curvatlas.problem.fingerprint import content
 from curvatlas.problem.losses import LossLike
+from curvatlas.problem.parameters import Parameters
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
 from curvatlas.results import Interval, Number, Result, also_named
@@ -389,6 +411,196 @@ class TransformerHessianAnalyzer:
             return None
         told = content(op.content()).hex()[:12]
         return self.folder / f"{len(self.history):03d}-{what}-{told}.safetensors"
+
+
+class TaylorExpansionAnalyzer:
+    """Local models of a network's loss, each compared with the loss itself.
+
+    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
+    Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
+    Methods that are given none use the data of the last call. ``hessian_cache`` keeps the largest
+    eigenvalue that ``estimated_hessian_eigenvalue`` reads, for each state of weights and data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: LossLike = "cross_entropy",
+        parameters: Parameters | None = None,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.parameters = parameters
+        self.hessian_cache: dict[str, Eigenpairs] = {}
+        self._problem: Problem | None = None
+        self._eigenvalue: float | None = None  # set from outside, or seen in a trajectory
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
+        """An analyzer whose methods use the problem's model, loss, data and parameters."""
+        names = list(problem.parameter_names)
+        analyzer = cls(problem.model, loss=problem.loss, parameters=names)
+        analyzer._problem = problem
+        return analyzer
+
+    @property
+    def estimated_hessian_eigenvalue(self) -> float:
+        """What was set, or the last ``avg_curvature`` of a trajectory, else λmax on the data."""
+        if self._eigenvalue is not None:
+            return self._eigenvalue
+        if self._problem is None:
+            raise AttributeError(
+                "no eigenvalue yet: set estimated_hessian_eigenvalue, estimate it from a "
+                "trajectory, or give data to a method."
+            )
+        operator = Hessian(self._problem)
+        key = content(operator.content()).hex()
+        if key not in self.hessian_cache:
+            with without_randomness(self.model):
+                self.hessian_cache[key] = eigenpairs(operator, k=1, which="largest", tol=1e-6)
+        return self.hessian_cache[key].value
+
+    @estimated_hessian_eigenvalue.setter
+    def estimated_hessian_eigenvalue(self, value: float) -> None:
+        self._eigenvalue = float(value)
+
+    @evaluated
+    def compute_taylor_coefficients(
+        self,
+        x: Any = None,
+        y: Any = None,
+        other_x: Any = None,
+        other_y: Any = None,
+        *,
+        x_train: Any = None,
+        displacement: Displacement | None = None,
+        checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
+        loss: LossLike | None = None,
+        **options: Any,
+    ) -> TaylorExpansion:
+        """``taylor_expansion`` (whose options these are) along ``displacement``, or to the weights
+        of another model or state dict, ``checkpoint``.
+
+        With a second data set (``other_x``, ``other_y``) every term is that of L_other − L. As in
+        the article, ``compute_taylor_coefficients(x, y, x_train)``: the difference that the samples
+        (x, y) make when they are added to ``x_train``, L_{k+1} − L_k. ``x_train``: data of its own
+        (a batch with targets, a loader), or inputs alone, whose targets are then the model's own
+        predictions. The displacement may then be left out: the unit vector of steepest descent.
+        """
+        if x_train is None and other_x is not None and other_y is None and _is_inputs(other_x):
+            other_x, x_train = None, other_x
+        first, second = _datasets(x, y, other_x, other_y)
+        if x_train is not None and second is not None:
+            raise ValueError("pass x_train= or a second data set, not both.")
+        problem = self._problem_of(first, loss)
+        if displacement is None and checkpoint is None and x_train is not None:
+            gradient = problem.gradient()
+            if not bool(gradient.any()):
+                raise ValueError("the gradient is zero: give displacement= or checkpoint=.")
+            displacement = -gradient / torch.linalg.vector_norm(gradient)
+        if (displacement is None) == (checkpoint is None):
+            raise ValueError(
+                "give either displacement= or checkpoint=: where the loss is expanded."
+            )
+        if checkpoint is not None:
+            displacement = towards(problem, checkpoint)
+        between = None
+        if second is not None:
+            between = problem, problem.with_data(second)
+        elif x_train is not None:
+            between = self._with_samples_added(x_train, loss, problem)
+        assert displacement is not None
+        return taylor_expansion(problem, displacement, between=between, **options)
+
+    def _with_samples_added(
+        self, x_train: Any, loss: LossLike | None, added: Problem
+    ) -> tuple[Problem, Problem]:
+        """The loss of the training data alone, and with the samples of ``added``."""
+        before = added.with_data(x_train) if not _is_inputs(x_train) else None
+        if before is None:
+            named, _ = own_targets(self.model, self.loss if loss is None else loss, x_train)
+            before = added.with_data([(b.inputs, b.targets) for b in named.batches()])
+        before.require_mean("the difference that added samples make")
+        batches = [*before.batches(), *added.batches()]
+        return before, before.with_batches([replace(b, index=i) for i, b in enumerate(batches)])
+
+    @evaluated
+    def radius(
+        self, x: Any = None, y: Any = None, *, loss: LossLike | None = None, **options: Any
+    ) -> TrustRadius:
+        """``trust_radius``, whose options these are: how far a Taylor model holds."""
+        return trust_radius(self._problem_of(_datasets(x, y, None, None)[0], loss), **options)
+
+    @evaluated
+    def predict_convergence_trajectory(
+        self,
+        n_steps: int,
+        learning_rate: float,
+        x: Any = None,
+        y: Any = None,
+        *,
+        loss: LossLike | None = None,
+        **options: Any,
+    ) -> PredictedTrajectory | list[dict[str, float]]:
+        """``predict_trajectory``, whose options these are: gradient descent by the quadratic model.
+
+        Where no data are known but ``estimated_hessian_eigenvalue`` is λ: rows of one mode alone,
+        the distance to its minimum ``delta_w_norm`` (1 at first) and ``delta_w_predicted`` after
+        the step, 1 − ηλ times as far.
+        """
+        if x is None and self._problem is None and self._eigenvalue is not None:
+            shrink = 1 - learning_rate * self._eigenvalue
+            pairs = itertools.pairwise(shrink**step for step in range(n_steps + 1))
+            return [
+                {"step": step, "delta_w_norm": before, "delta_w_predicted": after}
+                for step, (before, after) in enumerate(pairs)
+            ]
+        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
+        return predict_trajectory(problem, n_steps, learning_rate, **options)
+
+    @evaluated
+    def critical_learning_rate(
+        self, x: Any = None, y: Any = None, *, loss: LossLike | None = None, **options: Any
+    ) -> CriticalLearningRate:
+        """``critical_rate``, whose options these are: 2(1 + μ)/λmax, tried by training."""
+        return critical_rate(self._problem_of(_datasets(x, y, None, None)[0], loss), **options)
+
+    @also_named(loss_trajectory="trajectory")
+    def estimate_hessian_from_trajectory(
+        self, trajectory: Any, learning_rate: float | None = None, **options: Any
+    ) -> ObservedCurvature:
+        """``observed_curvature`` of losses, of rows with a ``loss`` or of weights; its options."""
+        found = observed_curvature(trajectory, learning_rate, **options)
+        self._eigenvalue = found.avg_curvature
+        return found
+
+    def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
+        if data is None:
+            if self._problem is None:
+                raise ValueError("no data yet: pass (x, y) or data to this call.")
+            if loss is None:
+                return self._problem
+            data = self._problem.data
+        chosen = self.loss if loss is None else loss
+        self._problem = Problem(self.model, chosen, data, parameters=self.parameters)
+        return self._problem
+
+
+def _datasets(x: Any, y: Any, other_x: Any, other_y: Any) -> tuple[Any, Any]:
+    """(data, other data) from whichever way they were passed; None where there is none."""
+    if x is not None and y is not None and not isinstance(y, (Tensor, np.ndarray)):
+        if other_x is not None or other_y is not None:
+            raise ValueError("two data sets were given and a third: pass x, y, other_x, other_y.")
+        return x, y  # two data sets, one an argument
+    return paired(x, y), paired(other_x, other_y)
+
+
+def _is_inputs(data: Any) -> bool:
+    """Inputs without targets: a tensor, an array or a mapping without labels."""
+    if isinstance(data, Mapping):
+        return data.get("labels") is None
+    return isinstance(data, (Tensor, np.ndarray))
 
 
 _TOKENS, _LENGTH, _SAMPLES = 50, 32, 8

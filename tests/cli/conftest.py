@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer
+from curvatlas.analysis.landscape.taylor import critical_rate
 
 
 @pytest.fixture(autouse=True)
@@ -15,5 +13,4 @@ def short_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Whether training confirms the rate is the subject of ``analysis/landscape/test_taylor.py``.
     """
-    method = inspect.unwrap(TaylorExpansionAnalyzer.critical_learning_rate)
-    monkeypatch.setitem(method.__kwdefaults__, "steps", 4)
+    monkeypatch.setitem(critical_rate.__kwdefaults__, "steps", 4)

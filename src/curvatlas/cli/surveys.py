@@ -316,7 +316,12 @@ def landscape(
     """Expand the loss to third order, check its quadratic model, follow it as samples are added."""
     from curvatlas.analysis.conditioning import effective_conditioning
     from curvatlas.analysis.landscape.convergence import landscape_convergence
-    from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer, predict_trajectory
+    from curvatlas.analysis.landscape.taylor import (
+        critical_rate,
+        predict_trajectory,
+        taylor_expansion,
+        trust_radius,
+    )
     from curvatlas.budget import Clock
     from curvatlas.cli.execution import carry_out
     from curvatlas.cli.inputs import prepare
@@ -356,7 +361,6 @@ def landscape(
         **({"loss_only": True} if loss_only else {}),
         **({"retrain": how} if retrain else {}),
     )
-    analyzer = TaylorExpansionAnalyzer.from_problem(problem)
 
     def step(name: str, function: Callable[[], R]) -> R:
         clock.check()
@@ -365,13 +369,11 @@ def landscape(
         return result
 
     def expansion() -> None:
-        step("radius", lambda: analyzer.radius(accuracy=accuracy))
-        rate = step("rate", lambda: analyzer.critical_learning_rate(seed=seed)).value / 2
+        step("radius", lambda: trust_radius(problem, accuracy=accuracy))
+        rate = step("rate", lambda: critical_rate(problem, seed=seed)).value / 2
         step(
             "taylor",
-            lambda: analyzer.compute_taylor_coefficients(
-                displacement=-rate * problem.gradient(), accuracy=accuracy
-            ),
+            lambda: taylor_expansion(problem, -rate * problem.gradient(), accuracy=accuracy),
         )
         step("trajectory", lambda: predict_trajectory(problem, steps, rate))
         step(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvatlas import zoo
 from curvatlas.analysis.landscape.line import Line
-from curvatlas.analysis.landscape.taylor import TaylorExpansionAnalyzer
+from curvatlas.article import TaylorExpansionAnalyzer
 from curvatlas.problem import Problem
 from oracles import with_hand_written_norms
 

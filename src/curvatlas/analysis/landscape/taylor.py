@@ -1,24 +1,21 @@
 """The Taylor framework: what value, slope, curvature and third order say about a loss, checked.
 
->>> analyzer = TaylorExpansionAnalyzer(model)                                     # doctest: +SKIP
->>> found = analyzer.compute_taylor_coefficients(x, y, displacement=d)            # doctest: +SKIP
+>>> found = taylor_expansion(problem, displacement)                                # doctest: +SKIP
 >>> found.constant, found.linear, found.quadratic, found.cubic, found.remainder   # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.landscape.horizon import QuadraticDescent
@@ -29,7 +26,6 @@ from curvatlas.analysis.landscape.line import (
     flat_displacement,
     fourth_derivative_bound,
     third_by_differences,
-    towards,
     value_and_gradient,
     within,
 )
@@ -43,15 +39,7 @@ from curvatlas.analysis.landscape.taylor_result import (
 from curvatlas.operators.curvature import Hessian
 from curvatlas.precision import float64_device, in_float64
 from curvatlas.problem import Problem
-from curvatlas.problem.batches import paired
-from curvatlas.problem.evaluation import evaluated, without_randomness
-from curvatlas.problem.fingerprint import content
-from curvatlas.problem.losses import LossLike
-from curvatlas.problem.parameters import Parameters
-from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
-from curvatlas.results import also_named
-from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 
 _OVERFLOW = 1e12  # a run whose loss exceeds this has diverged
@@ -60,13 +48,16 @@ _NEGLIGIBLE = 1e-8  # directions below this share of the largest step carry only
 
 def observed_curvature(
     trajectory: Tensor | Sequence[float] | Sequence[Tensor] | Iterable[Mapping[str, Any]],
-    learning_rate: float | None,
-    gradients: Tensor | Sequence[Tensor] | None,
-    momentum: float,
+    learning_rate: float | None = None,
+    *,
+    gradients: Tensor | Sequence[Tensor] | None = None,
+    momentum: float = 0.0,
 ) -> ObservedCurvature:
-    """From losses (T,) with a learning rate, or weights (T, P) with gradients or a rate.
+    """Curvature from losses (T,) or weights (T, P) seen in training, with an interval.
 
     No second derivative is computed. Rows of a log, mappings with ``loss``, are their losses.
+    Losses need the learning rate; weights need it too (plain gradient descent with ``momentum``),
+    or the ``gradients`` (T, P) at those weights.
     """
     stacked = _stacked(_losses_of(trajectory))
     if not bool(torch.isfinite(stacked).all()):
@@ -230,8 +221,18 @@ def predict_trajectory(
 
     By Gauss quadrature the loss in the Krylov space of the gradient is that of the full quadratic
     model, exactly for the first ``modes`` steps. The outliers of the top eigenspace are Ritz values
-    of their own, the bulk what remains. ``horizon.py`` says how far the model itself holds.
+    of their own, the bulk what remains. compare: run gradient descent too, the model's own weights
+    left as they are. ``horizon`` of the result is the number of steps for which the predicted
+    change of the loss is within ``tolerance`` (relative) of the real one, judged without the real
+    run: from the remainders of loss and gradient at some predicted points (``horizon.py``).
     """
+    if n_steps < 1 or not rate > 0 or not 0 <= momentum < 1 or modes < 1:
+        raise ValueError(
+            f"need n_steps ≥ 1, learning_rate > 0, 0 ≤ momentum < 1 and modes ≥ 1, got "
+            f"{n_steps}, {rate}, {momentum}, {modes}."
+        )
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance lies between 0 and 1, got {tolerance!r}.")
     descent = Descent(problem)
     size = min(modes, problem.size)
     operator = Hessian(problem)
@@ -271,12 +272,12 @@ def predict_trajectory(
 def critical_rate(
     problem: Problem,
     *,
-    momentum: float,
-    ratios: tuple[float, ...],
-    steps: int,
-    seed: int,
+    momentum: float = 0.0,
+    ratios: tuple[float, ...] = (0.95, 1.05),
+    steps: int = 30,
+    seed: int = 0,
 ) -> CriticalLearningRate:
-    """2(1 + μ)/λmax and its check by training at ``ratios`` of it."""
+    """2(1 + μ)/λmax, and training at ``ratios`` of it to see whether deviations grow."""
     operator = Hessian(problem)
     largest = eigenpairs(operator, k=1, which="largest", tol=1e-6, seed=seed)
     top = largest.value
@@ -383,281 +384,28 @@ def _growth(
     return float((late / early) ** (1 / max(half, 1)))
 
 
-class TaylorExpansionAnalyzer:
-    """Local models of a network's loss, each compared with the loss itself.
-
-    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
-    Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
-    Methods that are given none use the data of the last call. ``hessian_cache`` keeps the largest
-    eigenvalue that ``estimated_hessian_eigenvalue`` reads, for each state of weights and data.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss: LossLike = "cross_entropy",
-        parameters: Parameters | None = None,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.parameters = parameters
-        self.hessian_cache: dict[str, Eigenpairs] = {}
-        self._problem: Problem | None = None
-        self._eigenvalue: float | None = None  # set from outside, or seen in a trajectory
-
-    @property
-    def estimated_hessian_eigenvalue(self) -> float:
-        """What was set, or the last ``avg_curvature`` of a trajectory, else λmax on the data."""
-        if self._eigenvalue is not None:
-            return self._eigenvalue
-        if self._problem is None:
-            raise AttributeError(
-                "no eigenvalue yet: set estimated_hessian_eigenvalue, estimate it from a "
-                "trajectory, or give data to a method."
-            )
-        operator = Hessian(self._problem)
-        key = content(operator.content()).hex()
-        if key not in self.hessian_cache:
-            with without_randomness(self.model):
-                self.hessian_cache[key] = eigenpairs(operator, k=1, which="largest", tol=1e-6)
-        return self.hessian_cache[key].value
-
-    @estimated_hessian_eigenvalue.setter
-    def estimated_hessian_eigenvalue(self, value: float) -> None:
-        self._eigenvalue = float(value)
-
-    @classmethod
-    def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
-        """An analyzer whose methods use the problem's model, loss, data and parameters."""
-        names = list(problem.parameter_names)
-        analyzer = cls(problem.model, loss=problem.loss, parameters=names)
-        analyzer._problem = problem
-        return analyzer
-
-    @evaluated
-    def compute_taylor_coefficients(
-        self,
-        x: Any = None,
-        y: Any = None,
-        other_x: Any = None,
-        other_y: Any = None,
-        *,
-        x_train: Any = None,
-        displacement: Displacement | None = None,
-        checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
-        loss: LossLike | None = None,
-        accuracy: float = 0.01,
-        bound_points: int = 5,
-        check: bool = True,
-    ) -> TaylorExpansion:
-        r"""Terms of L(θ + d) = L + g·d + ½ dᵀHd + ⅙ ∂³L[d, d, d] + remainder.
-
-        With a second data set (``other_x``, ``other_y``) every term is that of L_other − L: k + 1
-        samples against k, or two data sets. ``checkpoint`` takes d from the present weights to
-        those of another model or state dict. ``bound_points`` = 0 leaves out the remainder's bound
-        and the radii, which take the fourth derivative at so many points of the segment; ``check``
-        compares the third derivative with differences of the second.
-
-        As in the article, ``compute_taylor_coefficients(x, y, x_train)``: the difference that the
-        samples (x, y) make when they are added to the training data ``x_train``, every term that of
-        L_{k+1} − L_k. ``x_train``: data of its own (a batch with targets, a loader), or inputs
-        alone, whose targets are then the model's own predictions (cross-entropy: the most likely
-        classes; mean squared error: zero). Here d may be left out: it is then the unit vector of
-        steepest descent of the loss on (x, y), −g/‖g‖.
-        """
-        if x_train is None and other_x is not None and other_y is None and _is_inputs(other_x):
-            other_x, x_train = None, other_x
-        first, second = _datasets(x, y, other_x, other_y)
-        if x_train is not None and second is not None:
-            raise ValueError("pass x_train= or a second data set, not both.")
-        problem = self._problem_of(first, loss)
-        gradient = problem.gradient()
-        length = float(torch.linalg.vector_norm(gradient))
-        if (displacement is None) == (checkpoint is None) and not (
-            x_train is not None and displacement is None
-        ):
-            raise ValueError(
-                "give either displacement= or checkpoint=: where the loss is expanded."
-            )
-        if displacement is not None:
-            direction = flat_displacement(problem, displacement)
-        elif checkpoint is not None:
-            direction = towards(problem, checkpoint)
-        elif length > 0:
-            direction = -gradient / length
-        else:
-            raise ValueError("the gradient is zero: give displacement= or checkpoint=.")
-        line: Line | Difference = Line(problem, direction)
-        compared = second is not None or x_train is not None
-        if second is not None:
-            line = Difference(Line(problem, direction), Line(problem.with_data(second), direction))
-        elif x_train is not None:
-            before = self._training_problem(x_train, loss, problem)
-            before.require_mean("the difference that added samples make")
-            batches = [*before.batches(), *problem.batches()]
-            after = before.with_batches([replace(b, index=i) for i, b in enumerate(batches)])
-            line = Difference(Line(before, direction), Line(after, direction))
-        return _expansion(
-            line, accuracy, bound_points, check, compared=compared, gradient_norm=length
-        )
-
-    def _training_problem(self, x_train: Any, loss: LossLike | None, like: Problem) -> Problem:
-        """The loss of the training data alone, with the parameters of ``like``."""
-        if not _is_inputs(x_train):
-            return like.with_data(x_train)
-        chosen = self.loss if loss is None else loss
-        problem, _ = own_targets(self.model, chosen, x_train)
-        return like.with_data([(b.inputs, b.targets) for b in problem.batches()])
-
-    @evaluated
-    def radius(
-        self,
-        x: Any = None,
-        y: Any = None,
-        *,
-        direction: Displacement | None = None,
-        accuracy: float = 0.01,
-        order: int = 2,
-        loss: LossLike | None = None,
-    ) -> TrustRadius:
-        """How far the order-2 (or 3) model predicts the change to ``accuracy`` (default: −g)."""
-        if order not in (2, 3):
-            raise ValueError(f"order must be 2 or 3, got {order}.")
-        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
-        towards_ = (
-            -problem.gradient() if direction is None else flat_displacement(problem, direction)
-        )
-        norm = float(torch.linalg.vector_norm(towards_))
-        if norm == 0:
-            raise ValueError("the direction is zero: give direction=.")
-        return _trust_radius(problem, towards_ / norm, accuracy, order)
-
-    @evaluated
-    def predict_convergence_trajectory(
-        self,
-        n_steps: int,
-        learning_rate: float,
-        x: Any = None,
-        y: Any = None,
-        *,
-        momentum: float = 0.0,
-        modes: int = 64,
-        compare: bool = True,
-        tolerance: float = 0.1,
-        loss: LossLike | None = None,
-    ) -> PredictedTrajectory | list[dict[str, float]]:
-        """Full-batch gradient descent by the quadratic model, and (``compare``) the real run.
-
-        δ ← (I − ηH) δ − ηg in the ``modes`` eigenspaces the gradient meets; the model's own weights
-        are left as they are. ``horizon`` of the result is the number of steps for which the
-        predicted change of the loss is within ``tolerance`` (relative) of the real one, judged
-        without the real run: from the remainders of loss and gradient at some predicted points.
-
-        Where no data are known but ``estimated_hessian_eigenvalue`` is λ: rows of one mode alone,
-        the distance to its minimum ``delta_w_norm`` (1 at first) and ``delta_w_predicted`` after
-        the step, 1 − ηλ times as far.
-        """
-        if n_steps < 1 or not learning_rate > 0 or not 0 <= momentum < 1 or modes < 1:
-            raise ValueError(
-                f"need n_steps ≥ 1, learning_rate > 0, 0 ≤ momentum < 1 and modes ≥ 1, got "
-                f"{n_steps}, {learning_rate}, {momentum}, {modes}."
-            )
-        if not 0 < tolerance < 1:
-            raise ValueError(f"tolerance lies between 0 and 1, got {tolerance!r}.")
-        if x is None and self._problem is None and self._eigenvalue is not None:
-            if momentum:
-                raise ValueError("one mode alone is predicted without momentum: pass (x, y) too.")
-            shrink = 1 - learning_rate * self._eigenvalue
-            reached = [shrink**step for step in range(n_steps + 1)]
-            pairs = itertools.pairwise(reached)
-            return [
-                {"step": step, "delta_w_norm": before, "delta_w_predicted": after}
-                for step, (before, after) in enumerate(pairs)
-            ]
-        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
-        return predict_trajectory(
-            problem,
-            n_steps,
-            learning_rate,
-            momentum=momentum,
-            modes=modes,
-            compare=compare,
-            tolerance=tolerance,
-        )
-
-    @evaluated
-    def critical_learning_rate(
-        self,
-        x: Any = None,
-        y: Any = None,
-        *,
-        momentum: float = 0.0,
-        ratios: tuple[float, ...] = (0.95, 1.05),
-        steps: int = 30,
-        seed: int = 0,
-        loss: LossLike | None = None,
-    ) -> CriticalLearningRate:
-        """2(1 + μ)/λmax, and training at ``ratios`` of it to see whether deviations grow."""
-        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
-        return critical_rate(problem, momentum=momentum, ratios=ratios, steps=steps, seed=seed)
-
-    @also_named(loss_trajectory="trajectory")
-    def estimate_hessian_from_trajectory(
-        self,
-        trajectory: Tensor | Sequence[float] | Sequence[Tensor] | Iterable[Mapping[str, Any]],
-        learning_rate: float | None = None,
-        *,
-        gradients: Tensor | Sequence[Tensor] | None = None,
-        momentum: float = 0.0,
-    ) -> ObservedCurvature:
-        """Curvature from losses (T,) or weights (T, P) seen in training, with an interval.
-
-        Rows of a log (mappings with ``loss``) are read as their losses.
-        Losses need the learning rate; weights need it too (plain gradient descent with
-        ``momentum``), or the ``gradients`` (T, P) at those weights.
-        """
-        found = observed_curvature(trajectory, learning_rate, gradients, momentum)
-        self._eigenvalue = found.avg_curvature
-        return found
-
-    def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
-        if data is None:
-            if self._problem is None:
-                raise ValueError("no data yet: pass (x, y) or data to this call.")
-            if loss is None:
-                return self._problem
-            data = self._problem.data
-        chosen = self.loss if loss is None else loss
-        self._problem = Problem(self.model, chosen, data, parameters=self.parameters)
-        return self._problem
-
-
-def _datasets(x: Any, y: Any, other_x: Any, other_y: Any) -> tuple[Any, Any]:
-    """(data, other data) from whichever way they were passed; None where there is none."""
-    if x is not None and y is not None and not isinstance(y, (Tensor, np.ndarray)):
-        if other_x is not None or other_y is not None:
-            raise ValueError("two data sets were given and a third: pass x, y, other_x, other_y.")
-        return x, y  # two data sets, one an argument
-    return paired(x, y), paired(other_x, other_y)
-
-
-def _is_inputs(data: Any) -> bool:
-    """Inputs without targets: a tensor, an array or a mapping without labels."""
-    if isinstance(data, Mapping):
-        return data.get("labels") is None
-    return isinstance(data, (Tensor, np.ndarray))
-
-
-def _expansion(
-    line: Line | Difference,
-    accuracy: float,
-    points: int,
-    check: bool,
+def taylor_expansion(
+    problem: Problem,
+    displacement: Displacement,
     *,
-    compared: bool,
-    gradient_norm: float,
+    between: tuple[Problem, Problem] | None = None,
+    accuracy: float = 0.01,
+    bound_points: int = 5,
+    check: bool = True,
 ) -> TaylorExpansion:
+    r"""Terms of L(θ + d) = L + g·d + ½ dᵀHd + ⅙ ∂³L[d, d, d] + remainder.
+
+    between: two losses of the same parameters; every term is then that of the second less the
+        first.
+    bound_points: points of the segment at which the fourth derivative is taken, for the remainder's
+        bound and the radii; 0 leaves them out.
+    check: compare the third derivative with differences of the second.
+    """
+    direction = flat_displacement(problem, displacement)
+    line: Line | Difference = Line(problem, direction)
+    if between is not None:
+        line = Difference(*(Line(one, direction) for one in between))
+    points = bound_points
     value, slope, second, third = line.derivatives(3)
     (actual,) = line.values([1.0])
     third_error = 0.0
@@ -687,8 +435,8 @@ def _expansion(
         accuracy=accuracy,
         quadratic_radius=radius2,
         cubic_radius=radius3,
-        compared=compared,
-        gradient_norm=gradient_norm,
+        compared=between is not None,
+        gradient_norm=float(torch.linalg.vector_norm(problem.gradient())),
     )
 
 
@@ -710,8 +458,21 @@ def _checked_third(line: Line | Difference, third: float, *, scale: float) -> tu
     return different, error + 1e-5 * scale
 
 
-def _trust_radius(problem: Problem, unit: Tensor, accuracy: float, order: int) -> TrustRadius:
-    line = Line(problem, unit)
+def trust_radius(
+    problem: Problem,
+    direction: Displacement | None = None,
+    *,
+    accuracy: float = 0.01,
+    order: int = 2,
+) -> TrustRadius:
+    """How far the order-2 (or 3) model predicts the change to ``accuracy`` (default: along −g)."""
+    if order not in (2, 3):
+        raise ValueError(f"order must be 2 or 3, got {order}.")
+    towards = -problem.gradient() if direction is None else flat_displacement(problem, direction)
+    norm = float(torch.linalg.vector_norm(towards))
+    if norm == 0:
+        raise ValueError("the direction is zero: give direction=.")
+    line = Line(problem, towards / norm)
     _, slope, second, third, fourth = line.derivatives(4)
     # first guess: where the leading error term reaches accuracy × |linear term|
     lead = abs(third) / 6 if order == 2 else abs(fourth) / 24
