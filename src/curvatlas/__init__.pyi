@@ -32,7 +32,6 @@ from .analysis.atlas.result import (
 )
 from .analysis.conditioning import EffectiveConditioning as EffectiveConditioning
 from .analysis.diagnostics import (
-    ConvergenceDiagnostics as ConvergenceDiagnostics,
     ConvergenceTrajectory as ConvergenceTrajectory,
     Rate as Rate,
 )
@@ -82,6 +81,7 @@ from .anatomy import (
     anatomy_of as anatomy_of,
 )
 from .article import (
+    ConvergenceDiagnostics as ConvergenceDiagnostics,
     FullHessianAnalysis as FullHessianAnalysis,
     LayerWiseCurvature as LayerWiseCurvature,
     TaylorExpansionAnalyzer as TaylorExpansionAnalyzer,

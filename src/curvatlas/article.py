@@ -10,6 +10,11 @@ Every result reads like a mapping too, and behind each key stands the true quant
                                          top_eigenvalue, spectral_gap
         .analyze_layer_wise_curvature    rows: name, output_norm, curvature, and the article's
                                          curvature_proxy, which is a slope
+    ConvergenceDiagnostics(model)        loss_history, grad_history, curvature_history
+        .compute_effective_conditioning  loss, grad_norm, grad_mean, grad_std,
+                                         eff_condition_number
+        .analyze_convergence_trajectory  loss_decreased, loss_reduction, gradient_decay_rate,
+                                         condition_number_trend, final_condition
     TaylorExpansionAnalyzer(model)       hessian_cache, estimated_hessian_eigenvalue
         .compute_taylor_coefficients     delta_loss, quadratic_coefficient, gradient_norm
         .predict_convergence_trajectory  rows: step, delta_w_norm, delta_w_predicted
@@ -22,6 +27,7 @@ The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``traini
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -34,6 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from curvatlas.analysis.atlas.layerwise import activation_curvature
+from curvatlas.analysis.conditioning import EffectiveConditioning, effective_conditioning
+from curvatlas.analysis.diagnostics import ConvergenceTrajectory, convergence_trajectory
 from curvatlas.analysis.landscape.line import Displacement, towards
 from curvatlas.analysis.landscape.taylor import (
     critical_rate,
@@ -411,6 +419,50 @@ class TransformerHessianAnalyzer:
             return None
         told = content(op.content()).hex()[:12]
         return self.folder / f"{len(self.history):03d}-{what}-{told}.safetensors"
+
+
+class ConvergenceDiagnostics:
+    """Measures what decides whether and how fast a model trains; data go to the methods.
+
+    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
+    ``loss_history`` and ``grad_history`` (‖∇L‖) have a number for each step of every trajectory,
+    ``curvature_history`` the condition number of each look.
+    """
+
+    def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
+        self.model = model
+        self.loss = loss
+        self.loss_history: list[float] = []
+        self.grad_history: list[float] = []
+        self.curvature_history: list[float] = []
+
+    @evaluated
+    def compute_effective_conditioning(
+        self, x: Any, y: Any = None, *, loss: LossLike | None = None, **options: Any
+    ) -> EffectiveConditioning:
+        """``effective_conditioning`` of one batch, whose options these are."""
+        problem = Problem(self.model, self.loss if loss is None else loss, paired(x, y))
+        return effective_conditioning(problem, **options)
+
+    @evaluated
+    @also_named(dataloader="data")
+    def analyze_convergence_trajectory(
+        self,
+        data: Any,
+        n_steps: int = 100,
+        *,
+        loss: LossLike | None = None,
+        in_place: bool = False,
+        **options: Any,
+    ) -> ConvergenceTrajectory:
+        """``convergence_trajectory``, whose options these are, of a copy unless ``in_place``."""
+        model = self.model if in_place else copy.deepcopy(self.model)
+        problem = Problem(model, self.loss if loss is None else loss, data)
+        found = convergence_trajectory(problem, n_steps, **options)
+        self.loss_history += found.losses.tolist()
+        self.grad_history += found.gradient_norms.tolist()
+        self.curvature_history += [look.condition_number for look in found.looks]
+        return found
 
 
 class TaylorExpansionAnalyzer:

@@ -17,12 +17,12 @@ from curvatlas.analysis.conditioning import (
     heterogeneity,
 )
 from curvatlas.analysis.diagnostics import (
-    ConvergenceDiagnostics,
     GradientNoise,
     Situation,
     is_post_norm,
     recommend,
 )
+from curvatlas.article import ConvergenceDiagnostics
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 from huggingface_models import tiny_model

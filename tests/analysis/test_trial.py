@@ -16,12 +16,12 @@ from curvatlas import zoo
 from curvatlas.analysis.conditioning import conditioning_and_ends
 from curvatlas.analysis.diagnostics import (
     Advice,
-    ConvergenceDiagnostics,
     Situation,
     advise,
     recommend,
 )
 from curvatlas.analysis.trial import Trial, along_the_gradient
+from curvatlas.article import ConvergenceDiagnostics
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
 

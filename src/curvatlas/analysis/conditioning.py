@@ -107,9 +107,14 @@ class EffectiveConditioning(Result):
 
 
 def effective_conditioning(
-    problem: Problem, *, learning_rate: float | None, products: int, layers: bool, seed: int
+    problem: Problem,
+    *,
+    learning_rate: float | None = None,
+    products: int = 80,
+    layers: bool = True,
+    seed: int = 0,
 ) -> EffectiveConditioning:
-    """Both ends by Lanczos, the bulk by quadrature, every layer's own block."""
+    """Both ends of the spectrum, κ = λmax/mean|λ|, negative share, alignment and layers."""
     return conditioning_and_ends(
         problem, learning_rate=learning_rate, products=products, layers=layers, seed=seed
     )[0]

@@ -1,14 +1,7 @@
-"""Diagnostics of convergence: conditioning now, and over a stretch of training.
-
->>> diagnostics = ConvergenceDiagnostics(model)                                   # doctest: +SKIP
->>> print(diagnostics.compute_effective_conditioning(x, y))                       # doctest: +SKIP
->>> for advice in diagnostics.analyze_convergence_trajectory((x, y), 100).recommendations:
-...     print(advice)                                                             # doctest: +SKIP
-"""
+"""Diagnostics of convergence: conditioning now, and over a stretch of training, with advice."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from curvatlas.analysis.conditioning import (
     EffectiveConditioning,
     conditioning_and_ends,
-    effective_conditioning,
     heterogeneity,
     sharpest_pair,
 )
@@ -37,11 +29,8 @@ from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import GaussNewton, Hessian
 from curvatlas.operators.per_sample import sample_gradients, subset
 from curvatlas.problem import Batch, Problem
-from curvatlas.problem.batches import paired
-from curvatlas.problem.evaluation import evaluated
-from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result, also_named
+from curvatlas.results import Interval, Result
 from curvatlas.spectra.eigen_result import Eigenpairs
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
@@ -695,76 +684,29 @@ class ConvergenceTrajectory(Result):
         return "\n".join([*lines, *advice_lines(self)])
 
 
-class ConvergenceDiagnostics:
-    """Measures what decides whether and how fast a model trains; data go to the methods.
+def convergence_trajectory(
+    problem: Problem,
+    n_steps: int = 100,
+    *,
+    learning_rate: float = 0.05,
+    momentum: float = 0.0,
+    batch_size: int | None = None,
+    looks: int = 4,
+    products: int = 60,
+    held_out: Any = None,
+    seed: int = 0,
+) -> ConvergenceTrajectory:
+    """Train the problem's model for ``n_steps`` of SGD and look at the curvature on the way.
 
-    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
-    ``loss_history`` and ``grad_history`` (‖∇L‖) have a number for each step of every trajectory,
-    ``curvature_history`` the condition number of each look.
+    batch_size: samples a step, drawn at random (default: all). looks: times the conditioning is
+    measured on all the data, first and last step included. held_out: data that are not trained on:
+    what would lower the loss is tried on them, too, before it is advised.
     """
-
-    def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
-        self.model = model
-        self.loss = loss
-        self.loss_history: list[float] = []
-        self.grad_history: list[float] = []
-        self.curvature_history: list[float] = []
-
-    @evaluated
-    def compute_effective_conditioning(
-        self,
-        x: Any,
-        y: Any = None,
-        *,
-        loss: LossLike | None = None,
-        learning_rate: float | None = None,
-        products: int = 80,
-        layers: bool = True,
-        seed: int = 0,
-    ) -> EffectiveConditioning:
-        """Both ends of the spectrum, κ = λmax/mean|λ|, negative share, alignment, every layer."""
-        problem = self._problem(self.model, paired(x, y), loss)
-        return effective_conditioning(
-            problem, learning_rate=learning_rate, products=products, layers=layers, seed=seed
-        )
-
-    @evaluated
-    @also_named(dataloader="data")
-    def analyze_convergence_trajectory(
-        self,
-        data: Any,
-        n_steps: int = 100,
-        *,
-        learning_rate: float = 0.05,
-        momentum: float = 0.0,
-        batch_size: int | None = None,
-        looks: int = 4,
-        products: int = 60,
-        loss: LossLike | None = None,
-        in_place: bool = False,
-        held_out: Any = None,
-        seed: int = 0,
-    ) -> ConvergenceTrajectory:
-        """Train for ``n_steps`` of SGD (on a copy unless ``in_place``) and look at the curvature.
-
-        batch_size: samples a step, drawn at random (default: all). looks: times the conditioning is
-        measured on all the data, first and last step included. held_out: data that are not trained
-        on: what would lower the loss is tried on them, too, before it is advised.
-        """
-        if n_steps < 2 or looks < 2 or not learning_rate > 0:
-            raise ValueError("need n_steps ≥ 2, looks ≥ 2 and learning_rate > 0.")
-        model = self.model if in_place else copy.deepcopy(self.model)
-        problem = self._problem(model, data, loss)
-        found = _Trajectory(
-            problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed, held_out
-        ).result()
-        self.loss_history += found.losses.tolist()
-        self.grad_history += found.gradient_norms.tolist()
-        self.curvature_history += [look.condition_number for look in found.looks]
-        return found
-
-    def _problem(self, model: nn.Module, data: Any, loss: LossLike | None) -> Problem:
-        return Problem(model, self.loss if loss is None else loss, data)
+    if n_steps < 2 or looks < 2 or not learning_rate > 0:
+        raise ValueError("need n_steps ≥ 2, looks ≥ 2 and learning_rate > 0.")
+    return _Trajectory(
+        problem, n_steps, learning_rate, momentum, batch_size, looks, products, seed, held_out
+    ).result()
 
 
 class _Trajectory:
