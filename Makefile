@@ -15,9 +15,9 @@ demo: $(VENV)/.demo-ready
 test: $(VENV)/.ready
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-# As on other processors, with one and two threads: the tests that train on the spot or count coverage.
+# As on other processors with one thread, and here with two: what trains on the spot or counts coverage.
 ELSEWHERE := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
-	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
+	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=2
 test-elsewhere: $(VENV)/.ready
 	failed=; for setting in $(ELSEWHERE); do \
 	  workers="-n 2 --dist worksteal"; \

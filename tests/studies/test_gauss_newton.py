@@ -109,7 +109,9 @@ def test_probes_cover_the_exact_distances(monkeypatch: pytest.MonkeyPatch) -> No
             ):
                 low, high = found.interval
                 misses += not low <= want.value * (1 + 1e-9) <= high * (1 + 2e-9)
-    assert misses <= 4  # of 30 intervals, of which one or two should miss
+    # Of 190 intervals of 19 other seeds 4 were missed, by 3 seeds. Negative binomial counts of this
+    # mean and variance lie above 8 of 30 once in 30,000.
+    assert misses <= 8
 
 
 def test_condition_numbers_without_dense_matrices_hold_the_exact_ones(

@@ -58,17 +58,19 @@ def five_maps() -> tuple[nn.Module, ca.Monitor, list[ca.Atlas]]:
 def test_five_maps_cover_the_dense_atlas() -> None:
     _, monitor, exact = five_maps()
     assert len(monitor.history.mapped) == 5
+    inside = []
     for snapshot, dense in zip(monitor.history.mapped, exact, strict=True):
         assert snapshot.maps is not None
         assert snapshot.maps.method == "sketch"
-        inside = []
         for view in ("role", "layer"):
             for part in ("total", "outer", "functional"):
                 ours, true = snapshot.maps.view(view, part=part), dense.view(view, part=part).values
                 slack = 1e-6 * float(true.max())
                 inside.append(((true >= ours.low - slack) & (true <= ours.high + slack)).flatten())
-        share = float(torch.cat(inside).double().mean())
-        assert share >= 0.93, (snapshot.step, share)
+    # Runs of 13 other models missed 0.6 ± 0.5 %, at most 1.8 %. Negative binomial counts of this
+    # mean and variance lie above 5 % once in 100,000.
+    share = float(torch.cat(inside).double().mean())
+    assert share >= 0.95, share
 
 
 def test_maps_do_not_change_the_weights() -> None:

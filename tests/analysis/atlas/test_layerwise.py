@@ -85,12 +85,15 @@ def truths(matrix: torch.Tensor, problem: ca.Problem) -> dict[str, float]:
 
 
 def covered(found: RoleTraces, want: dict[str, float]) -> int:
-    """Roles whose doubled interval holds the truth: all of them, for practical purposes."""
+    """Roles whose interval, three times as wide, holds the truth.
+
+    A normal estimate lies outside once in 200 million, Student's of 60 probes once in 6 million.
+    """
     hits = 0
     for role, value in want.items():
         low, high = found.interval(role)
-        middle, half = (low + high) / 2, high - low
-        hits += abs(value - middle) <= half + 1e-12
+        middle, half = (low + high) / 2, (high - low) / 2
+        hits += abs(value - middle) <= 3 * half + 1e-12
     return hits
 
 
