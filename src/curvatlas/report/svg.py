@@ -44,12 +44,22 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
 
     cells = _prepared(figure)
     buffer = io.StringIO()
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "curvatlas"}
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "curvatlas",
+        "figure.autolayout": False,
+        "figure.constrained_layout.use": False,
+    }
+    engine = figure.get_layout_engine()
     with matplotlib.rc_context(settings):
+        if engine is not None:  # laid out here: while a figure has an engine it is drawn twice
+            engine.execute(figure)
+            figure.set_layout_engine(None)
         # dpi is that of the parts that are raster
         figure.savefig(
             buffer, format="svg", transparent=True, dpi=144, metadata={"Date": None, "Creator": ""}
         )
+    figure.set_layout_engine(engine)
     root = ElementTree.fromstring(buffer.getvalue())
     _without_namespaces(root)
     for child in list(root):
