@@ -140,13 +140,16 @@ class Linearisation:
         cotangents: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """Vector-Jacobian products for K cotangents at once: (K, *root) each → (K, *input) each."""
-        with without_tensor_hooks(self.leaves.values()):
-            if self.columns_at_once > 1:
-                try:
-                    return pull(roots, inputs, cotangents, together=True)
-                except RuntimeError:
-                    self.columns_at_once = 1  # an operation without a batching rule: one by one
-            return pull(roots, inputs, cotangents, together=False)
+        for leaf in self.leaves.values():
+            if leaf._backward_hooks:  # put on a parameter since; to see none costs no call
+                with without_tensor_hooks(self.leaves.values()):
+                    return self._pull(roots, inputs, cotangents)
+        if self.columns_at_once > 1:
+            try:
+                return pull(roots, inputs, cotangents, together=True)
+            except RuntimeError:
+                self.columns_at_once = 1  # an operation without a batching rule: one by one
+        return pull(roots, inputs, cotangents, together=False)
 
 
 class HessianLinearisation(Linearisation):
