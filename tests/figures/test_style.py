@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from curvatlas.figures.style import finish
+from curvatlas.figures.style import finish, power_label, short_names
 
 
 def _labels(low: float, high: float) -> list[tuple[str, float, float]]:
@@ -48,3 +48,16 @@ def test_a_linear_axis_is_left_alone() -> None:
     before = axes.xaxis.get_major_locator()
     finish(figure)
     assert axes.xaxis.get_major_locator() is before
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.001, "0.001"), (62.6, "62.6"), (-2e3, "−2000"), (2e7, "2×10⁷"), (1e-4, "10⁻⁴")],
+)
+def test_a_label_is_as_short_as_the_number_allows(value: float, text: str) -> None:
+    assert power_label(value) == text
+
+
+def test_names_are_short_and_keep_their_end() -> None:
+    names = ["blocks.3.norm1.gamma", "embedding.patch", "a_very_long_name.of_a_parameter.weight"]
+    assert short_names(names) == ["norm1.gamma", "patch", "…of a parameter.weight"]

@@ -143,7 +143,7 @@ def name_map(axes: Any, names: Sequence[str], *, rows: bool = True) -> None:
     """Every name while they fit, the blocks above; otherwise one label a block or part."""
     groups = layers_of(names)
     for (before, _, _), (label, start, _) in pairwise(groups):
-        if before.isdigit() or label.isdigit() or len(names) > _MOST_NAMES:
+        if before.isdigit() or label.isdigit():
             axes.axhline(start - 0.5, **_EDGE)
             axes.axvline(start - 0.5, **_EDGE)
     short = short_names(names)

@@ -30,8 +30,16 @@ if TYPE_CHECKING:
 
     Interval = tuple[float, float]
 
-stage_spectra, stage_eigenvalues, stage_flow = draw_density, draw_eigenvalues, draw_flow
-stage_roles = draw_shares
+stage_eigenvalues, stage_flow, stage_roles = draw_eigenvalues, draw_flow, draw_shares
+
+
+def stage_spectra(
+    densities: Mapping[str, Any], *, first_colour: int = 0, width: float = 4.4, height: float = 3.1
+) -> Figure:
+    """Densities of eigenvalues, a colour a stage or part; width and height in inches."""
+    figure = draw_density(densities, first_colour=first_colour)
+    figure.set_size_inches(width, height)
+    return finish(figure)
 
 
 def stage_map(atlas: Atlas, *, part: str = "total") -> Figure:

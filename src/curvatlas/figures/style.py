@@ -44,6 +44,7 @@ _PANEL = (4.4, 3.1)  # inches
 _LETTERS, _SMALL = 9.5, 9.0  # points: of labels; of ticks and legends
 _ROW_OF_LEGEND = 1.35 * _SMALL  # points
 _LETTERS_ACROSS = 50  # of a legend above a panel
+_LONGEST_NAME = 22  # letters beside an axis; tooltips have the whole name
 _COUNTED = ("step", "training step", "batch", "rank")  # axes of whole numbers
 _APART = {"x": 0.38, "y": 0.26}  # inches between the middles of two labels of an axis
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
@@ -169,7 +170,7 @@ def _label_powers(axis: Any) -> None:
 def power_label(value: float) -> str:
     """As short as an axis needs: ``0.001``, ``2000``, ``10⁻⁴``, ``2×10⁷``."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
-        return f"{value:.3g}".replace("-", "−") if abs(value) < 1000 else f"{value:.0f}"
+        return (f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}").replace("-", "−")
     mantissa, exponent = f"{abs(value):.2e}".split("e")
     factor = mantissa.rstrip("0").rstrip(".")
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -206,10 +207,11 @@ def printable(text: str) -> str:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Parts of a model in a word or two, without the number of the block they are in."""
-    return [
+    short = [
         re.sub(r"^blocks\.\d+\.(?=.)", "", name).replace("embedding.", "").replace("_", " ")
         for name in names
     ]
+    return [n if len(n) <= _LONGEST_NAME else f"…{n[1 - _LONGEST_NAME :]}" for n in short]
 
 
 def layers_of(names: Sequence[str]) -> list[tuple[str, int, int]]:
