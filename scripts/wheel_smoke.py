@@ -130,7 +130,7 @@ def wrong(answers: dict[str, Any], folder: Path, installed: Path) -> list[str]:
         "--help does not list the commands": "analyze" in answers["help"],
         "doctor is not healthy": answers["doctor"]["healthy"],
         "the run is not complete": answers["analyze"]["status"] == "complete",
-        "the report has no script": "<script>" in (folder / "run/report.html").read_text("utf-8"),
+        "the report has no picture": "<svg" in (folder / "run/report.html").read_text("utf-8"),
         "embedded data are missing": all(int(count) > 100 for count in answers["data"]),
     }
     return [problem for problem, fine in checks.items() if not fine]

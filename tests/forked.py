@@ -28,7 +28,7 @@ _IMPORTED = (
     "torch", "torch.func", "torch._dynamo", "torch.distributed.fsdp", "scipy.stats",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "curvatlas.surveying", "curvatlas.cli.execution", "curvatlas.cli.inputs",
-    "curvatlas.report.html", "forked",
+    "curvatlas.report.page", "forked",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from curvatlas.analysis.diagnostics import gradient_noise
 from curvatlas.figures import plot_scaling_law_predictions
 from curvatlas.fits import plane_power_law
 from curvatlas.problem import Problem
-from curvatlas.report import paper
+from curvatlas.report import layout
 from curvatlas.results import same
 from curvatlas.scaling import (
     ScalingCell,
@@ -444,10 +444,9 @@ def test_the_command_runs_resumes_and_refuses_nonsense(
             main(arguments)
         assert ended.value.code == 0
         answers.append(json.loads(capsys.readouterr().out))
-        monkeypatch.setattr(paper, "write_figures", lambda *_, **__: [])  # the same ones again
+        monkeypatch.setattr(layout, "drawn", lambda picture: None)  # the same ones again
     assert answers[0]["results"] == answers[1]["results"]
     assert len(answers[0]["results"]["grid"]["cells"]) == 2
-    assert (tmp_path / "run" / "figures" / "scaling.png").is_file()
     with pytest.raises(SystemExit) as ended:
         main(["scaling", "--widths", "wide"])
     assert ended.value.code == 2
@@ -494,7 +493,7 @@ def test_the_command_takes_a_hugging_face_factory_and_a_text(
     assert [(c["samples"], c["seed"]) for c in grid["cells"]] == [(6, 0), (6, 1)] * 2
     assert len({c["parameters"] for c in grid["cells"]}) == 2
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "Data and scaling" in page
+    assert "Which laws fit?" in page
     assert "no law of the loss" in page
     for wrong, words in (
         ((*model, *sizes), "give --data"),

@@ -156,7 +156,7 @@ from .report.comparing import (
     StateChange as StateChange,
     compare as compare,
 )
-from .report.html import training_page as training_page
+from .report.page import training_page as training_page
 from .results import (
     Result as Result,
     load as load,

@@ -46,7 +46,7 @@ T = TypeVar("T")
 _SCHEMA = 2
 _HEADER = "curvatlas"  # entry of the metadata that holds everything but the tensors
 # What a function raises on values of the right type that it was not written for.
-_BY_CONTENT = (
+BY_CONTENT = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -202,7 +202,7 @@ class Result:
         if display.drawing_of(type(self)) is not None:
             try:
                 picture = self.plot()
-            except _BY_CONTENT as error:
+            except BY_CONTENT as error:
                 picture = f"there is no picture of it: {error}"
         return display.as_html(self.kind, repr(self), self.table(), picture)
 
@@ -385,7 +385,7 @@ def _always_printed(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
     def printed(result: Result) -> str:
         try:
             return text_of(result)
-        except _BY_CONTENT as error:
+        except BY_CONTENT as error:
             reason = " ".join(str(error).split())[:_LONGEST_REASON]
             return (
                 f"{result.kind} with fields that do not belong together "

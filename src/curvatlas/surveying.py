@@ -37,7 +37,7 @@ from curvatlas.planning import product_costs
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.sharding import class_name
 from curvatlas.progress import track, within_step
-from curvatlas.report.html import write_report
+from curvatlas.report.page import write_report
 from curvatlas.results import Result, pack, unpack
 from curvatlas.runs import LoadedRun, Run, load
 from curvatlas.runs.folder import SharedRun, default_folder
@@ -228,12 +228,7 @@ def finish(run: Run, work: Callable[[], None]) -> TimeUp | None:
         if parallel.rank() > 0:
             return
         give_back()
-        loaded = load(run.path)
-        if stopped is None or isinstance(stopped, TimeUp):
-            from curvatlas.report.paper import MAIN, write_figures
-
-            write_figures(loaded, run.path / "figures", kinds=MAIN)
-        write_report(loaded)
+        write_report(load(run.path))
 
     if stopped is not None and not isinstance(stopped, TimeUp):
         if isinstance(stopped, Exception):

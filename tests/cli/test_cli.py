@@ -204,7 +204,8 @@ def test_analyze_measures_writes_and_answers(tmp_path: Path) -> None:
     answer = json.loads(finished.stdout)
     assert answer["status"] == "complete"
     assert Path(answer["report"]).is_file()
-    assert (tmp_path / "run/figures/overview.png").is_file()
+    assert answer["findings"][0].endswith(".")
+    assert (tmp_path / "run/tables/sharpness.csv").is_file()
     run = runs.load(tmp_path / "run")
     assert set(answer["results"]) == set(run.results)
     _check_numbers(answer["results"])
@@ -454,7 +455,7 @@ def test_verify_lists_and_tests_statements(
     assert [row["name"] for row in rows] == ["softmax-jacobian-norm", "softmax-derivative"]
     assert all(row["source"] and row["figure"] for row in rows)
     assert rows[0]["verdict"] == "holds"
-    assert "Theorems and claims" in (tmp_path / "run/report.html").read_text()
+    assert "Theorems and claims: which hold?" in (tmp_path / "run/report.html").read_text()
     unknown = _in_process(["verify", "no-such-thing"], tmp_path, capsys, monkeypatch)
     assert unknown.returncode == 2
     assert "no-such-thing" in _one_line(unknown)

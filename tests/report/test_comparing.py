@@ -11,7 +11,8 @@ import pytest
 
 import curvatlas as ca
 from curvatlas import runs
-from curvatlas.report.comparing import REAL, WITHIN, Measured, _verdict
+from curvatlas.report.comparing import REAL, WITHIN, verdict
+from curvatlas.report.measured import Measured
 from curvatlas.runs.loading import LoadedRun
 from report_samples import eigenpairs, subject, trace, write_sample_run
 
@@ -40,13 +41,13 @@ def test_states_stand_in_order_of_time_whatever_the_order_they_are_given_in(tmp_
 
 
 @pytest.mark.parametrize(
-    ("half", "verdict"), [(0.5, REAL), (0.7, REAL), (0.72, WITHIN), (5.0, WITHIN)]
+    ("half", "expected"), [(0.5, REAL), (0.7, REAL), (0.72, WITHIN), (5.0, WITHIN)]
 )
 def test_a_change_is_real_when_it_exceeds_both_intervals_together(
-    half: float, verdict: str
+    half: float, expected: str
 ) -> None:
     before, after = (Measured(value=v, interval=(v - half, v + half)) for v in (3.0, 4.0))
-    assert _verdict(before, after, same_data=True) == verdict  # √2 · 0.7 < 1 < √2 · 0.72
+    assert verdict(before, after, same_data=True) == expected  # √2 · 0.7 < 1 < √2 · 0.72
 
 
 def test_other_data_make_a_change_real_only_beyond_the_scatter_of_samples() -> None:
@@ -54,8 +55,8 @@ def test_other_data_make_a_change_real_only_beyond_the_scatter_of_samples() -> N
         scatter = None if data is None else (value - data, value + data)
         return Measured(value=value, interval=(value, value), data_interval=scatter)
 
-    for data, verdict in ((None, "on other data"), (0.1, REAL), (2.0, WITHIN)):
-        assert _verdict(measured(3.0, data), measured(4.0, data), same_data=False) == verdict
+    for data, expected in ((None, "on other data"), (0.1, REAL), (2.0, WITHIN)):
+        assert verdict(measured(3.0, data), measured(4.0, data), same_data=False) == expected
 
 
 def test_one_run_with_two_stages_is_compared_with_itself(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_one_run_with_two_stages_is_compared_with_itself(tmp_path: Path) -> None
     for change in compared.largest:
         assert change.name in page
         assert change.verdict in (REAL, WITHIN)
-    assert "Maps and their difference" in page
+    assert "Factor of change, initial → trained" in page
 
 
 def test_a_single_state_is_refused_with_what_to_give(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 import curvatlas as ca
 from curvatlas import zoo
 from curvatlas.errors import ProblemError
-from curvatlas.report import paper
 from curvatlas.results import same
 from curvatlas.spectra.density_result import exact_density
 from curvatlas.studies import sinks as module
@@ -114,11 +113,9 @@ def test_the_verdict_over_seeds_counts_those_in_which_the_ratio_rises(
     how: Any = {"seeds": (0, 1), "levels": (0, 3, 6), "probes": 3, "output": tmp_path / "run"}
     study = ca.sinks_over_seeds(small_gpt, **how)
     assert (tmp_path / "run" / "report.html").is_file()
-    assert (tmp_path / "run" / "figures" / "sinks-sinks.png").is_file()
     assert len(study.plot().axes[0].get_lines()) == 2
     with monkeypatch.context() as patched:
         patched.setattr(module, "sinks", None)  # nothing is computed again
-        patched.setattr(paper, "write_figures", lambda *_, **__: [])  # nor looked at
         assert ca.sinks_over_seeds(small_gpt, **how).to_dict() == study.to_dict()
     rising = sum(run.verdict == "rises" for run in study.runs)
     assert study.verdict == {2: "holds", 1: "undecided", 0: "fails"}[rising]
@@ -178,7 +175,6 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert same(resumed, ca.sinks(small_gpt(), **{**options, "output": None}))
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "The spectrum along the sink" in page
-    assert (tmp_path / "run" / "figures" / "sinks.png").exists()
 
 
 def test_a_rank_correlation_knows_order_and_its_doubt() -> None:

@@ -79,7 +79,7 @@ def test_the_page_takes_no_metric_of_the_first_steps_for_one(tmp_path: Path) -> 
     snapshots = (snapshot_at(0, edge=999.0), snapshot_at(20, edge=15.0))
     history = ca.CurvatureHistory(snapshots=snapshots, events=(), skipped=0, overhead=0.0)
     page = ca.training_page(history, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "nearest at step 20, with <strong>75%</strong>" in page
+    assert "Nearest at step 20, with 75 % of it." in page
 
 
 def test_alarms_carry_their_evidence_and_a_rate_of_false_ones() -> None:

@@ -208,15 +208,14 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
     (page,) = tmp_path.glob("curvatlas-runs/prune-*/report.html")
     text = page.read_text(encoding="utf-8")
     for words_of_page in (
-        'id="compression"',
-        "Pruning and rounding",
-        "The loss on the way to the pruned weights",
+        'id="pruning"',
+        "What does removing weights cost?",
+        "On the way to the pruned weights",
         "What every part loses",
         "obs, layers by curvature",
         "magnitude, layers by curvature",
     ):
         assert words_of_page in text
-    assert list((page.parent / "figures").glob("pruning*.png"))
     short = ["--bits", "8,4", "--groups", "4,row"]
     arguments = ["quantize", *words, "--weights", "less.safetensors", *short, "--json"]
     code, out, err = _run(arguments, tmp_path, monkeypatch, capsys)
@@ -231,8 +230,7 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
         (8, None, "nearest"),
     ]
     (page,) = tmp_path.glob("curvatlas-runs/quantize-*/report.html")
-    assert "Rounding all weights, by groups" in page.read_text(encoding="utf-8")
-    assert list((page.parent / "figures").glob("rounding*.png"))
+    assert "Rounding all weights" in page.read_text(encoding="utf-8")
     code, _, err = _run(["quantize", *words, "--groups", "a"], tmp_path, monkeypatch, capsys)
     assert code == 2
     assert "--groups takes whole numbers or row" in err

@@ -138,7 +138,7 @@ def test_the_film_and_the_answer_come_from_a_stored_history(tmp_path: Path) -> N
     )
     assert "shuffled" in str(answer)
     page = ca.training_page(history, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert '<input type="range" min="0" max="4"' in page
+    assert "The maps at 5 steps" in page
     assert answer.to_dict()["answer"].partition(":")[2].strip() in page
     with pytest.raises(ValueError, match="maps=True"):
         ca.CurvatureHistory(snapshots=(), events=(), skipped=0, overhead=0.0).early_blocks()

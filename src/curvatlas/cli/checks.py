@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from curvatlas.cli.options import Console, Output, Seed
+from curvatlas.cli.options import Console, Output, PageConsole, Seed
 
 if TYPE_CHECKING:
     from curvatlas.runs import LoadedRun
@@ -101,11 +101,11 @@ def report(
     figures: Annotated[
         bool, typer.Option("--figures", help="Also write PNG and SVG figures for papers.")
     ] = False,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Write the self-contained HTML page of a run, from its numbers alone."""
     from curvatlas import runs
-    from curvatlas.report.html import write_report
+    from curvatlas.report.page import write_report
 
     loaded = runs.load(run)
     if against is not None:
@@ -113,7 +113,7 @@ def report(
         return
     page = write_report(loaded, output, figures=figures)
     answer = {"run": str(loaded.path), "report": str(page), "bytes": page.stat().st_size}
-    console.answer(answer, f"report: {page}")
+    console.end(answer, loaded.findings if output is None else "", page)
 
 
 def compare(
@@ -128,7 +128,7 @@ def compare(
             "--output", "-o", metavar="FILE|DIR", help="Where to write (default: into the last)."
         ),
     ] = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Compare runs side by side, in order of time: what changed, and whether it is real."""
     from curvatlas import runs
@@ -137,11 +137,13 @@ def compare(
     _answer_comparison(loaded, output or loaded[-1].path, console)
 
 
-def _answer_comparison(loaded: list[LoadedRun], output: Path, console: Console) -> None:
+def _answer_comparison(loaded: list[LoadedRun], output: Path, console: PageConsole) -> None:
     from curvatlas.report.comparing import compare as compare_runs
 
     comparison = compare_runs(loaded, output=output)
     console.answer(comparison.to_dict(), comparison)
+    if comparison.page is not None:
+        console.show(Path(comparison.page))
 
 
 def check(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, Inputs, Memory, Output, Samples
+from curvatlas.cli.options import Inputs, Memory, Output, PageConsole, Samples
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +75,7 @@ def prune(
     save: Save = None,
     samples: Samples = 256,
     memory: Memory = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Say which layers, roles or heads can lose weights: the rise predicted and measured."""
     from curvatlas.cli.execution import carry_out
@@ -165,7 +165,7 @@ def quantize(
     save: Save = None,
     samples: Samples = 256,
     memory: Memory = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Say what rounding costs by layer, role or head, and give out bits for a size."""
     from curvatlas.cli.execution import carry_out

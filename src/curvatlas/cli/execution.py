@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from curvatlas.cli.options import Console
+from curvatlas.cli.options import PageConsole
 
 if TYPE_CHECKING:
     from curvatlas.budget import TimeUp
@@ -85,14 +85,14 @@ def open_run(output: Path | None, options: Mapping[str, Any], **fingerprints: st
     return SharedRun.create(folder, options=options, command=_command_line(folder), **fingerprints)
 
 
-def carry_out(run: Run, work: Callable[[], None], console: Console) -> None:
+def carry_out(run: Run, work: Callable[[], None], console: PageConsole) -> None:
     """Do the work, write the report, print the answer; leave a resumable run when stopped."""
     from curvatlas import parallel, runs
 
     stopped = finish(run, work)
     if parallel.rank() == 0:
         loaded = runs.load(run.path)
-        console.answer(_as_json(loaded), f"report: {loaded.report}")
+        console.end(_as_json(loaded), loaded.findings, loaded.report)
     if stopped is not None:
         print(f"curvatlas: {_how_to_resume(run, str(stopped))}", file=sys.stderr)
         raise typer.Exit(OUT_OF_TIME)
@@ -133,6 +133,7 @@ def _as_json(loaded: LoadedRun) -> dict[str, Any]:
         "run": str(loaded.path),
         "report": str(loaded.report),
         "status": loaded.status,
+        "findings": loaded.findings.split("\n") if loaded.findings else [],
         "warnings": list(loaded.warnings),
         "failures": dict(loaded.failures),
         "results": {n: brief(r, largest=_LARGEST_PRINTED) for n, r in loaded.results.items()},

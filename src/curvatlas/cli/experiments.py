@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, LossOption, Output, Seed, Time, whole_numbers
+from curvatlas.cli.options import LossOption, Output, PageConsole, Seed, Time, whole_numbers
 
 if TYPE_CHECKING:
     from curvatlas.training.snapshot import CurvatureHistory
@@ -58,7 +58,7 @@ def train(
     ] = False,
     seed: Seed = 0,
     time: Time = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Train a zoo model and watch its curvature: sharpness, trace, events, by step and by role."""
     if lr is not None and not 0 < lr < float("inf"):
@@ -220,7 +220,7 @@ def scaling(
     ] = 192,
     products: Annotated[int, typer.Option(min=8, help="Products for each spectrum.")] = 60,
     seed: Seed = 0,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Train models of several sizes on growing data, over seeds, and fit the scaling laws."""
     models = whole_numbers(widths, "--widths")

@@ -10,9 +10,9 @@ import typer
 
 from curvatlas.cli.options import (
     BrokenImages,
-    Console,
     Inputs,
     Output,
+    PageConsole,
     Products,
     Samples,
     Seed,
@@ -46,7 +46,7 @@ def flatness(
     samples: Samples = 512,
     products: Products = None,
     time: Time = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Measure how flat the loss is: λmax, trace, SAM, ASAM, Fisher-Rao, PAC-Bayes, by layer."""
     for option, value in (("--radius", radius), ("--adaptive-radius", adaptive_radius)):
@@ -145,7 +145,7 @@ def generalisation(
         BrokenImages, typer.Option(help="Images of a folder that cannot be read: refuse or skip.")
     ] = BrokenImages.refuse,
     seed: Seed = 0,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Train many models and rank every measure of flatness against the generalisation gap."""
     axes = {

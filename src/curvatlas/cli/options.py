@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import webbrowser
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -64,7 +65,9 @@ class Console:
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = (
         False
     )
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the answer (of a run: its verdict).")
+    ] = False
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print each step to stderr.")] = (
         False
     )
@@ -95,6 +98,25 @@ class Console:
             print(json.dumps(value, indent=1, default=str), flush=True)
         else:
             print(text, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageConsole(Console):
+    """Of a command that ends with a page: its findings are the last that is printed."""
+
+    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False
+
+    def end(self, value: Any, findings: str, page: Path) -> None:
+        """The findings and where the page is; only the verdict when quiet."""
+        verdict = findings.partition("\n")[0]
+        told = [verdict] if self.quiet and verdict else [findings, f"report: {page}"]
+        self.answer(value, "\n".join(line for line in told if line))
+        self.show(page)
+
+    def show(self, page: Path) -> None:
+        """Open the page where that was asked for."""
+        if self.open_page:
+            webbrowser.open(page.resolve().as_uri())
 
 
 LOSSES = ("auto", "cross_entropy", "mse", "bce_with_logits", "model")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Console, Inputs, Memory, Output, Samples
+from curvatlas.cli.options import Inputs, Memory, Output, PageConsole, Samples
 
 if TYPE_CHECKING:
     from curvatlas.cli.inputs import Prepared
@@ -47,7 +47,7 @@ def growth(
     probes: Annotated[int, typer.Option(min=3, help="Products a block and factor.")] = 16,
     samples: Samples = 32,
     memory: Memory = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Scale activations or weights and fit how H, H_o and H_f grow, by role and layer."""
     from curvatlas.budget import parse_bytes
@@ -132,7 +132,7 @@ def sinks(
     probes: Annotated[int, typer.Option(min=3, help="Products for each block's norm.")] = 16,
     samples: Samples = 32,
     memory: Memory = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Draw attention to the first token: spectra and norms along the sink, heads by sink mass."""
     from curvatlas.budget import parse_bytes
@@ -184,7 +184,7 @@ def gauss_newton(
     ] = 1024,
     samples: Samples = 64,
     memory: Memory = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Measure what Gauss-Newton, KFAC, EKFAC and Adam miss of the Hessian, by role."""
     if not 0 < damping < 1:

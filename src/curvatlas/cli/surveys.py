@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from curvatlas.cli.options import (
-    Console,
     Inputs,
     Memory,
     Output,
+    PageConsole,
     Products,
     Samples,
     Seed,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="Result")
 _DEMO_RATE = 5e-3  # of AdamW, for the reference ViT
+_DEMO_BATCHES = 8
 
 
 class Part(str, Enum):
@@ -45,7 +46,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
     samples: Annotated[int, typer.Option(min=2, help="Digits the curvature is measured on.")] = 128,
     time: Time = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Train a small ViT on digits and show its curvature before and after."""
     import torch
@@ -59,7 +60,7 @@ def demo(
 
     def look(stage: str) -> None:
         survey(
-            Problem(model, "cross_entropy", tuple(batch)),
+            Problem(model, "cross_entropy", batches),
             output=run,
             stage=stage,
             optimizer="adamw",
@@ -93,6 +94,8 @@ def demo(
         model, data = zoo.reference_vit(seed=seed).double().eval(), zoo.digits()
         batch = data.train.take(samples).to(torch.float64)
         held_out = data.validation.take(samples).to(torch.float64)
+        # several batches, so that it shows how far other samples would move a number
+        batches = [tuple(part) for part in batch.batches(-(-batch.size // _DEMO_BATCHES))]
         run = open_run(
             output,
             {"command": "demo", "seed": seed, "steps": steps, "samples": samples},
@@ -140,7 +143,7 @@ def analyze(
     time: Time = None,
     memory: Memory = None,
     products: Products = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Measure the curvature of your model: spectrum, traces, map over roles, densities."""
     from curvatlas.analysis.diagnostics import Situation
@@ -218,7 +221,7 @@ def atlas(
     samples: Samples = 512,
     memory: Memory = None,
     products: Products = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Map the curvature of H, H_o and H_f over every pair of roles and layers."""
     from curvatlas.analysis.atlas.mapping import atlas as make_atlas
@@ -311,7 +314,7 @@ def landscape(
     ] = 1e-2,
     samples: Samples = 256,
     time: Time = None,
-    console: Console,
+    console: PageConsole,
 ) -> None:
     """Expand the loss to third order, check its quadratic model, follow it as samples are added."""
     from curvatlas.analysis.conditioning import effective_conditioning

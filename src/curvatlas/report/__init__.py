@@ -5,7 +5,7 @@ from curvatlas.figures import (
     visualize_curvature_flow,
     visualize_hessian_spectrum,
 )
-from curvatlas.report.html import write_report
+from curvatlas.report.page import write_report
 
 __all__ = [
     "plot_scaling_law_predictions",

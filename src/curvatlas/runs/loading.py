@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvatlas import files
+from curvatlas.display import Table, as_html
 from curvatlas.files import PARTIAL_SUFFIX, parse_json, read_bytes
 from curvatlas.results import Result, parse
 from curvatlas.runs import manifest as manifests
@@ -25,8 +26,10 @@ from curvatlas.runs.manifest import Manifest
 R = TypeVar("R", bound=Result)
 
 RESULTS = "results"
+FINDINGS = "findings.txt"  # what the page says on its first screen
 _MANIFEST_LIMIT = 16 * 2**20
 _MANIFEST_ITEMS = 200_000  # ten thousand steps and warnings, and all options
+_FINDINGS_LIMIT = 64 * 2**10
 _FILE_LIMIT = 100_000
 # Formats whose readers run code: a run folder never holds one, so its presence is a warning sign.
 _CODE_CARRIERS = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".dill", ".npy", ".py"}
@@ -74,6 +77,22 @@ class LoadedRun:
     def report(self) -> Path:
         """Where the page of the run stands, once it has been written."""
         return self.path / "report.html"
+
+    @property
+    def findings(self) -> str:
+        """The verdict and the cards of the page as text; empty before it has been written."""
+        try:
+            content = read_bytes(self.path / FINDINGS, limit=_FINDINGS_LIMIT, follow_links=False)
+        except (OSError, ValueError):
+            return ""
+        text = content.decode("utf-8", errors="replace")
+        return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+    def _repr_html_(self) -> str:
+        """The findings and the steps, in a notebook."""
+        steps = Table.of([{"step": n, "result": r.kind} for n, r in self.results.items()])
+        text = self.findings or f"{self.status}, {len(self.results)} results"
+        return as_html(str(self.path), text, steps, None)
 
     def open(self) -> None:
         """Show the page in the user's browser."""
