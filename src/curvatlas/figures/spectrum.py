@@ -88,7 +88,7 @@ def _mark_end(axes: Any, value: float, name: str, colour: str, row: int) -> None
     inwards = ("right", " ") if name == "λmax" else ("left", " ")
     text = f"{name} {value:.3g}".replace("-", "−")
     text = text + inwards[1] if inwards[0] == "right" else inwards[1] + text
-    axes.text(value, top, text, ha=inwards[0], va="top", color=colour, fontsize=9, transform=across)
+    axes.text(value, top, text, ha=inwards[0], va="top", color=INK, fontsize=9, transform=across)
 
 
 @draws("CurvatureSummary", stages=True)
@@ -101,12 +101,13 @@ def draw_summary(stages: Mapping[str, CurvatureSummary]) -> Figure:
 
 @draws("Eigenpairs", stages=True)
 def draw_eigenvalues(stages: Mapping[str, Eigenpairs]) -> Figure:
-    """Eigenvalues in order with their certified intervals."""
+    """Eigenvalues in order with their intervals: over the data where known, else certified."""
     figure, (axes,) = panels()
     axes.axhline(0.0, color=GRID, linewidth=0.8, zorder=0)
     for (words, pairs), colour in zip(stages.items(), SERIES, strict=False):
         ranks = range(1, len(pairs.values) + 1)
-        intervals = list(zip(*(end.tolist() for end in pairs.interval), strict=True))
+        ends = pairs.data_interval or pairs.interval  # certified: narrower than other samples say
+        intervals = list(zip(*(end.tolist() for end in ends), strict=True))
         points(axes, ranks, pairs.values, intervals, color=colour, label=words, joined=False)
     values = np.concatenate([pairs.values.double().numpy() for pairs in stages.values()])
     if values.size and values.min() > 0 and values.max() > 30 * values.min():

@@ -388,7 +388,7 @@ def _gauss_newton(stages: Sequence[Stage]) -> Section | None:
             title=f"The parts of H{f', {last.label}' if last.label else ''}",
             caption="Where H and H_o lie on each other, Gauss-Newton says it all",
             alt="Densities of the eigenvalues of H, of its Gauss-Newton part H_o and of H_f.",
-            draw=lambda: drawing.stage_spectra(densities, first_colour=2, width=5.6, height=3.2),
+            draw=lambda: drawing.stage_spectra(densities, first_colour=2),
         )
         if densities
         else None,
