@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import forked
 from curvatlas import runs, zoo
 from curvatlas.analysis.diagnostics import gradient_noise
+from curvatlas.article import ScalingLawAnalyzer
 from curvatlas.figures import plot_scaling_law_predictions
 from curvatlas.fits import plane_power_law
 from curvatlas.problem import Problem
@@ -23,7 +24,6 @@ from curvatlas.report import layout
 from curvatlas.results import same
 from curvatlas.scaling import (
     ScalingCell,
-    ScalingLawAnalyzer,
     TrainingLooks,
     compare_predictions,
     fit_grid,
@@ -119,7 +119,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     script = tmp_path / "grid.py"
     script.write_text(
         "from curvatlas import zoo\n"
-        "from curvatlas.scaling import ScalingLawAnalyzer\n"
+        "from curvatlas.article import ScalingLawAnalyzer\n"
         "a = ScalingLawAnalyzer(lambda w: zoo.reference_vit(d_model=w, patch_size=4))\n"
         f"a.train_grid([3, 4], [8], output={str(tmp_path / 'run')!r}, "
         "steps=1, curvature_samples=8, products=8)\n"

@@ -84,6 +84,7 @@ from .article import (
     ConvergenceDiagnostics as ConvergenceDiagnostics,
     FullHessianAnalysis as FullHessianAnalysis,
     LayerWiseCurvature as LayerWiseCurvature,
+    ScalingLawAnalyzer as ScalingLawAnalyzer,
     TaylorExpansionAnalyzer as TaylorExpansionAnalyzer,
     TransformerHessianAnalyzer as TransformerHessianAnalyzer,
     demo_hessian_analysis as demo_hessian_analysis,
@@ -169,7 +170,6 @@ from .scaling import (
     PredictionComparison as PredictionComparison,
     ScalingCell as ScalingCell,
     ScalingGrid as ScalingGrid,
-    ScalingLawAnalyzer as ScalingLawAnalyzer,
 )
 from .spectra.density import spectral_density as spectral_density
 from .spectra.density_result import SpectralDensity as SpectralDensity

@@ -19,6 +19,11 @@ Every result reads like a mapping too, and behind each key stands the true quant
         .compute_taylor_coefficients     delta_loss, quadratic_coefficient, gradient_norm
         .predict_convergence_trajectory  rows: step, delta_w_norm, delta_w_predicted
         .estimate_hessian_from_trajectory    avg_curvature, convergence_rate
+    ScalingLawAnalyzer(model_factory)    dataloader, grid
+        .compute_hessian_norm            top_eigenvalue, bottom_eigenvalue, condition_number,
+                                         effective_rank
+        .analyze_scaling_with_size       DataFrame: n_params, n_samples and those keys
+        .predict_optimal_dataset_size    value, interval
     demo_hessian_analysis()              gives (analyzer, optimizer)
 
 The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``training``, pictures in
@@ -30,7 +35,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +63,10 @@ from curvatlas.analysis.landscape.taylor_result import (
     TrustRadius,
 )
 from curvatlas.analysis.propagation.result import Measure
+from curvatlas.display import Table
 from curvatlas.linear_operator import LinearOperator
 from curvatlas.operators.curvature import Hessian
+from curvatlas.operators.per_sample import subset
 from curvatlas.problem import Problem
 from curvatlas.problem.batches import first_batches, paired
 from curvatlas.problem.evaluation import evaluated, without_randomness
@@ -69,6 +76,16 @@ from curvatlas.problem.parameters import Parameters
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
 from curvatlas.results import Interval, Number, Result, also_named
+from curvatlas.scaling import (
+    DatasetPrediction,
+    GridTrainer,
+    HessianNorm,
+    PredictionComparison,
+    ScalingGrid,
+    compare_predictions,
+    hessian_norm,
+    optimal_dataset_size,
+)
 from curvatlas.spectra.eigen_result import Eigenpairs
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
@@ -653,6 +670,88 @@ def _is_inputs(data: Any) -> bool:
     if isinstance(data, Mapping):
         return data.get("labels") is None
     return isinstance(data, (Tensor, np.ndarray))
+
+
+class ScalingLawAnalyzer(GridTrainer):
+    """Trains models that ``model_factory`` makes, on growing data, and fits what it sees.
+
+    Models, ``model_factory`` and ``dataloader``: as of ``GridTrainer``; ``grid`` has the runs.
+    """
+
+    @also_named(dataloader="data")
+    def compute_hessian_norm(
+        self,
+        model: nn.Module,
+        data: Any,
+        targets: Any = None,
+        *,
+        n_samples: int | None = None,
+        loss: LossLike | None = None,
+        rtol: float = 1e-3,
+        products: int = 60,
+        seed: int = 0,
+    ) -> HessianNorm:
+        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified.
+
+        n_samples: only the first so many samples. products: for condition number and rank.
+        """
+        if n_samples is not None and n_samples < 1:
+            raise ValueError(f"n_samples is at least 1, got {n_samples}.")
+        with without_randomness(model):
+            problem = Problem(model, self.loss if loss is None else loss, paired(data, targets))
+            if n_samples is not None:
+                problem = subset(problem, torch.arange(n_samples, device="cpu"))
+            return hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
+
+    def analyze_scaling_with_size(
+        self, model_sizes: Sequence[Any], dataset_sizes: Sequence[int], **options: Any
+    ) -> Any:
+        """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws.
+
+        Each row has ``n_params``, ``n_samples``, ``top_eigenvalue``, ``bottom_eigenvalue``,
+        ``condition_number``, ``effective_rank`` and every other number of the run.
+        """
+        Table.of([]).to_dataframe()  # a missing pandas is said before hours of training
+        grid = self.train_grid(model_sizes, dataset_sizes, **options)
+        first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
+        first += ["condition_number", "effective_rank"]
+        pairs = zip(grid.cells, grid.rows, strict=True)
+        rows = [{**{key: cell[key] for key in first}, **row} for cell, row in pairs]
+        return Table.of(rows).to_dataframe()
+
+    def predict_optimal_dataset_size(
+        self,
+        model_size: Any,
+        target_condition: float | None = None,
+        *,
+        target: float | None = None,
+        quantity: str = "validation_loss",
+        grid: ScalingGrid | None = None,
+        **options: Any,
+    ) -> DatasetPrediction:
+        """``optimal_dataset_size``, whose options these are: the samples D at which the condition
+        number λmax / mean|λ| reaches ``target_condition``, or ``quantity`` its ``target``; without
+        either the compute-optimal D."""
+        if target_condition is not None:
+            if target is not None or quantity not in ("validation_loss", "condition_number"):
+                raise ValueError("give target_condition alone, or target with quantity.")
+            target, quantity = target_condition, "condition_number"
+        return optimal_dataset_size(
+            self._grid(grid), model_size, target=target, quantity=quantity, **options
+        )
+
+    def compare_predictions(self, grid: ScalingGrid | None = None) -> PredictionComparison:
+        """Hold out the largest data size; predict its losses by loss, by curvature, by neither."""
+        return compare_predictions(self._grid(grid))
+
+    def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
+        grid = self.grid if grid is None else grid
+        if grid is None:
+            raise ValueError(
+                "no runs yet: call analyze_scaling_with_size(model_sizes, dataset_sizes) first (2 "
+                "sizes of each for a condition number, 3 for a loss), or pass grid=."
+            )
+        return grid
 
 
 _TOKENS, _LENGTH, _SAMPLES = 50, 32, 8

@@ -1,10 +1,10 @@
 """Scaling laws of loss and curvature, from real training runs.
 
->>> analyzer = ScalingLawAnalyzer(
+>>> trainer = GridTrainer(
 ...     lambda width, seed: zoo.reference_vit(d_model=width, seed=seed))            # doctest: +SKIP
->>> grid = analyzer.train_grid([8, 12, 16, 24], [100, 200, 400, 800], seeds=3,
+>>> grid = trainer.train_grid([8, 12, 16, 24], [100, 200, 400, 800], seeds=3,
 ...                            output="runs/scaling")                               # doctest: +SKIP
->>> print(analyzer.predict_optimal_dataset_size(4000, target=0.5))                  # doctest: +SKIP
+>>> print(optimal_dataset_size(grid, 4000, target=0.5))                            # doctest: +SKIP
 
 A run is one model size N, one data size D and one seed, which draws the initial weights, the D
 samples and their order, anew for every pair of sizes: runs are independent, and how far they
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from curvatlas.analysis.diagnostics import gradient_noise, scale_text
-from curvatlas.display import Table
 from curvatlas.errors import NonFiniteError
 from curvatlas.figures.scaling import QUANTITIES
 from curvatlas.fits import (
@@ -48,13 +47,13 @@ from curvatlas.fits import (
     two_phases,
 )
 from curvatlas.operators.curvature import Hessian
-from curvatlas.operators.per_sample import sample_losses, sample_operations, subset
+from curvatlas.operators.per_sample import sample_losses, sample_operations
 from curvatlas.problem import Problem
-from curvatlas.problem.batches import batches_of, paired
-from curvatlas.problem.evaluation import in_evaluation_mode, without_randomness
+from curvatlas.problem.batches import batches_of
+from curvatlas.problem.evaluation import in_evaluation_mode
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Interval, Number, Result, also_named
+from curvatlas.results import Interval, Number, Result
 from curvatlas.runs import Run, subject
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import eigenvalue_half_widths, with_data_error
@@ -556,7 +555,7 @@ class PredictionComparison(Result):
 # --- the analysis ---------------------------------------------------------------------------------
 
 
-class ScalingLawAnalyzer:
+class GridTrainer:
     """Trains models that ``model_factory`` makes, on growing data, and fits what it sees.
 
     Models and batches are those of ``Problem``: Hugging Face models and mappings too.
@@ -573,47 +572,6 @@ class ScalingLawAnalyzer:
         self.loss = loss
         self.dataloader: Data = None
         self.grid: ScalingGrid | None = None
-
-    @also_named(dataloader="data")
-    def compute_hessian_norm(
-        self,
-        model: nn.Module,
-        data: Any,
-        targets: Any = None,
-        *,
-        n_samples: int | None = None,
-        loss: LossLike | None = None,
-        rtol: float = 1e-3,
-        products: int = 60,
-        seed: int = 0,
-    ) -> HessianNorm:
-        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified.
-
-        n_samples: only the first so many samples. products: for condition number and rank.
-        """
-        if n_samples is not None and n_samples < 1:
-            raise ValueError(f"n_samples is at least 1, got {n_samples}.")
-        with without_randomness(model):
-            problem = Problem(model, self.loss if loss is None else loss, paired(data, targets))
-            if n_samples is not None:
-                problem = subset(problem, torch.arange(n_samples, device="cpu"))
-            return hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
-
-    def analyze_scaling_with_size(
-        self, model_sizes: Sequence[Any], dataset_sizes: Sequence[int], **options: Any
-    ) -> Any:
-        """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws.
-
-        Each row has ``n_params``, ``n_samples``, ``top_eigenvalue``, ``bottom_eigenvalue``,
-        ``condition_number``, ``effective_rank`` and every other number of the run.
-        """
-        Table.of([]).to_dataframe()  # a missing pandas is said before hours of training
-        grid = self.train_grid(model_sizes, dataset_sizes, **options)
-        first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
-        first += ["condition_number", "effective_rank"]
-        pairs = zip(grid.cells, grid.rows, strict=True)
-        rows = [{**{key: cell[key] for key in first}, **row} for cell, row in pairs]
-        return Table.of(rows).to_dataframe()
 
     def train_grid(
         self,
@@ -777,63 +735,6 @@ class ScalingLawAnalyzer:
             "model_fingerprint": subject.of_data([json.dumps(prints)]),
             "data_fingerprint": subject.of_data([tuple(dataset.train), tuple(dataset.validation)]),
         }
-
-    def predict_optimal_dataset_size(
-        self,
-        model_size: Any,
-        target_condition: float | None = None,
-        *,
-        target: float | None = None,
-        quantity: str = "validation_loss",
-        grid: ScalingGrid | None = None,
-        factor: float = 4.0,
-        seed: int = 0,
-    ) -> DatasetPrediction:
-        """Samples D at which the condition number λmax / mean|λ| reaches ``target_condition``, or
-        ``quantity`` its ``target``; without either the compute-optimal D.
-
-        model_size: a size of the grid, or a number of parameters N. Without a target: the D that
-        balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond
-        ``factor`` times the measured sizes are refused.
-        """
-        if target_condition is not None:
-            if target is not None or quantity not in ("validation_loss", "condition_number"):
-                raise ValueError("give target_condition alone, or target with quantity.")
-            target, quantity = target_condition, "condition_number"
-        grid = self._grid(grid)
-        parameters = _parameters_of(grid, model_size)
-        if not grid.trained:
-            raise ValueError(f"no run of the grid trained: {grid.notes[0]}.")
-        models = [float(cell.parameters) for cell in grid.trained]
-        refuse("the model size N", parameters, (min(models), max(models)), factor)
-        centre, draws = solutions(grid, parameters, target, quantity, seed)
-        sizes = [float(cell.samples) for cell in grid.trained]
-        measured = (min(sizes), max(sizes))
-        refuse("the predicted data size D", centre, measured, factor)
-        low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
-        return DatasetPrediction(
-            value=centre,
-            interval=(min(float(low), centre), max(float(high), centre)),
-            parameters=parameters,
-            quantity=quantity,
-            target=target,
-            measured_range=measured,
-            factor=factor,
-            extrapolated=not measured[0] <= centre <= measured[1],
-        )
-
-    def compare_predictions(self, grid: ScalingGrid | None = None) -> PredictionComparison:
-        """Hold out the largest data size; predict its losses by loss, by curvature, by neither."""
-        return compare_predictions(self._grid(grid))
-
-    def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
-        grid = self.grid if grid is None else grid
-        if grid is None:
-            raise ValueError(
-                "no runs yet: call analyze_scaling_with_size(model_sizes, dataset_sizes) first (2 "
-                "sizes of each for a condition number, 3 for a loss), or pass grid=."
-            )
-        return grid
 
 
 def _cell_seed(seed: int, model: int, data: int) -> int:
@@ -1412,6 +1313,43 @@ def compare_predictions(grid: ScalingGrid) -> PredictionComparison:
         control=tuple(control),
         errors=errors,
         intervals=intervals,
+    )
+
+
+def optimal_dataset_size(
+    grid: ScalingGrid,
+    model_size: Any,
+    *,
+    target: float | None = None,
+    quantity: str = "validation_loss",
+    factor: float = 4.0,
+    seed: int = 0,
+) -> DatasetPrediction:
+    """Samples D at which ``quantity`` reaches its ``target``; without one the compute-optimal D.
+
+    model_size: a size of the grid, or a number of parameters N. Without a target: the D that
+    balances model and data at equal compute N·D, α A/N^α = β B/D^β. Predictions beyond ``factor``
+    times the measured sizes are refused.
+    """
+    parameters = _parameters_of(grid, model_size)
+    if not grid.trained:
+        raise ValueError(f"no run of the grid trained: {grid.notes[0]}.")
+    models = [float(cell.parameters) for cell in grid.trained]
+    refuse("the model size N", parameters, (min(models), max(models)), factor)
+    centre, draws = solutions(grid, parameters, target, quantity, seed)
+    sizes = [float(cell.samples) for cell in grid.trained]
+    measured = (min(sizes), max(sizes))
+    refuse("the predicted data size D", centre, measured, factor)
+    low, high = np.quantile(draws, [0.025, 0.975], method="nearest")
+    return DatasetPrediction(
+        value=centre,
+        interval=(min(float(low), centre), max(float(high), centre)),
+        parameters=parameters,
+        quantity=quantity,
+        target=target,
+        measured_range=measured,
+        factor=factor,
+        extrapolated=not measured[0] <= centre <= measured[1],
     )
 
 

@@ -229,9 +229,9 @@ def scaling(
         raise typer.BadParameter(f"--lr is a positive number, got {lr:g}.")
     if seeds == 1:
         raise typer.BadParameter("an error between seeds needs at least 2 seeds, got 1.")
+    from curvatlas.article import ScalingLawAnalyzer
     from curvatlas.cli.execution import carry_out, open_run
     from curvatlas.cli.inputs import find_factory, find_split
-    from curvatlas.scaling import ScalingLawAnalyzer
 
     named = data or _DEFAULT_DATA.get(model)
     if named is None:
