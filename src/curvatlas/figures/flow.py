@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,13 @@ import numpy as np
 
 from curvatlas.figures.style import (
     BLUE,
-    GREEN,
     GRID,
     SERIES,
-    YELLOW,
     PathLike,
     band,
     colour_bar,
     draws,
     error_bars,
-    finish,
     heat_map,
     legend,
     lying_bars,
@@ -49,7 +45,6 @@ _ALONG = {
     "both": "curvature",
     "gradient_scale": "norm of the gradient",
 }
-_KINDS = {"attention": BLUE, "ffn": YELLOW, "norm": GREEN}
 
 
 @draws("CurvatureFlow", stages=True)
@@ -120,68 +115,6 @@ def _name_depth(axes: Any, entries: Sequence[FlowEntry]) -> None:
     name_axis(axes.xaxis, [name.replace("blocks.", "block ") for name in names])
     axes.set_xticks(first, [str(layers[i]) for i in first])
     axes.set_xlabel("block")
-
-
-def plot_flow(flows: Sequence[CurvatureFlow]) -> Figure:
-    """Four panels: what each kind creates, gradients, the stream, and the whole map.
-
-    One flow, or the same model at several steps.
-    """
-    figure, (created, slopes, stream, whole) = panels(2, 2)
-    several = len(flows) > 1
-    stages = {_step(flow) if several else "": flow.stream for flow in flows}
-    _draw_created(created, flows)
-    _draw_along(slopes, stages, "gradient_scale")
-    _draw_along(stream, stages, "norm")
-    titles = {slopes: ("norm of the gradient", "gradient scale along the stream"),
-              stream: ("Frobenius norm", "curvature of the residual stream")}  # fmt: skip
-    for axes, (label, title) in titles.items():
-        axes.set_ylabel(label)
-        legend(axes, title)
-    if several:
-        rows, columns = [_step(flow) for flow in flows], [e.name for e in flows[-1].stream]
-        values = np.array([[e.norm for e in flow.stream] for flow in flows])
-        title = "curvature of the stream over steps"
-    else:
-        rows, matrix = flows[0].matrix("norm")
-        layers = sorted({e.layer for e in flows[0].sublayers if e.layer is not None})
-        columns, values = [str(layer) for layer in layers], matrix.numpy()
-        title = "curvature at each sublayer's input"
-        whole.set_xlabel("block")
-    image = heat_map(whole, values, rows, columns)
-    name_axis(whole.yaxis, [row.replace("_residual", " sum") for row in rows], most=20)
-    name_axis(whole.xaxis, [_block(c) for c in columns], most=16, turned=90 if several else 0)
-    whole.set_title(title)
-    dead = not (np.isfinite(values) & (values > 0)).all()
-    colour_bar(figure, image, whole, "Frobenius norm" + ("; grey: zero" if dead else ""))
-    return finish(figure)
-
-
-def _draw_created(axes: Any, flows: Sequence[CurvatureFlow]) -> None:
-    """‖Σ δ ∂²f‖ of each kind of sublayer by layer, later steps darker."""
-    for k, flow in enumerate(flows):
-        for kind, colour in _KINDS.items():
-            squares: dict[int, float] = defaultdict(float)
-            for entry in flow.sublayers:
-                if entry.sublayer == kind and entry.layer is not None:
-                    squares[entry.layer] += entry.measures["created_here"].norm ** 2
-            if squares:
-                layers = sorted(squares)
-                line: Any = {"color": colour, "alpha": 0.35 + 0.65 * (k + 1) / len(flows)}
-                line["label"] = kind if k == len(flows) - 1 else "_"
-                axes.plot(layers, [squares[i] ** 0.5 for i in layers], "o-", markersize=4, **line)
-    layers = sorted({e.layer for e in flows[-1].sublayers if e.layer is not None})
-    axes.set_xticks(layers[:: max(-(-len(layers) // 12), 1)])
-    axes.set(xlabel="block", ylabel="created in a block", yscale="log")
-    legend(axes, "curvature created by kind")
-
-
-def _block(name: str) -> str:
-    return name.removeprefix("blocks.")
-
-
-def _step(flow: CurvatureFlow) -> str:
-    return "batch" if flow.step is None else f"step {flow.step}"
 
 
 @draws("LayerWiseCurvature")

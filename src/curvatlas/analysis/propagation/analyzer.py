@@ -36,7 +36,7 @@ from curvatlas.analysis.propagation.matrix_free import (
 from curvatlas.analysis.propagation.result import CurvatureFlow, FlowEntry, Measure
 from curvatlas.analysis.propagation.spectral import SpectralNorms
 from curvatlas.budget import default_budget, parse_bytes
-from curvatlas.figures.flow import plot_flow, visualize_curvature_flow
+from curvatlas.figures.flow import visualize_curvature_flow
 from curvatlas.precision import in_float64
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import evaluated
@@ -499,10 +499,11 @@ class CurvaturePropagationAnalyzer:
         chosen = list(flows) if flows is not None else self.history
         if not chosen and not self.curvature_history:
             raise ValueError("nothing to draw yet: call analyze_curvature_flow(x) first.")
-        figure = plot_flow(chosen) if chosen else visualize_curvature_flow(self.curvature_history)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
+        if not chosen:
+            return visualize_curvature_flow(self.curvature_history, path=path)
+        names = [entry.name for entry in chosen[-1].stream]
+        alike = [flow for flow in chosen if [entry.name for entry in flow.stream] == names]
+        return visualize_curvature_flow(alike, path=path)
 
     # --- what stands behind them ----------------------------------------------------------------
 
