@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from curvatlas.closed_form.assembly import Workspace
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.engines.tangent.stack import BlockStack
 
 CASES = {

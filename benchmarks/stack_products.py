@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvatlas.engines.tangent.stack import BlockStack
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.structure import BlockSpec
 from harness.peak import resident
 
 WIDTH, BLOCKS, TOKENS = 128, 4, 512

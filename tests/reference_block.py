@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec
 from oracles import layer_norm, rms_norm
 
 

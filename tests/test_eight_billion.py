@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.linear import Buffers
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.checks import weight_shapes
+from curvatlas.layers.structure import BlockSpec
 
 LLAMA_3_8B = BlockSpec(
     d_model=4096,

@@ -17,8 +17,10 @@ GROUND = (
 # Rooms of one stage may not know each other, but for the ground, which is one.
 STAGES: tuple[tuple[str, ...], ...] = (
     GROUND,
+    ("layers",),
     ("anatomy",),
     ("problem",),
+    ("zoo",),
     ("engines",),
     ("operators",),
     ("closed_form",),
@@ -27,7 +29,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("theory",),
     ("analysis",),
     ("training",),
-    ("zoo", "runs"),
+    ("runs",),
     ("scaling",),
     ("report",),
     ("cost_model",),
@@ -120,8 +122,8 @@ def test_every_room_has_a_stage_and_every_stage_a_room() -> None:
     ("importer", "imported", "words"),
     [
         ("curvatlas.spectra.trace", "curvatlas.runs.Run", "runs comes after spectra"),
-        ("curvatlas.analysis.diagnostics", "curvatlas.zoo", "zoo comes after analysis"),
-        ("curvatlas.runs.folder", "curvatlas.zoo", "side by side"),
+        ("curvatlas.anatomy.slices", "curvatlas.zoo", "zoo comes after anatomy"),
+        ("curvatlas.runs.folder", "curvatlas.zoo", "storage computes nothing"),
         ("curvatlas.runs.folder", "curvatlas.spectra.trace.trace", "storage computes nothing"),
         ("curvatlas.spectra.trace", "curvatlas.Hessian", "own front door"),
         ("curvatlas.spectra.trace", "curvatlas", "own front door"),

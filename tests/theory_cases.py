@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import BlockSpec, Weights
+from curvatlas.layers.structure import BlockSpec, Weights
 from curvatlas.theory import reference
 
 

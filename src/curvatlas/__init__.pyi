@@ -89,20 +89,16 @@ from .article import (
     TransformerHessianAnalyzer as TransformerHessianAnalyzer,
     demo_hessian_analysis as demo_hessian_analysis,
 )
-from .closed_form.attention import (
+from .closed_form.hessian import BlockDerivatives as BlockDerivatives
+from .closed_form.modules import (
     AttentionMoments as AttentionMoments,
-    SelfAttentionHessian as SelfAttentionHessian,
-)
-from .closed_form.block import TransformerBlockHessian as TransformerBlockHessian
-from .closed_form.derivatives import BlockDerivatives as BlockDerivatives
-from .closed_form.feed_forward import (
     FeedForwardJacobians as FeedForwardJacobians,
     FFNHessian as FFNHessian,
-)
-from .closed_form.layer_norm import (
     LayerNormHessian as LayerNormHessian,
     NormVerification as NormVerification,
     RMSNormHessian as RMSNormHessian,
+    SelfAttentionHessian as SelfAttentionHessian,
+    TransformerBlockHessian as TransformerBlockHessian,
     verify_layernorm_hessian as verify_layernorm_hessian,
 )
 from .closed_form.result import BlockHessian as BlockHessian

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from batched_oracles import parts
-from curvatlas.closed_form.attention import SelfAttentionHessian
+from curvatlas.closed_form.modules import SelfAttentionHessian
 
 
 def tokens(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import jax_fixtures
 from batched_oracles import parts
-from curvatlas.closed_form import derivatives
+from curvatlas.closed_form import hessian as hessians
 from curvatlas.closed_form.assembly import Workspace
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.closed_form.result import BlockHessian
-from curvatlas.engines.tangent.losses import PooledCrossEntropy
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.losses import PooledCrossEntropy
+from curvatlas.layers.structure import BlockSpec
 
 
 def random_block(
@@ -192,7 +192,7 @@ def test_bad_input_gets_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
         TransformerBlockHessian(4, 0)
     with pytest.raises(KeyError, match="no parameter"):
         block.derivatives(x, y).block("query", "key_weight")
-    monkeypatch.setattr(derivatives, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(hessians, "available_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"takes .* kB and .*diagonal\(\)"):
         block.compute_block_hessian(x, y)
 

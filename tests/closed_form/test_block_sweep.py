@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batched_oracles import parts
-from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.closed_form.derivatives import BlockDerivatives
-from curvatlas.engines.tangent.losses import (
+from curvatlas.closed_form.hessian import BlockDerivatives
+from curvatlas.closed_form.modules import TransformerBlockHessian
+from curvatlas.closed_form.zeros import structural_zeros
+from curvatlas.layers.losses import (
     LinearHeadCrossEntropy,
     OutputLoss,
     PooledCrossEntropy,
@@ -150,14 +151,12 @@ def test_diagonal_norms_blocks_and_products_equal_the_dense_matrix(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(400, 412))
 def test_zero_structure_is_exactly_the_pattern_of_generic_weights(seed: int) -> None:
-    from curvatlas.closed_form.block import StructuralZeros
-
     case, found, reference = prepare(seed)
-    zeros = StructuralZeros(case.spec, found.names, length=case.x.shape[1])
+    zeros = structural_zeros(case.spec, found.names, length=case.x.shape[1])
     starts = {name: slice(s, s + size) for name, (s, size) in found.offsets.items()}
     floor = 1e-14 * float(torch.linalg.norm(reference["total"]))
     for part in ("total", "outer", "functional"):
-        for a, b in zeros.pairs(part):
+        for a, b in zeros[part]:
             # Proven: not one entry may differ from zero by more than rounding of the reference.
             assert float(torch.linalg.norm(reference[part][starts[a], starts[b]])) <= floor, (a, b)
             if case.spec.rope_base is None:

@@ -9,8 +9,8 @@ import torch
 from torch.func import functional_call, jacrev
 
 from batched_oracles import parts
-from curvatlas.closed_form.feed_forward import FFNHessian
-from curvatlas.engines.tangent.feed_forward import ACTIVATIONS
+from curvatlas.closed_form.modules import FFNHessian
+from curvatlas.layers.activations import ACTIVATIONS
 
 
 def random_ffn(**options: object) -> FFNHessian:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from oracles import gradient
 
 TOLERANCE = 1e-12

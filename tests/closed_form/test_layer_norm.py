@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from curvatlas.closed_form.layer_norm import (
+from curvatlas.closed_form.modules import (
     LayerNormHessian,
     RMSNormHessian,
     verify_layernorm_hessian,
 )
-from curvatlas.engines.tangent.losses import LinearHeadCrossEntropy
+from curvatlas.layers.losses import LinearHeadCrossEntropy
 from oracles import hessian, jacobian
 
 

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.closed_form import derivatives
-from curvatlas.closed_form.attention import SelfAttentionHessian
-from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.closed_form.feed_forward import FFNHessian
-from curvatlas.engines.tangent.losses import OutputLoss, PooledCrossEntropy, Seeds
+from curvatlas.closed_form import hessian as hessians
+from curvatlas.closed_form.modules import FFNHessian, SelfAttentionHessian, TransformerBlockHessian
 from curvatlas.engines.tangent.stack import BlockStack
+from curvatlas.layers.losses import OutputLoss, PooledCrossEntropy, Seeds
 from curvatlas.linear_operator import PARTS, LinearOperator, Part
 
 EPS = torch.finfo(torch.float64).eps
@@ -211,7 +209,7 @@ def test_a_block_whose_tensors_do_not_fit_is_multiplied_through_full_products(
 ) -> None:
     found = _block().derivatives(*_data())
     kept = found["up_weight", "query_weight"]
-    monkeypatch.setattr(derivatives, "default_budget", lambda device: 1000)
+    monkeypatch.setattr(hessians, "default_budget", lambda device: 1000)
     lean = found["up_weight", "query_weight"]
     assert type(lean) is not type(kept)
     assert _close(lean.dense(), found.block("up_weight", "query_weight"))

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import curvatlas as ca
-from curvatlas.closed_form.attention import SelfAttentionHessian
-from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.engines.tangent.losses import PooledCrossEntropy, resolve_loss
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.closed_form.modules import SelfAttentionHessian, TransformerBlockHessian
+from curvatlas.layers.losses import PooledCrossEntropy, resolve_loss
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.results import load
 from curvatlas.theory import reference
 from curvatlas.theory.checks.block import head_hessian

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from curvatlas.engines.tangent.losses import resolve_loss
+from curvatlas.layers.losses import resolve_loss
 from curvatlas.theory import reference
 from curvatlas.theory.norm_bounds import data_free_matrix
 from curvatlas.theory.reference import KINDS, draw_case

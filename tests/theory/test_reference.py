@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.theory import reference
 from curvatlas.theory.reference import KINDS, draw_case
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.reference import KINDS, draw_case
 from curvatlas.theory.third_order import directional_derivatives

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.decomposition import DecomposedHessian
+from curvatlas.layers.decomposition import DecomposedHessian
 from curvatlas.linear_operator import (
     PARTS,
     LinearOperator,
@@ -48,7 +48,7 @@ _SUBLAYERS = {
 class ZeroStructure(Result):
     """Blocks (a, b) that vanish whatever the weights are, for each part of the Hessian.
 
-    Derived from the formula of the block (``curvatlas.closed_form.block``), never from the numbers.
+    Read off the maps of the block (``curvatlas.closed_form.zeros``), never off numbers.
     """
 
     zeros: dict[str, tuple[tuple[str, str], ...]]  # part → pairs, a not after b

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import LinearisedBlock
-from curvatlas.engines.tangent.losses import OutputLoss, Seeds, resolve_loss
-from curvatlas.engines.tangent.norm import normalize
-from curvatlas.engines.tangent.stack import BlockStack
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
+from curvatlas.layers.losses import OutputLoss, Seeds, resolve_loss
+from curvatlas.layers.norms import normalize
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 from curvatlas.results import Result
 from curvatlas.theory import reference
 from curvatlas.theory.reference import SingleHead
 from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
+from curvatlas.zoo.block import forward_pass
 
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
@@ -369,8 +368,8 @@ def bounds(
     With a loss given by name everything is computed in float64, whatever the block's dtype.
     """
     layers = as_layers(block)
-    if loss is None and isinstance(block, BlockStack):
-        loss = block.loss
+    if loss is None:
+        loss = getattr(block, "loss", None)  # a stack's own
     if loss is None:
         loss = "mse" if target.is_floating_point() else "cross_entropy"
     if isinstance(loss, str):
@@ -386,7 +385,7 @@ def bounds(
         names, matrix, token, exact, seeds = stack_token_bound(layers, x, target, resolved, mask)
     else:
         spec, weights = layers[0]
-        seeds = resolved.seeds(LinearisedBlock(spec, weights, x, mask).output, target)
+        seeds = resolved.seeds(forward_pass(spec, weights, x, mask)[0], target)
         entries = entry_bounds(spec, weights, x, seeds, mask=mask)
         names, matrix, token = entries.names, entries.matrix, float(entries.norm())
         exact = exact_norm(layers, x, target, resolved, mask)
@@ -416,7 +415,7 @@ def bounds(
 
 def as_layers(block: Any) -> list[tuple[BlockSpec, dict[str, Tensor]]]:
     """(spec, weights) of every layer; weights in ``WEIGHT_NAMES`` order and detached."""
-    if isinstance(block, BlockStack):
+    if hasattr(block, "specs") and hasattr(block, "readout"):  # a BlockStack
         if block.readout.weights:
             raise ValueError("bounds cover the blocks of a stack: pass it without a readout.")
         pairs: Sequence[tuple[BlockSpec, Weights]] = list(
@@ -505,11 +504,10 @@ def data_free_matrix(
     }
     y, z = calculus.constant(x.double()), x
     for prefix, (spec, weights) in zip(prefixes, layers, strict=True):
-        block = LinearisedBlock(spec, weights, z, mask)
         y = through_block(
             calculus, y, spec, weights, smallest_deviations(spec, weights, z, mask), prefix
         )
-        z = block.output
+        z = forward_pass(spec, weights, z, mask)[0]
     probe = seeds.blocks(slice(None)) if seeds.blocks is not None else None
     if probe is None:
         raise ValueError(
@@ -539,9 +537,9 @@ def smallest_deviations(
     attention = {n: w for n, w in weights.items() if n.split("_")[0] in _ATTENTION}
     if spec.norm_first:
         front = {n: w for n, w in weights.items() if n.startswith("norm1")}
-        u = LinearisedBlock(half, attention | front, x, mask).output
+        u = forward_pass(half, attention | front, x, mask)[0]
         return {"norm1": smallest(x), "norm2": smallest(u)}
-    u = LinearisedBlock(replace(half, norm="none"), attention, x, mask).output
+    u = forward_pass(replace(half, norm="none"), attention, x, mask)[0]
     y = reference.affine_norm(u, weights, "norm1", spec)
     smallest_of = {"norm1": smallest(u)}
     if spec.d_ff is not None:

@@ -16,11 +16,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.closed_form.result import BlockHessian
-from curvatlas.engines.tangent.losses import OutputLoss
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
+from curvatlas.layers.losses import OutputLoss
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part
+from curvatlas.zoo.block import (
+    ACTIVATIONS,
+    attend,
+    feed_forward as feed_forward,
+    forward_pass,
+    linear as linear,
+    normalised,
+)
 
 # ---- the papers' matrices: to compare with at small size ---------------------------------------
 
@@ -151,6 +159,21 @@ def draw_head(
 LossFunction = Callable[[Tensor], Tensor]
 
 
+def block_output(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
+    """Z (n, L, d) of one block; ``residual=False`` is the bare attention layer."""
+    return forward_pass(spec, weights, x)[0]
+
+
+def attention_weights(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
+    """A (n, H, L, L) of inputs x (n, L, d); the logits themselves when ``softmax=False``."""
+    return attend(spec, weights, x, None)[1]
+
+
+def attention(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
+    """F(x) (n, L, d): heads concatenated, projected when there is an output weight."""
+    return attend(spec, weights, x, None)[0]
+
+
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """n(x): LayerNorm (C x/σ) or RMSNorm (x/σ) of each token, σ = √(mean square + ε)."""
     if kind == "none":
@@ -159,80 +182,14 @@ def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def affine_norm(x: Tensor, weights: Weights, which: str, spec: BlockSpec) -> Tensor:
-    y = normalize(x, spec.norm, spec.eps)
-    if f"{which}_weight" in weights:
-        y = y * weights[f"{which}_weight"]
-    if f"{which}_bias" in weights:
-        y = y + weights[f"{which}_bias"]
-    return y
-
-
-def linear(x: Tensor, weights: Weights, which: str) -> Tensor:
-    y = x @ weights[f"{which}_weight"].transpose(-1, -2)
-    return y + weights[f"{which}_bias"] if f"{which}_bias" in weights else y
-
-
 def activate(z: Tensor, kind: str) -> Tensor:
-    if kind == "relu":
-        return torch.relu(z)
-    if kind == "gelu":
-        return 0.5 * z * (1.0 + torch.erf(z / 2.0**0.5))
-    if kind == "gelu_tanh":
-        return 0.5 * z * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
-    return z * torch.sigmoid(z) if kind == "silu" else z
+    """f(z) by the block's own activation."""
+    return ACTIVATIONS[kind](z)
 
 
-def attention_weights(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
-    """A (n, H, L, L) of inputs x (n, L, d); the logits themselves when ``softmax=False``."""
-    n, length, _ = x.shape
-    heads, d_k, groups = spec.n_heads, spec.key_size, spec.kv_heads
-    q = linear(x, weights, "query").reshape(n, length, heads, d_k).transpose(1, 2)
-    k = linear(x, weights, "key").reshape(n, length, groups, d_k).transpose(1, 2)
-    logits = spec.logit_scale * q @ k.repeat_interleave(heads // groups, 1).transpose(-1, -2)
-    seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-    if spec.window is not None:
-        seen = seen.triu(1 - spec.window)
-    if not spec.softmax:
-        return logits.masked_fill(~seen, 0.0) if spec.causal else logits
-    if spec.causal:
-        logits = logits.masked_fill(~seen, float("-inf"))
-    return torch.softmax(logits, -1)
-
-
-def attention(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
-    """F(x) (n, L, d): heads concatenated, projected when there is an output weight."""
-    n, length, _ = x.shape
-    heads, d_v, groups = spec.n_heads, spec.value_size, spec.kv_heads
-    v = linear(x, weights, "value").reshape(n, length, groups, d_v).transpose(1, 2)
-    mixed = attention_weights(spec, weights, x) @ v.repeat_interleave(heads // groups, 1)
-    out = mixed.transpose(1, 2).reshape(n, length, heads * d_v)
-    return linear(out, weights, "output") if "output_weight" in weights else out
-
-
-def feed_forward(spec: BlockSpec, weights: Weights, v: Tensor) -> Tensor:
-    up = linear(v, weights, "up")
-    if spec.gated:
-        hidden = activate(linear(v, weights, "gate"), spec.activation) * up
-    else:
-        hidden = activate(up, spec.activation)
-    return linear(hidden, weights, "down")
-
-
-def block_output(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
-    """Z (n, L, d) of one block; ``residual=False`` is the bare attention layer."""
-    require_plain(spec, "the reference block")
-    if not spec.residual:
-        return attention(spec, weights, x)
-    if spec.norm_first:
-        u = x + attention(spec, weights, affine_norm(x, weights, "norm1", spec))
-        if spec.d_ff is None:
-            return u
-        return u + feed_forward(spec, weights, affine_norm(u, weights, "norm2", spec))
-    y = affine_norm(x + attention(spec, weights, x), weights, "norm1", spec)
-    if spec.d_ff is None:
-        return y
-    return affine_norm(y + feed_forward(spec, weights, y), weights, "norm2", spec)
+def affine_norm(x: Tensor, weights: Weights, which: str, spec: BlockSpec) -> Tensor:
+    """γ ⊙ n(x) + β."""
+    return normalised(spec, weights, x, which)
 
 
 def loss_of(kind: str, target: Tensor) -> LossFunction:

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.attention_core import attention_mask
-from curvatlas.engines.tangent.feed_forward import activation_derivatives
-from curvatlas.engines.tangent.losses import (
+from curvatlas.layers.activations import activation_derivatives
+from curvatlas.layers.losses import (
     OutputLoss,
     TokenCrossEntropy,
     TokenSquaredError,
     resolve_loss,
 )
-from curvatlas.engines.tangent.structure import (
+from curvatlas.layers.masks import attention_mask
+from curvatlas.layers.structure import (
     WEIGHT_NAMES,
     Activation,
     BlockSpec,

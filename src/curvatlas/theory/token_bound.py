@@ -3,7 +3,7 @@ r"""The token-structured bound on ‖H‖₂ of a Transformer block, over all it
 The parameters fall into entries: Q (all heads), K and V of each head, O, the feed-forward's first
 and second layer (biases inside, as a constant input), and γ, β of the norms. Every pair of entries
 is a sum of Kronecker products over tokens, whose tensors come from the closed form
-(``closed_form.terms``) and whose norm has a bound b_ef; the rows of γ and β, few as they are, are
+(``closed_form.chain``) and whose norm has a bound b_ef; the rows of γ and β, few as they are, are
 exact. Then
 
     λ_max(H) ≤ λ_max([b] with the upper ends on its diagonal),   λ_min(H) likewise,
@@ -21,15 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.evaluation import evaluate
-from curvatlas.closed_form.families import Family, Pair, build_families
-from curvatlas.closed_form.terms import Terms
-from curvatlas.engines.tangent.block import LinearisedBlock
-from curvatlas.engines.tangent.losses import OutputLoss, Seeds
-from curvatlas.engines.tangent.stack import BlockStack
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.closed_form.chain import Chain, Leaf, Pair
+from curvatlas.closed_form.hessian import BlockDerivatives
+from curvatlas.layers.losses import OutputLoss, Seeds
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
+from curvatlas.operators.plain import PlainHessian
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.theory import reference
+from curvatlas.zoo.block import forward_pass
 
 _DENSE_LIMIT = 1200  # parameters up to which the exact norm comes from all eigenvalues
 
@@ -158,8 +157,8 @@ def exact_norm(
     loss: OutputLoss,
     mask: Tensor | None = None,
 ) -> float:
-    """‖H‖₂ from closed-form products: all eigenvalues when small, Lanczos to 1e-10 otherwise."""
-    hessian = BlockStack(list(layers), loss=loss).linearise(x, target, mask=mask)
+    """‖H‖₂ from exact products: all eigenvalues when small, Lanczos to 1e-10 otherwise."""
+    hessian = stack_hessian(layers, x, target, loss, mask)
     if hessian.shape[0] <= _DENSE_LIMIT:
         return float(reference.spectral_norm(hessian.dense()))
     pairs = eigenpairs(hessian, k=1, which="magnitude", tol=1e-10)
@@ -171,22 +170,39 @@ def exact_norm(
     return float(pairs.values.abs().max())
 
 
+def stack_hessian(
+    layers: Sequence[tuple[BlockSpec, Weights]],
+    x: Tensor,
+    target: Tensor,
+    loss: OutputLoss,
+    mask: Tensor | None = None,
+    *,
+    include_input: bool = False,
+) -> PlainHessian:
+    """The Hessian of a stack by double backward, its input's rows last if included."""
+    weights = {f"blocks.{i}.{n}": w for i, (_, own) in enumerate(layers) for n, w in own.items()}
+
+    def forward(tracked: Weights) -> Tensor:
+        y = tracked.get("input", x)
+        for i, (spec, own) in enumerate(layers):
+            y = forward_pass(spec, {n: tracked[f"blocks.{i}.{n}"] for n in own}, y, mask)[0]
+        return y
+
+    inputs = {"input": x} if include_input else {}
+    return PlainHessian(forward, weights | inputs, lambda z: loss.seeds(z, target))
+
+
 def rows_by_products(
     spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None = None
 ) -> Tensor:
     """Rows of γ and β (#norm, P), columns in ``WEIGHT_NAMES`` order, by one batched product."""
-    block = LinearisedBlock(spec, weights, x, mask)
-    block.gradient(seeds.delta)
-    names = [n for n in block.names if n.startswith("norm")]
-    total = sum(weights[n].numel() for n in names)
-    tangents, start = {}, 0
-    for name in names:
-        size = weights[name].numel()
-        tangent = weights[name].new_zeros(total, size)
-        tangent[start : start + size] = torch.eye(size, dtype=tangent.dtype, device=tangent.device)
-        tangents[name], start = tangent, start + size
-    rates, _ = block.hvp(tangents, curvature=seeds.product, needs_input=False)
-    return torch.cat([rates[n].reshape(total, -1) for n in block.names], 1)
+    found = _derivatives(spec, weights, x, seeds, mask)
+    norms = [n for n in found.names if n.startswith("norm")]
+    places = torch.cat([torch.arange(s, s + size) for s, size in map(found.offset, norms)])
+    units = torch.zeros(found.size, len(places), dtype=x.dtype, device=x.device)
+    units[places, torch.arange(len(places))] = 1.0
+    rows: Tensor = (found @ units).mT
+    return rows
 
 
 def rows_by_backward(
@@ -272,6 +288,13 @@ def append_norms(
     )
 
 
+def _derivatives(
+    spec: BlockSpec, weights: Weights, x: Tensor, seeds: Seeds, mask: Tensor | None
+) -> BlockDerivatives:
+    attention = forward_pass(spec, weights, x, mask)[1]
+    return BlockDerivatives(spec, weights, x, seeds, attention=attention, mask=mask)
+
+
 def entry_columns(spec: BlockSpec, weights: Weights) -> dict[str, Tensor]:
     """Flat positions of every entry's parameters, the weights in ``WEIGHT_NAMES`` order."""
     start, places = 0, {}
@@ -327,14 +350,9 @@ def entry_bounds(
             "the token-structured bound needs a loss that does not couple tokens: "
             "use token cross-entropy or mse."
         )
-    terms = Terms(
-        evaluate(spec, weights, x, mask),
-        slice(0, x.shape[0]),
-        slice(0, x.shape[1]),
-        seeds.blocks(slice(None)),
-        seeds.delta.reshape(-1, x.shape[-1]),
-    )
-    entries = _entries(build_families(spec, weights))
+    found = _derivatives(spec, weights, x, seeds, mask)
+    terms = found.chain(slice(0, x.shape[0]), slice(0, x.shape[1]), "total")
+    entries = _entries(terms.leaves)
     names = list(entries)
     diagonal = [_signed(terms, entries[name]) for name in names]
     high, low = (torch.stack([getattr(s, end) for s in diagonal]) for end in ("high", "low"))
@@ -351,31 +369,31 @@ def entry_bounds(
     return bounds
 
 
-def _entries(families: Sequence[Family]) -> dict[str, list[Family]]:
+def _entries(families: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Families that share their activations: queries of all heads, gate and up; no norms."""
     letters = {"query": "Q", "output": "O", "gate": "up", "up": "up", "down": "down"}
-    entries: dict[str, list[Family]] = {}
+    entries: dict[str, list[Leaf]] = {}
     for f in families:
-        if f.kind in ("front", "middle", "final"):
+        if f.kind == "norm":
             continue
         name = letters.get(f.kind) or f"{f.kind[0].upper()}{f.head}"
         entries.setdefault(name, []).append(f)
     return entries
 
 
-def _signed(terms: Terms, entry: list[Family]) -> SignedNorm:
+def _signed(terms: Chain, entry: list[Leaf]) -> SignedNorm:
     """Both ends of the diagonal block of an entry."""
     rows = []
     for i, f in enumerate(entry):
         left = [terms.pair(g, f).core.mT for g in entry[:i]]
         rows.append(torch.cat([*left, *(terms.pair(f, g).core for g in entry[i:])], 2))
-    alpha = terms.activation(entry[0])
+    alpha = entry[0].activation
     return symmetric_sum(alpha, torch.cat(rows, 1).expand(len(alpha), -1, -1))
 
 
-def _pair_bound(terms: Terms, left: list[Family], right: list[Family]) -> Tensor:
+def _pair_bound(terms: Chain, left: list[Leaf], right: list[Leaf]) -> Tensor:
     """The bound of block (left, right): one sum over tokens, or two where an adjoint enters."""
-    alpha, beta = terms.activation(left[0]), terms.activation(right[0])
+    alpha, beta = left[0].activation, right[0].activation
     pairs = [[terms.pair(f, g) for g in right] for f in left]
     core = torch.cat([torch.cat([p.core for p in row], 2) for row in pairs], 1)
     core = core.expand(len(alpha), -1, -1)
@@ -406,8 +424,7 @@ def _slope(pair: Pair, columns: int) -> Tensor:
     """K (N, core, activation) of a pair written out; zero where it has none."""
     n, rows, _ = pair.core.shape
     if pair.slope_diagonal is not None:
-        first, period = pair.diagonal_columns
-        places = first + torch.arange(rows, device=pair.core.device) % period
+        places = pair.slope_start + torch.arange(rows, device=pair.core.device)
         unit = torch.nn.functional.one_hot(places, columns).to(pair.core.dtype)
         return pair.slope_diagonal.unsqueeze(-1) * unit
     if pair.slope is None:
@@ -443,21 +460,24 @@ def stack_token_bound(
     the outer part of the diagonal ones (inside a stack Λ_b couples tokens). The functional part of
     a diagonal block has its token-structured bound.
     """
-    blocks, inputs, z = [], [], x
+    inputs = [x]
     for spec, weights in layers:
-        inputs.append(z)
-        blocks.append(LinearisedBlock(spec, weights, z, mask))
-        z = blocks[-1].output
+        inputs.append(forward_pass(spec, weights, inputs[-1], mask)[0])
+    z = inputs[-1]
+    jacobians = [
+        _jacobians(spec, weights, y, mask)
+        for (spec, weights), y in zip(layers, inputs[:-1], strict=True)
+    ]
     seeds = loss.seeds(z, target)
     deltas = [seeds.delta]
-    for block in reversed(blocks):
-        deltas.insert(0, block.gradient(deltas[0])[1])
-    count, size = len(layers), x.numel()
+    for _, step in reversed(jacobians):
+        deltas.insert(0, (deltas[0].reshape(-1) @ step).view_as(x))
+    count = len(layers)
     matrix = torch.zeros(count, count, dtype=torch.float64)
     curvatures, mixed = _input_curvature(layers, inputs, target, loss, mask)
     ends = torch.zeros(2, count, dtype=torch.float64)  # signed: highest, minus lowest
     for a, (spec, weights) in enumerate(layers):
-        through = _jacobian_rows(blocks[a], size)  # ∂h_a/∂θ_a as (Nd, P_a)
+        through = jacobians[a][0]  # ∂h_a/∂θ_a as (Nd, P_a)
         gram = through @ through.T
         functional = entry_bounds(
             spec, weights, inputs[a], _no_curvature(z, deltas[a + 1]), mask=mask
@@ -469,7 +489,7 @@ def stack_token_bound(
             ends[:, a] = _sandwich(curvatures[a], gram) + torch.stack(functional.ends())
         for b in range(a + 1, count):
             if b > a + 1:  # ∂h_{b−1}/∂θ_a = (∂h_{b−1}/∂h_{b−2}) ∂h_{b−2}/∂θ_a
-                step = _input_jacobian(blocks[b - 1], size)
+                step = jacobians[b - 1][1]
                 gram = step @ gram @ step.T
             matrix[a, b] = matrix[b, a] = _sandwich(mixed[b], gram)[0].sqrt()
     bound = max(float(torch.linalg.eigvalsh(matrix + torch.diag(e))[-1]) for e in ends)
@@ -501,9 +521,7 @@ def _input_curvature(
     curvatures: dict[int, Tensor] = {}
     mixed: dict[int, Tensor] = {}
     for b in range(1, len(layers)):
-        above = BlockStack(list(layers[b:]), loss=loss).linearise(
-            inputs[b], target, mask=mask, include_input=True
-        )
+        above = stack_hessian(layers[b:], inputs[b], target, loss, mask, include_input=True)
         size, total = inputs[b].numel(), above.shape[0]
         units = torch.zeros(total, size, dtype=inputs[b].dtype, device=inputs[b].device)
         units[total - size :] = torch.eye(size, dtype=units.dtype, device=units.device)
@@ -516,17 +534,11 @@ def _input_curvature(
     return curvatures, mixed
 
 
-def _jacobian_rows(block: LinearisedBlock, size: int) -> Tensor:
-    """∂h/∂θ (Nd, P) by Nd vector-Jacobian products."""
-    output = block.output
-    units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
-    rates, _ = block.vjp(units)
-    return torch.cat([t.reshape(size, -1) for t in rates.values()], 1)
-
-
-def _input_jacobian(block: LinearisedBlock, size: int) -> Tensor:
-    """∂h/∂x (Nd, Nd)."""
-    output = block.output
-    units = torch.eye(size, dtype=output.dtype, device=output.device).view(size, *output.shape)
-    rows: Tensor = block.vjp(units, wanted=())[1].reshape(size, -1)
-    return rows
+def _jacobians(
+    spec: BlockSpec, weights: Weights, x: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """∂h/∂θ (Nd, P) and ∂h/∂x (Nd, Nd)."""
+    tracked = reference.tracked({**weights, "input": x})
+    y = tracked.pop("input")
+    rows = reference.jacobian(forward_pass(spec, tracked, y, mask)[0], [*tracked.values(), y])
+    return rows[:, : -x.numel()], rows[:, -x.numel() :]

@@ -1,5 +1,6 @@
 """Readable reference models, small real data, and a plain training loop."""
 
+from curvatlas.zoo.block import Block
 from curvatlas.zoo.datasets import Dataset, Samples, digits, fashion_mnist, mnist, text
 from curvatlas.zoo.images import cifar10, cifar100, from_torch, idx, image_folder, images_on_disk
 from curvatlas.zoo.models import (
@@ -19,6 +20,7 @@ from curvatlas.zoo.training import TrainingHistory, evaluate, train
 __all__ = [
     "GPT",
     "MLP",
+    "Block",
     "Dataset",
     "GPTConfig",
     "MLPConfig",

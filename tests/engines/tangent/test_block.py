@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.block import LinearisedBlock, check_spec, weight_shapes
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.linear import Buffers
-from curvatlas.engines.tangent.losses import TokenSquaredError
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.checks import check_spec, weight_shapes
+from curvatlas.layers.losses import TokenSquaredError
+from curvatlas.layers.structure import BlockSpec
 from oracles import flat, relative_error
 from reference_block import (
     Case,

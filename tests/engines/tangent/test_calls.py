@@ -13,12 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvatlas as ca
 import families
-from curvatlas.engines.tangent.reading import (
-    _LAYERS,
-    UnmappedModuleError,
-    read_call,
-    read_module,
-)
+from curvatlas.engines.tangent.reading import _LAYERS, UnmappedModuleError, read_call, read_module
 from curvatlas.zoo.models import GPT, GPTConfig
 from layer_oracles import Seen, differences, layers_of_kind, prepared, seen_layers
 

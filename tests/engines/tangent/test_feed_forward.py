@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from curvatlas.engines.tangent.block import LinearisedFeedForward
-from curvatlas.engines.tangent.feed_forward import (
+from curvatlas.layers.activations import (
     ACTIVATIONS,
     FAMILY_ACTIVATIONS,
     activation_derivatives,
     hidden_units,
 )
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.structure import BlockSpec
 from reference_block import activation
 
 OF_FAMILIES = {

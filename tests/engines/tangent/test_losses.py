@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvatlas.closed_form.block import TransformerBlockHessian
-from curvatlas.engines.tangent.losses import (
+from curvatlas.closed_form.modules import TransformerBlockHessian
+from curvatlas.layers.losses import (
     LinearHeadCrossEntropy,
     OutputLoss,
     PooledCrossEntropy,

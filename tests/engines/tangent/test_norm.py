@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.norm import (
+from curvatlas.layers.norms import (
     norm_hessian,
     norm_jacobian,
     norm_jacobian_product,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import families
-from curvatlas.closed_form.block import TransformerBlockHessian
+from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.engines.tangent.reading import UnmappedModuleError, map_module
 from curvatlas.engines.tangent.stack import BlockStack
 from curvatlas.problem.evaluation import evaluation

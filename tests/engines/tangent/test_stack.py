@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvatlas.engines.tangent.head import Readout
-from curvatlas.engines.tangent.losses import (
+from curvatlas.engines.tangent.stack import BlockStack, default_parts
+from curvatlas.layers.losses import (
     OutputLoss,
     PooledCrossEntropy,
     Seeds,
     TokenSquaredError,
 )
-from curvatlas.engines.tangent.stack import BlockStack, default_parts
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.structure import BlockSpec
 from oracles import flat, layer_norm, relative_error, rms_norm
 from reference_block import block, random_case, random_form, random_weights
 

@@ -20,9 +20,12 @@ from curvatlas.analysis.atlas.result import (
     groups_of,
 )
 from curvatlas.budget import available_bytes, readable
-from curvatlas.closed_form.attention import SelfAttentionHessian
-from curvatlas.closed_form.block import ClosedFormBlock, TransformerBlockHessian
-from curvatlas.closed_form.derivatives import BlockDerivatives
+from curvatlas.closed_form.hessian import BlockDerivatives
+from curvatlas.closed_form.modules import (
+    ClosedFormBlock,
+    SelfAttentionHessian,
+    TransformerBlockHessian,
+)
 from curvatlas.engines.tangent.reading import MappedBlock, UnmappedModuleError, map_module
 from curvatlas.linear_operator import PARTS
 from curvatlas.operators.curvature import (

@@ -21,7 +21,6 @@ from curvatlas.engines.tangent.attention_core import (
     AttentionCore,
     BlockedCore,
     CoreTangent,
-    Keyless,
     LogitMask,
 )
 from curvatlas.engines.tangent.linear import (
@@ -33,7 +32,8 @@ from curvatlas.engines.tangent.linear import (
     stage_number,
 )
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
-from curvatlas.engines.tangent.structure import BlockSpec, Weights
+from curvatlas.layers.masks import Keyless
+from curvatlas.layers.structure import DISTANCE, MEMORY, BlockSpec, Weights
 from curvatlas.precision import float64_device
 
 
@@ -163,8 +163,6 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 PROJECTIONS = ("query", "key", "value")
 _MEMORY_PROJECTIONS = ("cross_key", "cross_value")
-MEMORY = "memory"  # what cross attention attends to, among the tangents and rates of weights
-DISTANCE = "distance_weight"
 
 
 class HeadNorm:

@@ -14,15 +14,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from curvatlas.engines.tangent.linear import (
-    BackwardPass,
-    Buffers,
-    Linear,
-    stage_number,
-    stand_in,
-)
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, Linear, stage_number, stand_in
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
-from curvatlas.engines.tangent.structure import Norm
+from curvatlas.layers.structure import Norm
 
 Pooling = Literal["mean", "first", "last"]
 _POOLINGS = ("mean", "first", "last")

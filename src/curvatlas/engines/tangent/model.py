@@ -30,15 +30,10 @@ from torch import Tensor, nn
 from curvatlas.budget import ResultMemory, give_back, ran_out
 from curvatlas.engines.graphs import graph_size
 from curvatlas.engines.tangent.adapters import EffectiveWeight, effective_parameters
-from curvatlas.engines.tangent.attention import DISTANCE, MEMORY, with_joint_projections
+from curvatlas.engines.tangent.attention import with_joint_projections
 from curvatlas.engines.tangent.block import Formed, LinearisedBlock
 from curvatlas.engines.tangent.ends import ModuleCall, recognised_stem, recognised_tail, same_values
-from curvatlas.engines.tangent.linear import (
-    Buffers,
-    adjoining,
-    as_rows,
-    restart_numbers,
-)
+from curvatlas.engines.tangent.linear import Buffers, adjoining, as_rows, restart_numbers
 from curvatlas.engines.tangent.reading import (
     BlockCall,
     Pick,
@@ -49,11 +44,11 @@ from curvatlas.engines.tangent.reading import (
 )
 from curvatlas.engines.tangent.recomputed import PassingBlock, RecomputedBlock
 from curvatlas.engines.tangent.stem import AutogradStem, Slots, Stem
-from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.engines.tangent.tail import AutogradTail, ReadoutTail, Tail
 from curvatlas.engines.tangent.tape import Tapes
 from curvatlas.errors import OutOfMemory
 from curvatlas.files import in_memory
+from curvatlas.layers.structure import DISTANCE, MEMORY, BlockSpec, Weights
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.batches import described

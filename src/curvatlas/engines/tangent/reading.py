@@ -30,29 +30,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvatlas.engines.tangent.adapters import (
-    effective_parameters,
-    is_transposed,
-    plain_linear,
-)
+from curvatlas.engines.tangent.adapters import effective_parameters, is_transposed, plain_linear
 from curvatlas.engines.tangent.attention import Rotation
-from curvatlas.engines.tangent.attention_core import Keyless
-from curvatlas.engines.tangent.block import LinearisedBlock, weight_shapes
-from curvatlas.engines.tangent.feed_forward import (
-    ACTIVATIONS,
-    FAMILY_ACTIVATIONS,
-    activation_derivatives,
-)
+from curvatlas.engines.tangent.block import LinearisedBlock
 from curvatlas.engines.tangent.head import Pooling, Readout
-from curvatlas.engines.tangent.norm import NORMS, normalize
-from curvatlas.engines.tangent.structure import (
+from curvatlas.errors import UnmappedModuleError as UnmappedModuleError
+from curvatlas.layers.activations import ACTIVATIONS, FAMILY_ACTIVATIONS, activation_derivatives
+from curvatlas.layers.checks import weight_shapes
+from curvatlas.layers.masks import Keyless
+from curvatlas.layers.norms import NORMS, normalize
+from curvatlas.layers.structure import (
     WEIGHT_NAMES,
     Activation,
     BlockSpec,
     Norm,
     Weights,
 )
-from curvatlas.errors import UnmappedModuleError as UnmappedModuleError
 
 Picked = dict[str, Tensor]
 Pick = Callable[[Mapping[str, Tensor]], Picked]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvatlas.engines.tangent.block import BlockTangent, FormedTangent, LinearisedBlock
 from curvatlas.engines.tangent.linear import restart_numbers
-from curvatlas.engines.tangent.structure import Weights
+from curvatlas.layers.structure import Weights
 
 
 @dataclass

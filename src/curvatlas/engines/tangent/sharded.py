@@ -46,8 +46,8 @@ from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.engines.tangent.recomputed import RecomputedBlock
 from curvatlas.engines.tangent.remainder import Remainder
 from curvatlas.engines.tangent.stem import AutogradStem, Slots
-from curvatlas.engines.tangent.structure import Weights
 from curvatlas.engines.tangent.tail import AutogradTail
+from curvatlas.layers.structure import Weights
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, Problem
 from curvatlas.problem.evaluation import called_with

@@ -24,16 +24,14 @@ from torch import Tensor, nn
 
 from curvatlas.budget import ResultMemory
 from curvatlas.engines.tangent.attention import with_joint_projections
-from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock, check_spec
-from curvatlas.engines.tangent.decomposition import DecomposedHessian
+from curvatlas.engines.tangent.block import BlockTangent, LinearisedBlock
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
-from curvatlas.engines.tangent.linear import (
-    BackwardPass,
-    Buffers,
-    as_rows,
-    restart_numbers,
-)
-from curvatlas.engines.tangent.losses import (
+from curvatlas.engines.tangent.linear import BackwardPass, Buffers, as_rows, restart_numbers
+from curvatlas.engines.tangent.reading import FlatOrder, map_stack
+from curvatlas.engines.tangent.tape import Tapes
+from curvatlas.layers.checks import check_spec
+from curvatlas.layers.decomposition import DecomposedHessian
+from curvatlas.layers.losses import (
     LinearHeadCrossEntropy,
     OutputLoss,
     PooledCrossEntropy,
@@ -42,9 +40,7 @@ from curvatlas.engines.tangent.losses import (
     TokenSquaredError,
     resolve_loss,
 )
-from curvatlas.engines.tangent.reading import FlatOrder, map_stack
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES, BlockSpec, Weights
-from curvatlas.engines.tangent.tape import Tapes
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part, Tags, check_columns
 from curvatlas.precision import in_float64
 
@@ -407,7 +403,7 @@ class BlockStack:
     """Blocks in a row, a readout and a loss.
 
     ``blocks``: (spec, weights) pairs. ``readout``: final norm, pooling, linear head (all optional).
-    ``loss``: ``"mse"``, ``"cross_entropy"``, or an ``engines.tangent.losses.OutputLoss``.
+    ``loss``: ``"mse"``, ``"cross_entropy"``, or an ``layers.losses.OutputLoss``.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import Tensor
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stand_in
 from curvatlas.engines.tangent.norm import Normalization, NormTangent
 from curvatlas.engines.tangent.remainder import Remainder
-from curvatlas.engines.tangent.structure import Norm
+from curvatlas.layers.structure import Norm
 
 
 @dataclass

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from curvatlas.engines.tangent.head import LinearisedReadout, Readout, ReadoutTangent
 from curvatlas.engines.tangent.linear import BackwardPass, Buffers, stand_in
-from curvatlas.engines.tangent.losses import softmax_curvature
 from curvatlas.engines.tangent.remainder import Remainder
 from curvatlas.engines.tangent.stem import Slots
+from curvatlas.layers.losses import softmax_curvature
 from curvatlas.linear_operator import Part
 from curvatlas.problem.cross_entropy import (
     CrossEntropy,

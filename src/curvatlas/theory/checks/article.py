@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from curvatlas.closed_form.result import BlockHessian
-from curvatlas.engines.tangent.feed_forward import activation_derivatives
-from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
+from curvatlas.layers.activations import activation_derivatives
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.reference import block_hessian, normal

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.checks.layer_norm import compact_hessian, compact_jacobian
 from curvatlas.theory.norm_bounds import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import slope
 from curvatlas.theory.reference import normal

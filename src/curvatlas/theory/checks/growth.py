@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.stack import BlockStack
-from curvatlas.engines.tangent.structure import BlockSpec, Weights
 from curvatlas.figures.theory import growth_figure
+from curvatlas.layers.losses import TokenSquaredError
+from curvatlas.layers.structure import BlockSpec, Weights
 from curvatlas.linear_operator import Part
 from curvatlas.theory import reference
 from curvatlas.theory.reference import (
@@ -21,6 +21,7 @@ from curvatlas.theory.reference import (
     normal,
 )
 from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, worst
+from curvatlas.theory.token_bound import stack_hessian
 
 _BLOCKS = ("QQ", "QK", "KK", "VQ", "VK", "VV")
 
@@ -259,8 +260,8 @@ def _mlp_outer(x: Tensor, target: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def stack_outer_norms(
     layers: Sequence[tuple[BlockSpec, Weights]], x: Tensor, target: Tensor, part: Part = "outer"
 ) -> dict[str, float]:
-    """Frobenius norms of every weight's diagonal block of a stack, from closed-form products."""
-    hessian = BlockStack(list(layers)).linearise(x, target)
+    """Frobenius norms of every weight's diagonal block of a stack, from exact products."""
+    hessian = stack_hessian(layers, x, target, TokenSquaredError())
     dense = hessian.operator(part).dense()
     blocks = {name: slice(start, start + size) for name, (start, size) in hessian.offsets.items()}
     return {name: float(dense[block, block].norm()) for name, block in blocks.items()}

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.losses import resolve_loss
-from curvatlas.engines.tangent.structure import WEIGHT_NAMES
 from curvatlas.figures.theory import lines_figure, looseness_figure
+from curvatlas.layers.losses import resolve_loss
+from curvatlas.layers.structure import WEIGHT_NAMES
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.norm_bounds import bounds

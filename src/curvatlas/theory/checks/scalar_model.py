@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import BlockSpec
 from curvatlas.figures.theory import lines_figure, spectrum_figure
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.checks.growth import logspace, slope
 from curvatlas.theory.reference import normal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvatlas.engines.tangent.structure import BlockSpec
+from curvatlas.layers.structure import BlockSpec
 from curvatlas.theory import reference
 from curvatlas.theory.reference import block_hessian, normal
 from curvatlas.theory.statements import CheckEffort, Outcome, check, judge, worst

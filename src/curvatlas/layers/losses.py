@@ -249,7 +249,7 @@ def resolve_loss(loss: str | OutputLoss) -> OutputLoss:
         return _BY_NAME[loss]()
     if not isinstance(loss, OutputLoss):
         raise TypeError(
-            "loss must be a name or a curvatlas.engines.tangent.losses.OutputLoss, "
+            "loss must be a name or a curvatlas.layers.losses.OutputLoss, "
             f"got {type(loss).__name__}."
         )
     return loss
@@ -323,3 +323,40 @@ def _check_same(outputs: Tensor, other: Tensor) -> None:
         )
     if other.device != outputs.device:
         raise ValueError(f"the block lives on {outputs.device}, the loss on {other.device}.")
+
+
+class HalfSquaredNorm(OutputLoss):
+    """ℓ = ½ Σ_i ‖z_i‖² / N over the N tokens: the objective of a closed form without a target.
+
+    δ = Z/N and Λ_i = I/N. The article's: half the squared norm, summed over the features and
+    averaged over the tokens.
+    """
+
+    def seeds(self, outputs: Tensor, targets: Tensor | None = None) -> Seeds:
+        d = outputs.shape[-1]
+        tokens = outputs.numel() // d
+        identity = torch.eye(d, dtype=outputs.dtype, device=outputs.device) / tokens
+
+        def blocks(some: slice) -> Tensor:
+            return identity.expand(len(range(*some.indices(tokens))), d, d)
+
+        return Seeds(
+            value=0.5 * outputs.square().sum() / tokens,
+            delta=outputs / tokens,
+            product=lambda v: v / tokens,
+            blocks=blocks,
+            convex=True,
+        )
+
+
+def seeds_at(outputs: Tensor, target: Tensor | None, loss: str | OutputLoss) -> Seeds:
+    """Value, δ and Λ of the loss at ``outputs`` (B, L, d); without a target ``HalfSquaredNorm``."""
+    if target is not None:
+        return resolve_loss(loss).seeds(outputs, target)
+    if loss != "mse" and not isinstance(loss, HalfSquaredNorm):
+        name = loss if isinstance(loss, str) else type(loss).__name__
+        raise ValueError(
+            f"loss={name!r} needs a target: without one the objective is ½‖y‖², summed over the "
+            "features and averaged over the tokens."
+        )
+    return HalfSquaredNorm().seeds(outputs)

@@ -58,6 +58,11 @@ WEIGHT_NAMES: tuple[str, ...] = (
     "distance_weight",  # (B, H) terms of the logits, by the distance of query and key
 )
 
+MEMORY = "memory"  # what cross attention attends to, among the tangents and rates of weights
+
+
+DISTANCE = "distance_weight"
+
 Activation = Literal[
     "relu", "relu_squared", "gelu", "gelu_tanh", "gelu_bloom", "gelu_quick", "silu", "identity"
 ]

@@ -1,0 +1,1 @@
+"""What Transformer layers are made of: their description, activations, norms, masks, losses."""
