@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from curvatlas.spectra.summary import CurvatureSummary
 
 _FEWEST = 0.2  # eigenvalues an e-fold: where the picture of a density ends below
-_CURVE_STEP = 2  # of the points of a curve, for the area under it
+_CURVE_STEP = 3  # of the points of a curve, for the area under it
 
 
 @draws("SpectralDensity", stages=True)
@@ -62,9 +62,9 @@ def draw_density(
         # per unit of the drawn axis, so that areas in the picture count eigenvalues
         drawn = height * np.sqrt(grid**2 + typical**2) * one.size
         (line,) = axes.plot(grid, drawn, color=colour, linewidth=1.1, label=words or "_")
-        line.shading = axes.fill_between(
-            grid[::_CURVE_STEP], drawn[::_CURVE_STEP], color=colour, alpha=SHADING, linewidth=0
-        )
+        across, up = grid[::_CURVE_STEP], np.maximum(drawn[::_CURVE_STEP], _FEWEST / 2)
+        across, up = across[[0, *range(len(across)), -1]], np.r_[_FEWEST / 2, up, _FEWEST / 2]
+        (line.shading,) = axes.fill(across, up, color=colour, alpha=SHADING, linewidth=0)
         tops.append(float(drawn.max()))
         known[words] = (ends or {}).get(words, (float(one.nodes[0]), float(one.nodes[-1])))
     axes.set_xscale("symlog", linthresh=typical)

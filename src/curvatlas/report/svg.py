@@ -71,6 +71,7 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
     defined = {element for definitions in root.iter("defs") for element in definitions.iter()}
     for element in root.iter():
         _restyle(element, defined=element in defined)
+    _say_once(root, {element.get("id"): element for element in defined})
     root.extend(_hit_areas(figure))
     _flatten(root)
     width, height = figure.get_size_inches() * 72
@@ -133,7 +134,8 @@ def _draw_cells(root: Element, name: str, image: Any) -> None:
         for column, text in enumerate(texts):
             red, green, blue, _ = (int(channel) for channel in colours[row, column])
             colour = f"#{red:02x}{green:02x}{blue:02x}" if not missing[row, column] else style.GRID
-            shape = _titled("path", text, d=f"M{column} {row}h1v1h-1z", style=f"fill:{colour}")
+            shape = _titled("path", text, d=f"M{column} {row}h1v1h-1z")
+            shape.set(*(("style", f"fill:{colour}") if colour == style.GRID else ("fill", colour)))
             group.append(shape)
     parent = parents[picture]
     parent[list(parent).index(picture)] = group
@@ -164,13 +166,26 @@ def _restyle(element: Element, *, defined: bool) -> None:
         words = said.pop("font").split()
         said |= {"font-size": next((w for w in words if w.endswith("px")), "10px")}
         said |= {"font-weight": "bold"} if "bold" in words or "700" in words else {}
-    if element.tag in ("path", "use", "text") and not defined:
+    if not defined and element.tag in ("path", "use", "text") and "fill" not in element.attrib:
         said.setdefault("fill", style.INK)
     written = ";".join(f"{name}:{value}" for name, value in said.items())
     if written:
         element.attrib["style"] = _COLOUR.sub(
             lambda found: f"var(--{style.EXCHANGED[found[0]]},{found[0]})", written
         )
+
+
+def _say_once(root: Element, definitions: dict[str | None, Element]) -> None:
+    """Marks do not repeat what their definition says; what is not closed is not filled."""
+    for element in root.iter("use"):
+        definition = definitions[element.get("href", "")[1:]]
+        known = definition.get("style", "").split(";")
+        kept = [part for part in element.get("style", "").split(";") if part not in known]
+        if "z" not in definition.get("d", ""):
+            kept = [part for part in kept if not part.startswith("fill:")]
+        element.attrib.pop("style", None)
+        if kept:
+            element.set("style", ";".join(kept))
 
 
 def _rounded(number: re.Match[str]) -> str:
