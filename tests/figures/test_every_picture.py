@@ -37,7 +37,7 @@ def _numbers_in(figure: Any) -> Iterator[float]:
     for axes in figure.axes:
         for line in axes.lines:
             yield from np.asarray(line.get_xydata(), dtype=float).flat
-        for bar in axes.patches:
+        for bar in (patch for patch in axes.patches if hasattr(patch, "get_width")):
             yield from (abs(bar.get_width()), bar.get_width(), bar.get_height())
         for image in axes.images:
             yield from np.ma.masked_invalid(image.get_array()).compressed().astype(float)
