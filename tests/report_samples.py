@@ -17,6 +17,7 @@ from curvatlas.theory.statements import Verification
 from curvatlas.zoo.training import TrainingHistory
 
 ROLES = ("query", "key", "value", "output", "up", "down", "gamma", "beta")
+MORE_ROLES = (*ROLES, "gate", "norm2.gamma", "norm2.beta", "router")
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -74,9 +75,10 @@ def _map(quantity: str, part: str, view: str, names: tuple[str, ...], seed: int)
     )  # fmt: skip
 
 
-def atlas(layers: int, seed: int, *, role: str | None = None) -> Atlas:
-    roles = (role or "token", *ROLES)
-    blocks = (roles[0], *(f"blocks.{layer}.{r}" for layer in range(layers) for r in ROLES))
+def atlas(layers: int, seed: int, *, role: str | None = None, roles_of: int = 8) -> Atlas:
+    own = MORE_ROLES[:roles_of]
+    roles = (role or "token", *own)
+    blocks = (roles[0], *(f"blocks.{layer}.{r}" for layer in range(layers) for r in own))
     views = {"block": blocks, "role": roles, "layer": ("–", *(str(i) for i in range(layers)))}
     maps, shares = {}, {}
     for view, names in views.items():
@@ -103,7 +105,12 @@ def verification(*names: str) -> Verification:
 
 
 def write_sample_run(
-    path: Path, *, layers: int = 2, name: str = "small GPT", role: str | None = None
+    path: Path,
+    *,
+    layers: int = 2,
+    name: str = "small GPT",
+    role: str | None = None,
+    roles: int = 8,
 ) -> Path:
     """A complete run; ``name`` and ``role`` may be as hostile as one likes."""
     losses = tuple(2.3 * 0.99**step for step in range(300))
@@ -116,7 +123,9 @@ def write_sample_run(
                 run.step(f"{stage}.{part}.eigenpairs", lambda s=seed, b=both: eigenpairs(s, both=b))
                 run.step(f"{stage}.{part}.trace", lambda s=seed: trace(50.0 - 10 * s))
                 run.step(f"{stage}.{part}.density", lambda s=seed: density(s))
-            run.step(f"{stage}.atlas", lambda i=index: atlas(layers, 5 * i, role=role))
+            run.step(
+                f"{stage}.atlas", lambda i=index: atlas(layers, 5 * i, role=role, roles_of=roles)
+            )
         history = TrainingHistory(
             steps=300, losses=losses, validation_loss=0.25, validation_accuracy=0.9
         )

@@ -308,6 +308,14 @@ def test_the_table_says_where_no_eigenvalue_is_missing(
     assert words.removesuffix("</td>") in str(found)  # the terminal says the same
 
 
+@pytest.mark.draws
+def test_a_large_model_stays_below_two_megabytes_and_its_names_legible(tmp_path: Path) -> None:
+    run = write_sample_run(tmp_path / "run", layers=24, roles=12)  # 288 blocks and the tokens'
+    page = write_report(run)
+    assert page.stat().st_size <= 2_000_000
+    assert "could not be drawn" not in page.read_text("utf-8")
+
+
 def test_only_templates_contain_tags() -> None:
     source = Path(runs.__file__).parents[1]
     tagged = re.compile(

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from curvatlas.spectra.summary import CurvatureSummary
 
 _FEWEST = 0.2  # eigenvalues an e-fold: where the picture of a density ends below
-_CURVE_STEP = 3  # of the points of a curve, for the area under it
+_STRETCHES = 220  # of a curve's axis
+_CURVE_STEP = 2  # of the points of a curve, for the area under it
 
 
 @draws("SpectralDensity", stages=True)
@@ -61,6 +62,8 @@ def draw_density(
         grid, height = one.grid.double().numpy(), one.density.double().numpy()
         # per unit of the drawn axis, so that areas in the picture count eigenvalues
         drawn = height * np.sqrt(grid**2 + typical**2) * one.size
+        kept = _peaks(np.arcsinh(grid / typical), drawn)
+        grid, drawn = grid[kept], drawn[kept]
         (line,) = axes.plot(grid, drawn, color=colour, linewidth=1.1, label=words or "_")
         across, up = grid[::_CURVE_STEP], np.maximum(drawn[::_CURVE_STEP], _FEWEST / 2)
         across, up = across[[0, *range(len(across)), -1]], np.r_[_FEWEST / 2, up, _FEWEST / 2]
@@ -78,6 +81,14 @@ def draw_density(
     axes.set(xlim=(low, high), xlabel=f"eigenvalue of {symbol}", ylabel="eigenvalues per e-fold")
     legend(axes)
     return figure
+
+
+def _peaks(places: Array, heights: Array) -> list[int]:
+    """The highest point of every stretch of the drawn axis: more would lie within a pixel."""
+    reach = max(float(places[-1] - places[0]), 1e-300)
+    stretch = np.floor((places - places[0]) / reach * _STRETCHES)
+    parts = np.split(np.arange(len(places)), np.flatnonzero(np.diff(stretch)) + 1)
+    return [int(part[heights[part].argmax()]) for part in parts]
 
 
 def _mark_end(axes: Any, value: float, name: str, colour: str, row: int) -> None:

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @draws("CurvatureHistory")
 def draw_history(history: CurvatureHistory) -> Figure:
-    """Panels on one axis of steps; the second is the optimizer's own edge, dashed its threshold."""
-    figure, (loss, own, sharp, trace, negative) = panels(1, 5, width=1.8, height=0.7, sharex=True)
+    """Loss, the optimizer's own edge (dashed its threshold), eigenvalues, trace."""
+    figure, (loss, own, sharp, trace) = panels(4, width=0.82)
     steps = history.series("step")
     loss.plot(steps, history.series("loss"), color=BLUE)
-    for axes, name in ((sharp, "sharpness"), (trace, "trace"), (negative, "negative_mass")):
+    for axes, name in ((sharp, "sharpness"), (trace, "trace")):
         low, high = ([pair[end] for pair in history.series(f"{name}_interval")] for end in (0, 1))
         label = "λmax" if axes is sharp else "_"
         band(axes, steps, history.series(name), low, high, color=BLUE, label=label)
@@ -56,7 +56,8 @@ def draw_history(history: CurvatureHistory) -> Figure:
     loss.set_ylabel("loss")
     sharp.set_ylabel("eigenvalues of H")
     trace.set_ylabel("tr H (95 %)")
-    negative.set(ylabel="share of λ < 0 (95 %)", xlabel="training step")
+    for axes in (loss, own, sharp, trace):
+        axes.set_xlabel("training step")
     for event in history.events:
         loss.axvline(event.step, color=ORANGE, alpha=0.4, linewidth=1)
     return figure

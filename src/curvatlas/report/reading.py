@@ -98,6 +98,6 @@ def sentence(stages: Sequence[Stage]) -> str:
     same = all(s.data == first.data for _, s in subjects)
     data = first.data if same else listed(list(dict.fromkeys(s.data for _, s in subjects)))
     return (
-        f"{first.model} with {first.parameters:,} parameters, measured on {data}: {loss} loss "
-        f"{listed(losses)}. Brackets: 95 %, over other samples where that is wider."
+        f"{first.model} with {first.parameters:,} parameters, measured on {data}: "
+        f"{loss} loss {listed(losses)}."
     )
