@@ -1,8 +1,8 @@
 """Screenshots of pages for README, gallery and "How to read the report".
 
 curvatlas demo --output demo
-curvatlas train vit --optimizer adamw --output train
-curvatlas prune vit digits --output prune
+curvatlas train vit --optimizer adamw --steps 120 --every 10 --samples 24 --maps --output train
+curvatlas prune vit digits --samples 64 --output prune
 python scripts/page_pictures.py demo train prune
 """
 
