@@ -8,6 +8,7 @@ import io
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from curvatlas.analysis.diagnostics import Advice
@@ -21,6 +22,7 @@ from curvatlas.report.layout import (
     Fold,
     Page,
     Picture,
+    Section,
     Table,
     attempted,
     rows_of,
@@ -136,19 +138,32 @@ def _assembled(
     warnings: Sequence[str],
     urgent: bool,
 ) -> Page:
-    """The first account with a verdict gives it; cards and pictures in the order of accounts."""
+    """The first account with a verdict gives it, the first with pictures the first screen's.
+
+    Cards come in the order of the accounts; the pictures of other accounts go to their sections.
+    """
     verdicts = [account.verdict for account in accounts if account.verdict is not None]
+    drawn = [account for account in accounts if account.pictures]
+    sections = [s for one in accounts for s in _with_picture(one, later=one in drawn[1:])]
     return Page(
         title=title,
         subject=subject,
         verdict=verdicts[0] if verdicts else None,
         cards=tuple(card for account in accounts for card in account.cards)[:_CARDS],
-        pictures=tuple(p for account in accounts for p in account.pictures)[:_PICTURES],
-        sections=tuple(section for account in accounts for section in account.sections),
+        pictures=drawn[0].pictures[:_PICTURES] if drawn else (),
+        sections=tuple(sections),
         folds=tuple(folds),
         warnings=tuple(warnings),
         urgent=urgent,
     )
+
+
+def _with_picture(account: Account, *, later: bool) -> tuple[Section, ...]:
+    """The sections; the first one with the account's picture, where it is on no first screen."""
+    if not later or not account.sections or account.sections[0].picture is not None:
+        return account.sections
+    first, *others = account.sections
+    return replace(first, picture=account.pictures[0]), *others
 
 
 # --- what folds away ------------------------------------------------------------------------------
