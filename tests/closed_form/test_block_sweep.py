@@ -118,7 +118,7 @@ def test_dense_hessian_and_its_parts_equal_double_backward(group: int) -> None:
             assert error <= TOLERANCE, f"seed {seed}, {part}: {error:.1e}, {case.spec}"
 
 
-@pytest.mark.parametrize("seed", [s for s in range(300, 320) if s != 306])
+@pytest.mark.parametrize("seed", [50, *(s for s in range(300, 320) if s != 306)])
 def test_diagonal_norms_blocks_and_products_equal_the_dense_matrix(seed: int) -> None:
     case, found, reference = prepare(seed)
     pick = random.Random(seed)

@@ -159,7 +159,10 @@ class PairPart:
     def squared_norm(self, other: PairPart) -> Tensor:
         """The share of ‖H_fg‖² from tokens of this chunk with tokens of ``other``."""
         gram = (self.alpha @ other.alpha.mT) * 1.0
-        inner = (_entries(self.M) @ _entries(other.M).mT) * (self.beta @ other.beta.mT)
+        M, N = self.M, other.M
+        if M.mT.is_contiguous() and N.mT.is_contiguous():  # the same order of entries, no copy
+            M, N = M.mT, N.mT
+        inner = (M.flatten(1) @ N.flatten(1).mT) * (self.beta @ other.beta.mT)
         if self.delta is not None and other.delta is not None:
             deltas = self.delta @ other.delta.mT
             if self.K is not None and other.K is not None:
@@ -187,11 +190,6 @@ class PairPart:
                 weighted = moved * self.beta[:, other.place[part]].unsqueeze(-1)
                 total += (weighted * other.diagonal[:, part].mT).sum(1)
         return total
-
-
-def _entries(M: Tensor) -> Tensor:
-    """All entries of a token's matrix in one row, in the order of memory."""
-    return (M.mT if M.mT.is_contiguous() else M).flatten(1)
 
 
 class BlockProduct(LinearOperator):

@@ -192,12 +192,12 @@ def block_hessian(
 ) -> BlockHessian:
     """Assemble one part and wrap it with names, sizes and zero structure."""
     require_part(part)
-    spec, names, length = derivatives.spec, derivatives.names, derivatives.x.shape[1]
+    spec, names, length = derivatives.spec, derivatives.names, min(2, derivatives.length)
     return BlockHessian(
         loss=float(derivatives.seeds.value),
         names=names,
         block_sizes={name: size for name, (_, size) in derivatives.offsets.items()},
-        structure=ZeroStructure(zeros=structural_zeros(spec, names, length=length)),
+        structure=ZeroStructure(zeros=dict(structural_zeros(spec, names, length=length))),
         attention=derivatives.attention,
         parts={part: derivatives.dense(part, out=out, workspace=workspace)},
         _source=derivatives.dense,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,8 +30,9 @@ class Pattern(Map):
         return product
 
 
+@functools.cache
 def structural_zeros(
-    spec: BlockSpec, names: Sequence[str], *, length: int
+    spec: BlockSpec, names: tuple[str, ...], *, length: int
 ) -> dict[str, tuple[tuple[str, str], ...]]:
     """Blocks (a, b) of each part that vanish for every value of the weights; a not after b.
 
