@@ -187,7 +187,7 @@ def _sharpness_answer(stages: Sequence[Stage]) -> str:
     if not known:
         return "The ends of the spectrum were not measured in this run."
     factor = ratio(known[0], known[-1]) if len(known) > 1 else ""
-    changed = f", {factor} against {stages[0].label}" if factor else ""
+    changed = f" ({number(known[0])} {stages[0].label}, {factor})" if factor else ""
     step = (
         f"; plain gradient descent is stable along it for steps below 2/λmax = "
         f"{number(2 / known[-1])}"
