@@ -19,6 +19,7 @@ from curvatlas.report.comparing import Comparison
 from curvatlas.report.findings import conditions
 from curvatlas.report.layout import (
     Account,
+    Card,
     Fold,
     Page,
     Picture,
@@ -144,12 +145,15 @@ def _assembled(
     """
     verdicts = [account.verdict for account in accounts if account.verdict is not None]
     drawn = [account for account in accounts if account.pictures]
+    by_title: dict[str, Card] = {}  # two accounts may find the same: the first one says it
+    for card in (card for account in accounts for card in account.cards):
+        by_title.setdefault(card.title, card)
     sections = [s for one in accounts for s in _with_picture(one, later=one in drawn[1:])]
     return Page(
         title=title,
         subject=subject,
         verdict=verdicts[0] if verdicts else None,
-        cards=tuple(card for account in accounts for card in account.cards)[:_CARDS],
+        cards=tuple(by_title.values())[:_CARDS],
         pictures=drawn[0].pictures[:_PICTURES] if drawn else (),
         sections=tuple(sections),
         folds=tuple(folds),
