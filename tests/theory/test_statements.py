@@ -17,6 +17,7 @@ from curvatlas.theory.statements import (
     all_statements,
     find,
     judge,
+    statements_by_paper_id,
 )
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "theory"
@@ -63,6 +64,15 @@ def test_statements_are_complete_and_uniquely_named() -> None:
         for text in (s.source, s.title, s.formula, s.assumptions, s.tested_by):
             assert text.strip(), s.name
         assert bool(s.counterexample) == (s.verdict != HOLDS), s.name
+
+
+def test_every_number_of_the_papers_leads_to_its_statements() -> None:
+    table = statements_by_paper_id()
+    assert [s.name for s in table["petrov-thm3"]] == ["layer-norm-hessian"]
+    assert {f"petrov-thm{n}" for n in range(2, 11)} <= set(table)
+    for paper_id, statements in table.items():
+        assert re.fullmatch(r"(petrov|ormaniec|cracking)(-[a-z0-9]+)+", paper_id)
+        assert all(paper_id in s.papers for s in statements)
 
 
 def test_every_derivation_link_leads_to_a_section() -> None:

@@ -4,10 +4,18 @@
 ``theory.directional_derivatives(block, x, target, v)`` → ℓ, ℓ', ℓ'', ℓ''' along v.
 ``theory.all_statements()`` → the registry behind ``curvatlas verify``.
 ``theory.find("layer-norm-jacobian").run()`` → measure one statement now.
+``theory.statements_by_paper_id()["petrov-thm3"]`` → the statements behind a number of the papers.
 """
 
 from curvatlas.theory.norm_bounds import CurvatureBounds, bounds
-from curvatlas.theory.statements import CheckEffort, Outcome, Statement, all_statements, find
+from curvatlas.theory.statements import (
+    CheckEffort,
+    Outcome,
+    Statement,
+    all_statements,
+    find,
+    statements_by_paper_id,
+)
 from curvatlas.theory.third_order import DirectionalDerivatives, directional_derivatives
 
 __all__ = [
@@ -20,4 +28,5 @@ __all__ = [
     "bounds",
     "directional_derivatives",
     "find",
+    "statements_by_paper_id",
 ]

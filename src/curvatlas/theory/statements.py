@@ -81,9 +81,14 @@ Plot = Callable[[Outcome], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One theorem, lemma, bound, rate or claim of a source, in our words."""
+    """One theorem, lemma, bound, rate or claim of a source, in our words.
+
+    papers: its ids in the papers, as ``petrov-thm3``, ``ormaniec-lemma-d2``, ``cracking-thm-3-5``;
+    empty for what has no number there.
+    """
 
     name: str
+    papers: tuple[str, ...] = ()
     topic: str
     verdict: str  # recorded: what the project stands for; verify compares with it
     source: str
@@ -128,7 +133,7 @@ def all_statements() -> tuple[Statement, ...]:
     for topic in TOPICS:
         importlib.import_module(f"curvatlas.theory.checks.{topic}")
     text = resources.files("curvatlas.theory").joinpath("statements.json").read_text("utf-8")
-    rows: list[dict[str, str]] = json.loads(text)
+    rows: list[dict[str, Any]] = json.loads(text)
     unknown = _checks.keys() ^ {row["name"] for row in rows}
     if unknown:
         raise ValueError(f"{min(unknown)}: stands in statements.json or has a check, not both.")
@@ -136,9 +141,19 @@ def all_statements() -> tuple[Statement, ...]:
     for row in sorted(rows, key=lambda row: list(TOPICS).index(row["topic"])):
         function, plot = _checks[row["name"]]
         section = row.pop("derivation", TOPICS[row["topic"]])
+        row |= {"papers": tuple(row.get("papers", ()))}
         path = f"docs/theory/derivations.md#{section}"
         statements.append(Statement(**row, derivation=path, check=function, plot=plot))
     return tuple(statements)
+
+
+def statements_by_paper_id() -> dict[str, tuple[Statement, ...]]:
+    """Every numbered claim of the papers → the statements that test it, the leading one first."""
+    table: dict[str, tuple[Statement, ...]] = {}
+    for statement in all_statements():
+        for paper_id in statement.papers:
+            table[paper_id] = (*table.get(paper_id, ()), statement)
+    return table
 
 
 def find(name: str) -> Statement:
@@ -291,6 +306,7 @@ def _entry(item: Statement, *, full: bool, seed: int, folder: Path | None) -> di
         drawn = _draw(item, outcome, folder / "figures")
     return {
         "name": item.name,
+        "papers": item.papers,
         "topic": item.topic,
         "source": item.source,
         "title": item.title,
