@@ -107,6 +107,56 @@ def test_what_is_not_cifar_is_refused_with_the_file_at_fault(tmp_path: Path) -> 
         zoo.cifar10(tmp_path / "nothing")
 
 
+def write_sheets(folder: Path, *, per_sheet: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """The training images and labels of a small set in the form of the npm package."""
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (6, per_sheet, 3, 32, 32), dtype=np.uint8)
+    labels = random.integers(0, 10, 6 * per_sheet)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    for name, images in zip(names, pixels, strict=True):
+        rows = images.reshape(per_sheet, 3, 1024).transpose(0, 2, 1)
+        Image.fromarray(np.ascontiguousarray(rows)).save(folder / f"{name}.png")
+    (folder / "train_lables.json").write_text(str(labels[: 5 * per_sheet].tolist()))
+    (folder / "test_lables.json").write_text(str(labels[5 * per_sheet :].tolist()))
+    return np.concatenate(list(pixels[:5])), labels[: 5 * per_sheet]
+
+
+def test_the_png_sheets_of_cifar_give_the_pixels_and_labels_in_order(tmp_path: Path) -> None:
+    pixels, labels = write_sheets(tmp_path / "set")
+    for load in (zoo.cifar10, zoo.images_on_disk):
+        data = load(tmp_path / "set")
+        assert (data.name, data.classes, data.validation.size) == ("CIFAR-10", 10, 4)
+        assert data.train.targets.tolist() == labels.tolist()
+        assert (restored(data.train.inputs, pixels) == pixels).all()
+
+
+def test_a_folder_without_the_expected_files_is_told_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "readme.txt").write_text("nothing here")
+    with pytest.raises(ValueError, match=r"IDX files .*binary files .*PNG sheets .*a class\.$"):
+        zoo.images_on_disk(tmp_path)
+
+
+def test_sheets_that_are_not_cifar_are_refused_with_the_file_at_fault(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    write_sheets(folder)
+    (folder / "test_lables.json").write_text("[1, 2, 11, 3]")
+    with pytest.raises(ValueError, match=r"test_lables\.json has labels beyond 0 … 9"):
+        zoo.cifar10(folder)
+    (folder / "test_lables.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"no list of 4 labels, one for each row of test_batch"):
+        zoo.cifar10(folder)
+    Image.fromarray(np.zeros((4, 1000, 3), dtype=np.uint8)).save(folder / "data_batch_2.png")
+    with pytest.raises(ValueError, match=r"data_batch_2\.png is 1000 pixels wide"):
+        zoo.cifar10(folder)
+    (folder / "data_batch_2.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"data_batch_2\.png cannot be read as a picture"):
+        zoo.cifar10(folder)
+    (folder / "data_batch_2.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks data_batch_2\.png"):
+        zoo.cifar10(folder)
+
+
 def write_idx(path: Path, array: np.ndarray) -> None:
     head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     content = head + array.astype(np.uint8).tobytes()

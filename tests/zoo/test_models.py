@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import curvatlas as ca
 import oracles
 from curvatlas import zoo
 
@@ -172,3 +173,42 @@ def test_models_copy_and_pickle():
 def test_wrong_options_say_what_is_wrong(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_paper_s_model_has_its_3552_parameters_in_the_order_of_its_heat_maps():
+    model = zoo.petrov_vit("mnist", seed=3)
+    norm = [16, 16]
+    sizes = [256, *[256] * 4, *norm, 1024, 1024, *norm, 160]
+    assert [p.numel() for p in model.parameters()] == sizes
+    assert sum(sizes) == 3552
+    anatomy = ca.anatomy_of(model)
+    roles = [s.role for s in anatomy.slices]
+    assert roles[1:5] == ["query", "key", "value", "output"]
+    assert roles[5:11] == ["gamma", "beta", "up", "down", "gamma", "beta"]
+
+
+@pytest.mark.parametrize("table", ["mnist", "cifar"])
+def test_the_paper_s_models_are_table_1_post_norm_without_positions(table):
+    model = zoo.petrov_vit(table).double()
+    width, hidden, blocks = (16, 64, 1) if table == "mnist" else (128, 512, 8)
+    assert model.patch_embedding.weight.shape == (width, 16 * (1 if table == "mnist" else 3))
+    assert len(model.blocks) == blocks
+    assert model.blocks[0].ffn.up.weight.shape == (hidden, width)
+    shape = (2, 28, 28) if table == "mnist" else (2, 3, 32, 32)
+    images = torch.randn(shape, dtype=torch.float64)
+    patches = model.patchify(images)
+    x = model.patch_embedding(patches[:, torch.randperm(patches.shape[1])])
+    for block in model.blocks:
+        for norm, layer in ((block.norm1, block.attention), (block.norm2, block.ffn)):
+            x = oracles.layer_norm(x + layer(x), norm.weight, norm.bias, 1e-5)
+    by_hand = model.head(x.mean(1))  # no positions: patches in any order
+    assert oracles.relative_error(model(images).detach(), by_hand.detach()) < 1e-13
+    v = torch.randn(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    problem = ca.Problem(model, "cross_entropy", (images, torch.tensor([1, 2])))
+    plain = ca.Hessian(problem, engine="autograd") @ v
+    assert oracles.relative_error(ca.Hessian(problem) @ v, plain) < 1e-12
+
+
+def test_an_unknown_table_of_the_paper_is_refused():
+    with pytest.raises(ValueError, match="mnist and cifar, got 'imagenet'"):
+        zoo.petrov_vit("imagenet")

