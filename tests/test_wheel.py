@@ -35,8 +35,8 @@ def test_a_wheel_without_its_data_is_noticed(smoke: Any, tmp_path: Path) -> None
         file.writestr("tests/test_x.py", "")
     found = smoke.missing(wheel)
     for name in (
-        "curvatlas/py.typed", "curvatlas/report/assets/report.js",
-        "curvatlas/report/assets/report.css", "curvatlas/zoo/data/digits.npz",
+        "curvatlas/py.typed", "curvatlas/report/templates/page.html.j2",
+        "curvatlas/report/templates/style.css", "curvatlas/zoo/data/digits.npz",
         "curvatlas/zoo/data/moby_dick.txt.gz", "(not ours: tests/test_x.py)",
     ):  # fmt: skip
         assert name in found

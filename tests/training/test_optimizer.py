@@ -540,6 +540,7 @@ def losses_of_others() -> tuple[float, float]:
     )
 
 
+@pytest.mark.machine
 @pytest.mark.parametrize("way", ["plain", "closure", "adaptation"])
 def test_it_survives_rates_at_which_adamw_and_sgd_do_not_learn(way: str) -> None:
     """Five times the largest rate at which each of the two still learns (0.06 and 0.3 here)."""

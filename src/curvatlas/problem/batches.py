@@ -332,7 +332,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def has_rows(raw: Any) -> bool:
     """Whether a raw batch holds anything: a loader may end with, or begin with, one of no rows."""
     tensors = [tensor for tensor in _tensors(raw) if tensor.ndim]
-    return not tensors or any(tensor.shape[0] for tensor in tensors)
+    return not tensors or any(tensor.size(0) for tensor in tensors)
 
 
 def sample_digests(batch: Batch) -> int:

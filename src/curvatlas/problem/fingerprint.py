@@ -91,7 +91,7 @@ class LiveTensors:
             return b""
         if self._identities() != self._seen:
             self.follow()
-        if self._places() != self._addresses:
+        if [t.data_ptr() for t in self._memories] != self._addresses:
             self._arrange()  # ``p.data = other``: the same object with other memory
         checksum = 0
         for memory in self._small:
@@ -140,7 +140,7 @@ class LiveTensors:
     def _host_signs(self) -> list[int]:
         """What moves on the host with most changes on a device."""
         versions = [t._version for t in self._tensors if not t.is_inference()]
-        return [_steps[0], *self._places(), *versions]
+        return [_steps[0], *(t.data_ptr() for t in self._memories), *versions]
 
     def follow(self) -> None:
         """Look through the root again if an object in it was replaced."""
@@ -161,9 +161,6 @@ class LiveTensors:
         if replaced:
             self._rewritten |= replaced
             self._look_through()
-
-    def _places(self) -> list[int]:
-        return [t.data_ptr() for tensor in self._tensors for t in in_memory(tensor)]
 
     # --- looking through --------------------------------------------------------------------------
 
@@ -199,6 +196,8 @@ class LiveTensors:
 
     def _visit(self, item: Any, tensors: dict[int, Tensor]) -> None:
         if isinstance(item, Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(item):
+                return  # what a forward pass left of a transform that is over: it has no memory
             local = getattr(item, "_local_tensor", item)  # this process's part of a DTensor
             tensors[id(local)] = local
             return
@@ -256,7 +255,8 @@ class LiveTensors:
 
     def _arrange(self) -> None:
         """Sort the tensors by how they are read."""
-        self._addresses = self._places()
+        self._memories = [part for tensor in self._tensors for part in in_memory(tensor)]
+        self._addresses = [part.data_ptr() for part in self._memories]
         self._irregular: list[Tensor] = []
         self._gaps: list[Tensor] = []  # on a device, entries not side by side
         self._last = b""  # what was kept of the last look was in another order
