@@ -136,6 +136,8 @@ class Block(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}.")
         self.spec, self.dropout = spec, float(dropout)
+        self.d_model, self.d_ff, self.n_heads = spec.d_model, spec.d_ff, spec.n_heads
+        self.d_k, self.d_v = spec.key_size, spec.value_size
         shapes = weight_shapes(spec)
         self._place_all(
             (name, nn.Parameter(torch.empty(shapes[name])))
