@@ -84,10 +84,12 @@ from .article import (
     ConvergenceDiagnostics as ConvergenceDiagnostics,
     FullHessianAnalysis as FullHessianAnalysis,
     LayerWiseCurvature as LayerWiseCurvature,
+    NormVerification as NormVerification,
     ScalingLawAnalyzer as ScalingLawAnalyzer,
     TaylorExpansionAnalyzer as TaylorExpansionAnalyzer,
     TransformerHessianAnalyzer as TransformerHessianAnalyzer,
     demo_hessian_analysis as demo_hessian_analysis,
+    verify_layernorm_hessian as verify_layernorm_hessian,
 )
 from .closed_form.hessian import BlockDerivatives as BlockDerivatives
 from .closed_form.modules import (
@@ -95,11 +97,9 @@ from .closed_form.modules import (
     FeedForwardJacobians as FeedForwardJacobians,
     FFNHessian as FFNHessian,
     LayerNormHessian as LayerNormHessian,
-    NormVerification as NormVerification,
     RMSNormHessian as RMSNormHessian,
     SelfAttentionHessian as SelfAttentionHessian,
     TransformerBlockHessian as TransformerBlockHessian,
-    verify_layernorm_hessian as verify_layernorm_hessian,
 )
 from .closed_form.result import BlockHessian as BlockHessian
 from .engines.tangent.head import Readout as Readout

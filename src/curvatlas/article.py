@@ -25,9 +25,11 @@ Every result reads like a mapping too, and behind each key stands the true quant
         .analyze_scaling_with_size       DataFrame: n_params, n_samples and those keys
         .predict_optimal_dataset_size    value, interval
     demo_hessian_analysis()              gives (analyzer, optimizer)
+    verify_layernorm_hessian()           jacobian, hessian, contraction, weight_hessian, passed
 
 The closed forms are in ``closed_form``, ``CurvatureAwareOptimizer`` in ``training``, pictures in
-``figures``.
+``figures``. A model in train mode is evaluated in evaluation mode, which is said once, and put
+back. Options that a method only names are those of the function it names.
 """
 
 from __future__ import annotations
@@ -35,36 +37,25 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvatlas import scaling
 from curvatlas.analysis.atlas.layerwise import activation_curvature
 from curvatlas.analysis.conditioning import EffectiveConditioning, effective_conditioning
 from curvatlas.analysis.diagnostics import ConvergenceTrajectory, convergence_trajectory
+from curvatlas.analysis.landscape import taylor, taylor_result
 from curvatlas.analysis.landscape.line import Displacement, towards
-from curvatlas.analysis.landscape.taylor import (
-    critical_rate,
-    observed_curvature,
-    predict_trajectory,
-    taylor_expansion,
-    trust_radius,
-)
-from curvatlas.analysis.landscape.taylor_result import (
-    CriticalLearningRate,
-    ObservedCurvature,
-    PredictedTrajectory,
-    TaylorExpansion,
-    TrustRadius,
-)
 from curvatlas.analysis.propagation.result import Measure
+from curvatlas.closed_form.modules import LayerNormHessian
 from curvatlas.display import Table
-from curvatlas.linear_operator import LinearOperator
+from curvatlas.layers.structure import Norm
 from curvatlas.operators.curvature import Hessian
 from curvatlas.operators.per_sample import subset
 from curvatlas.problem import Problem
@@ -75,77 +66,38 @@ from curvatlas.problem.losses import LossLike
 from curvatlas.problem.parameters import Parameters
 from curvatlas.problem.problem import own_targets
 from curvatlas.progress import track
-from curvatlas.results import Interval, Number, Result, also_named
-from curvatlas.scaling import (
-    DatasetPrediction,
-    GridTrainer,
-    HessianNorm,
-    PredictionComparison,
-    ScalingGrid,
-    compare_predictions,
-    hessian_norm,
-    optimal_dataset_size,
-)
-from curvatlas.spectra.eigen_result import Eigenpairs
+from curvatlas.results import Interval, Number, Result, Rows, also_named
+from curvatlas.spectra.eigen_result import Eigenpairs, Which
 from curvatlas.spectra.eigenpairs import eigenpairs
 from curvatlas.spectra.estimate import Estimate
 from curvatlas.spectra.norms import frobenius_norm, spectral_norm
-from curvatlas.spectra.summary import condition_density, condition_number, participation
+from curvatlas.spectra.summary import CurvatureSummary, curvature_summary, participation
 from curvatlas.spectra.trace import trace
+from curvatlas.theory.reference import hessian, jacobian, relative_error
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 
-_DENSITY = 40  # products for the mean |λ| of the condition number
+R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullHessianAnalysis(Result):
-    """The Hessian of all data, and how its largest eigenvalues scatter over the batches."""
+class FullHessianAnalysis(CurvatureSummary):
+    """The summary of the Hessian of all data, and the scatter of its ends over the batches."""
 
-    eigenpairs: Eigenpairs  # of the whole data, both ends
+    top_eigenvalue: float  # of the whole data
     values: Tensor  # (B, k) largest eigenvalues of every batch
     norms: tuple[float, ...]  # ‖H‖₂ of every batch
-    top_eigenvalue: float  # of the whole data
-    spectral_gap: float  # λ1 − λ2 of the whole data
-    trace: Estimate
+    mean_hessian_norm: float  # of ``norms``
+    eigenvalue_mean: float  # of ``values``, over batches and eigenvalues
+    eigenvalue_std: float
     roles: dict[str, float]  # mass of the top eigenvector by role
-    products: int
-    converged: bool
-    condition_number: float = float("nan")  # λmax / mean|λ| of the whole data
-    condition_interval: Interval = (0.0, float("inf"))
-
-    also = ("mean_hessian_norm", "eigenvalue_mean", "eigenvalue_std")
-
-    @property
-    def mean_hessian_norm(self) -> float:
-        """Mean over batches of ‖H‖₂."""
-        return sum(self.norms) / len(self.norms)
-
-    @property
-    def eigenvalue_mean(self) -> float:
-        """Mean of the largest eigenvalues over batches and eigenvalues."""
-        return float(self.values.mean())
-
-    @property
-    def eigenvalue_std(self) -> float:
-        """Their standard deviation over batches and eigenvalues; 0 for a single number."""
-        return float(self.values.std()) if self.values.numel() > 1 else 0.0
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of the top eigenvalue, certified."""
-        low, high = self.eigenpairs.interval
-        return float(low[0]), float(high[0])
 
     def __str__(self) -> str:
         lead = max(self.roles, key=lambda role: self.roles[role])
-        lines = [str(self.eigenpairs)]
+        lines = [super().__str__(), f"top vector mostly in {lead} ({self.roles[lead]:.0%})"]
         if len(self.values) > 1:
             pairs = zip(self.values.mean(0).tolist(), self.values.std(0).tolist(), strict=True)
             spread = ", ".join(f"{mean:.4g} ± {scatter:.2g}" for mean, scatter in pairs)
             lines.append(f"over {len(self.values)} batches: {spread}")
-        mass = f"top vector mostly in {lead} ({self.roles[lead]:.0%})"
-        gap = f"gap {self.eigenpairs.gap}; " if len(self.eigenpairs) > 1 else ""
-        lines.append(f"{gap}{self.trace}; {mass}")
         return "\n".join(lines)
 
 
@@ -162,9 +114,16 @@ class LayerCurvature(Result):
     frobenius: Estimate
     trace: Estimate
 
+    def __str__(self) -> str:
+        return (
+            f"{'-' if self.layer is None else self.layer:>3} {self.sublayer:<10} λmax "
+            f"{Number(self.top_eigenvalue, *self.top_interval)}"
+            f"  ‖·‖_F {self.frobenius.number}  trace {self.trace.number}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWiseCurvature(Result):
+class LayerWiseCurvature(Rows):
     """Curvature of every layer's sublayers, and of what every module puts out."""
 
     layers: tuple[LayerCurvature, ...]
@@ -176,10 +135,7 @@ class LayerWiseCurvature(Result):
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """One mapping a module: ``name``, ``output_norm`` ‖a‖, ``curvature`` ‖∂²L/∂a²‖_F, …
-
-        ``curvature_proxy`` is what the article has in its place: a slope, ‖∂L/∂a‖.
-        """
+        """One mapping a module; ``curvature`` is ‖∂²L/∂a²‖_F, the article's proxy a slope."""
         return tuple(
             {
                 "name": path,
@@ -192,30 +148,13 @@ class LayerWiseCurvature(Result):
             for path, measure in self.activations.items()
         )
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.activations)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A field by name, or the row of one module by number."""
-        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
-
     def __str__(self) -> str:
-        lines = [
-            f"{'-' if c.layer is None else c.layer:>3} {c.sublayer:<10} λmax "
-            f"{Number(c.top_eigenvalue, *c.top_interval)}"
-            f"  ‖·‖_F {c.frobenius.number}  trace {c.trace.number}"
-            for c in self.layers
-        ]
-        lines += [
-            f"output of {path or 'the model'}: ‖·‖_F "
-            f"{Number(measure.norm, *measure.norm_interval)}  trace "
-            f"{Number(measure.trace, *measure.trace_interval)}"
-            for path, measure in self.activations.items()
-        ]
-        return "\n".join(lines)
+        outputs = (
+            f"output of {path or 'the model'}: ‖·‖_F {Number(one.norm, *one.norm_interval)}  "
+            f"trace {Number(one.trace, *one.trace_interval)}"
+            for path, one in self.activations.items()
+        )
+        return "\n".join([*map(str, self.layers), *outputs])
 
 
 class AnalysisHistory(list[Result]):
@@ -231,17 +170,12 @@ class AnalysisHistory(list[Result]):
         names = ("hessian_norms", "condition_numbers", "eigenvalue_spectra", "layer_curvatures")
         self.series: dict[str, list[Any]] = {name: [] for name in names}
 
-    def append(self, result: Result) -> None:
-        """Add a result, and its numbers to the series."""
-        super().append(result)
-        if isinstance(result, FullHessianAnalysis):
-            self.series["hessian_norms"] += result.norms
-            self.series["condition_numbers"].append(result.condition_number)
-            self.series["eigenvalue_spectra"].append(result.eigenpairs.values)
-        elif isinstance(result, Eigenpairs):
-            self.series["eigenvalue_spectra"].append(result.values)
-        elif isinstance(result, LayerWiseCurvature):
-            self.series["layer_curvatures"].append(list(result.rows))
+    def add(self, result: R, **series: Sequence[Any]) -> R:
+        """Keep a result, and what it adds to each series."""
+        self.append(result)
+        for name, numbers in series.items():
+            self.series[name] += numbers
+        return result
 
     def keys(self) -> tuple[str, ...]:
         """Names of the series."""
@@ -258,10 +192,10 @@ class AnalysisHistory(list[Result]):
         return self.series[key]
 
 
+@dataclass(eq=False, repr=False)
 class TransformerHessianAnalyzer:
     """Eigenvalues, whole-data statistics and layer-wise curvature of a model's loss Hessian.
 
-    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     loss: as in ``Problem``. folder: where long estimates keep checkpoints, so that the same
     sequence of calls resumes after a kill. ``history`` holds every result in order, and series of
     their numbers by name (``AnalysisHistory``).
@@ -269,25 +203,16 @@ class TransformerHessianAnalyzer:
     data, or with False this process's data are all there are.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss: LossLike = "cross_entropy",
-        seed: int = 0,
-        folder: str | os.PathLike[str] | None = None,
-        distributed: bool | None = None,
-    ) -> None:
-        self.model = model
-        self.distributed = distributed
-        self.loss = loss
-        self.seed = seed
-        self.folder = None if folder is None else Path(folder)
-        self.history = AnalysisHistory()
+    model: nn.Module
+    loss: LossLike = field(default="cross_entropy", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    folder: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    distributed: bool | None = field(default=None, kw_only=True)
+    history: AnalysisHistory = field(default_factory=AnalysisHistory, init=False)
 
     @evaluated
     def compute_hessian_eigenvalues(
-        self, x: Any, y: Any = None, k: int = 20, *, which: str = "largest", tol: float = 1e-4
+        self, x: Any, y: Any = None, k: int = 20, *, which: Which = "largest", tol: float = 1e-4
     ) -> Eigenpairs:
         """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals.
 
@@ -295,80 +220,55 @@ class TransformerHessianAnalyzer:
         result reads like the tensor of its values.
         """
         op = self._hessian(paired(x, y))
-        pairs = eigenpairs(
-            op,
-            k=min(k, op.shape[0]),
-            which=which,  # type: ignore[arg-type]
-            tol=tol,
-            seed=self.seed,
-            checkpoint=self._file("eigenvalues", op),
-        )
-        self.history.append(pairs)
-        return pairs
+        file = self._file("eigenvalues.safetensors", op)
+        k = min(k, op.shape[0])
+        found = eigenpairs(op, k=k, which=which, tol=tol, seed=self.seed, checkpoint=file)
+        return self.history.add(found, eigenvalue_spectra=[found.values])
 
     @evaluated
     @also_named(dataloader="data")
     def analyze_full_hessian(
         self, data: Any, *, n_batches: int | None = None, k: int = 10
     ) -> FullHessianAnalysis:
-        """Both ends of the whole data's spectrum, and the k largest of every batch's.
+        """``curvature_summary`` of the whole data's Hessian, and both ends of every batch's.
 
         n_batches: only the first so many batches of ``data``.
         """
         op = self._hessian(first_batches(data, n_batches))
-        op.problem.require_one_process(
-            "the eigenvalues of every batch", maker="TransformerHessianAnalyzer"
-        )
+        op.problem.require_one_process("the eigenvalues of every batch", maker=type(self).__name__)
         k = min(k, op.shape[0])
-        both_ends = eigenpairs(
-            op,
-            k=max(k, min(2, op.shape[0])),  # two for the gap
-            which="both",
-            seed=self.seed,
-            checkpoint=self._file("full", op),
-        )
-        total = trace(op, rtol=0.05, seed=self.seed, checkpoint=self._file("full-trace", op))
-        density = condition_density(
-            op,
-            max_products=_DENSITY,
-            seed=self.seed,
-            checkpoint=self._file("full-density", op),
-        )
-        ends = [float(end[0]) for end in both_ends.interval]
-        condition, condition_interval = condition_number(
-            (ends[0], both_ends.value, ends[1]), density
-        )
-        products = both_ends.products + total.products + density.products
-        rows, norms = [], []
-        parts = op.per_batch()
+        file = self._file("full", op)
+        whole = curvature_summary(op, k=k, max_products=40, seed=self.seed, checkpoint=file)
+        ends, products, parts = whole.eigenpairs, whole.products, op.per_batch()
+        values, norms = [ends.largest[:k]], [ends.norm]
         if len(parts) > 1:
+            values, norms = [], []
             for _, part in track(parts, "batches", total=len(parts)):
-                top = eigenpairs(part, k=k, seed=self.seed, start=both_ends.vectors[:, :k])
-                last = both_ends.vectors[:, -1]
+                top = eigenpairs(part, k=k, seed=self.seed, start=ends.vectors[:, :k])
+                last = ends.vectors[:, -1]
                 low = eigenpairs(part, k=1, which="smallest", seed=self.seed, start=last)
-                rows.append(top.values)
+                values.append(top.values)
                 norms.append(max(abs(top.value), abs(low.value)))
                 products += top.products + low.products
                 part.release()
-        else:
-            rows, norms = [both_ends.largest[:k]], [both_ends.norm]
-        gap = both_ends.values[0] - both_ends.values[1] if op.shape[0] > 1 else torch.tensor(0.0)
-        spread = participation(both_ends.vectors[:, 0], op.problem.anatomy)
-        result = FullHessianAnalysis(
-            eigenpairs=both_ends,
-            values=torch.stack(rows),
+        tops = torch.stack(values)
+        spread = participation(ends.vectors[:, 0], op.problem.anatomy)
+        found = FullHessianAnalysis(
+            **{**vars(whole), "products": products},
+            top_eigenvalue=whole.sharpness,
+            values=tops,
             norms=tuple(norms),
-            top_eigenvalue=both_ends.value,
-            spectral_gap=float(gap),
-            trace=total,
+            mean_hessian_norm=sum(norms) / len(norms),
+            eigenvalue_mean=float(tops.mean()),
+            eigenvalue_std=float(tops.std()) if tops.numel() > 1 else 0.0,
             roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
-            products=products,
-            converged=both_ends.converged,
-            condition_number=condition,
-            condition_interval=condition_interval,
         )
-        self.history.append(result)
-        return result
+        return self.history.add(
+            found,
+            hessian_norms=norms,
+            condition_numbers=[found.condition_number],
+            eigenvalue_spectra=[ends.values],
+        )
 
     @evaluated
     def analyze_layer_wise_curvature(
@@ -382,50 +282,48 @@ class TransformerHessianAnalyzer:
         predictions (cross-entropy: the most likely class; mean squared error: zero), which
         ``result.target`` says. The result is a sequence of rows, one a module.
         """
-        origin = "given"
-        if y is None and not (isinstance(x, Mapping) and x.get("labels") is not None):
-            problem, origin = own_targets(self.model, self.loss, x, distributed=self.distributed)
-            op = Hessian(problem)
+        if y is not None or (isinstance(x, Mapping) and x.get("labels") is not None):
+            op, origin = self._hessian(paired(x, y)), "given"
         else:
-            op = self._hessian(paired(x, y))
+            own, origin = own_targets(self.model, self.loss, x, distributed=self.distributed)
+            op = Hessian(own)
         # A module's output exists for the samples of this process only.
-        op.problem.require_one_process(
-            "the curvature of every module's output", maker="TransformerHessianAnalyzer"
-        )
+        purpose = "the curvature of every module's output"
+        op.problem.require_one_process(purpose, maker=type(self).__name__)
         groups: dict[tuple[int | None, str], list[Any]] = {}
         for piece in op.problem.anatomy:
             groups.setdefault((piece.layer, piece.sublayer), []).append(piece)
-        entries, products = [], 0
+        layers, products = [], 0
+        limits: dict[str, Any] = {"rtol": rtol, "seed": self.seed, "max_products": 200}
         for (layer, sublayer), pieces in track(groups.items(), "layers", total=len(groups)):
-            block: LinearOperator = op[pieces, pieces]
+            block = op[pieces, pieces]
             top = eigenpairs(block, k=1, tol=1e-3, seed=self.seed)
             norm = spectral_norm(block, seed=self.seed)
-            size = frobenius_norm(block, rtol=rtol, seed=self.seed, max_products=200)
-            total = trace(block, rtol=rtol, seed=self.seed, max_products=200)
+            size, total = frobenius_norm(block, **limits), trace(block, **limits)
             products += top.products + norm.products + size.products + total.products
-            entries.append(
+            first = top.number(0)
+            layers.append(
                 LayerCurvature(
                     layer=layer,
                     sublayer=sublayer,
                     size=block.shape[0],
-                    top_eigenvalue=top.value,
-                    top_interval=(top.number(0).low, top.number(0).high),
+                    top_eigenvalue=first.value,
+                    top_interval=(first.low, first.high),
                     spectral_norm=norm,
                     frobenius=size,
                     trace=total,
                 )
             )
         outputs, more = activation_curvature(op.problem, probes=8, seed=self.seed)
-        result = LayerWiseCurvature(
-            layers=tuple(entries),
+        found = LayerWiseCurvature(
+            layers=tuple(layers),
             activations={path: measure for path, (measure, *_) in outputs.items()},
             products=products + more,
-            output_norms={p: float(torch.linalg.norm(a)) for p, (_, a, _) in outputs.items()},
+            output_norms={path: float(a.norm()) for path, (_, a, _) in outputs.items()},
             slopes={path: slope for path, (*_, slope) in outputs.items()},
             target=origin,
         )
-        self.history.append(result)
-        return result
+        return self.history.add(found, layer_curvatures=[list(found.rows)])
 
     def _hessian(self, data: Any) -> Hessian:
         return Hessian(Problem(self.model, self.loss, data, distributed=self.distributed))
@@ -435,75 +333,59 @@ class TransformerHessianAnalyzer:
         if self.folder is None:
             return None
         told = content(op.content()).hex()[:12]
-        return self.folder / f"{len(self.history):03d}-{what}-{told}.safetensors"
+        return Path(self.folder) / f"{len(self.history):03d}-{told}-{what}"
 
 
+@dataclass(eq=False, repr=False)
 class ConvergenceDiagnostics:
     """Measures what decides whether and how fast a model trains; data go to the methods.
 
-    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     ``loss_history`` and ``grad_history`` (‖∇L‖) have a number for each step of every trajectory,
     ``curvature_history`` the condition number of each look.
     """
 
-    def __init__(self, model: nn.Module, *, loss: LossLike = "cross_entropy") -> None:
-        self.model = model
-        self.loss = loss
-        self.loss_history: list[float] = []
-        self.grad_history: list[float] = []
-        self.curvature_history: list[float] = []
+    model: nn.Module
+    loss: LossLike = field(default="cross_entropy", kw_only=True)
+    loss_history: list[float] = field(default_factory=list, init=False)
+    grad_history: list[float] = field(default_factory=list, init=False)
+    curvature_history: list[float] = field(default_factory=list, init=False)
 
     @evaluated
     def compute_effective_conditioning(
-        self, x: Any, y: Any = None, *, loss: LossLike | None = None, **options: Any
+        self, x: Any, y: Any = None, **options: Any
     ) -> EffectiveConditioning:
-        """``effective_conditioning`` of one batch, whose options these are."""
-        problem = Problem(self.model, self.loss if loss is None else loss, paired(x, y))
-        return effective_conditioning(problem, **options)
+        """``effective_conditioning`` of one batch."""
+        return effective_conditioning(Problem(self.model, self.loss, paired(x, y)), **options)
 
     @evaluated
     @also_named(dataloader="data")
     def analyze_convergence_trajectory(
-        self,
-        data: Any,
-        n_steps: int = 100,
-        *,
-        loss: LossLike | None = None,
-        in_place: bool = False,
-        **options: Any,
+        self, data: Any, n_steps: int = 100, *, in_place: bool = False, **options: Any
     ) -> ConvergenceTrajectory:
-        """``convergence_trajectory``, whose options these are, of a copy unless ``in_place``."""
+        """``convergence_trajectory`` of a copy of the model, or of itself ``in_place``."""
         model = self.model if in_place else copy.deepcopy(self.model)
-        problem = Problem(model, self.loss if loss is None else loss, data)
-        found = convergence_trajectory(problem, n_steps, **options)
+        found = convergence_trajectory(Problem(model, self.loss, data), n_steps, **options)
         self.loss_history += found.losses.tolist()
         self.grad_history += found.gradient_norms.tolist()
         self.curvature_history += [look.condition_number for look in found.looks]
         return found
 
 
+@dataclass(eq=False, repr=False)
 class TaylorExpansionAnalyzer:
     """Local models of a network's loss, each compared with the loss itself.
 
-    A model in train mode is evaluated in evaluation mode, which is said once, and put back.
     Data go to the methods: a batch as ``(x, y)``, or anything ``Problem`` takes as one argument.
     Methods that are given none use the data of the last call. ``hessian_cache`` keeps the largest
     eigenvalue that ``estimated_hessian_eigenvalue`` reads, for each state of weights and data.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        loss: LossLike = "cross_entropy",
-        parameters: Parameters | None = None,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.parameters = parameters
-        self.hessian_cache: dict[str, Eigenpairs] = {}
-        self._problem: Problem | None = None
-        self._eigenvalue: float | None = None  # set from outside, or seen in a trajectory
+    model: nn.Module
+    loss: LossLike = field(default="cross_entropy", kw_only=True)
+    parameters: Parameters | None = field(default=None, kw_only=True)
+    hessian_cache: dict[str, Eigenpairs] = field(default_factory=dict, init=False)
+    _problem: Problem | None = field(default=None, init=False)  # of the last data
+    _eigenvalue: float | None = field(default=None, init=False)  # set, or seen in a trajectory
 
     @classmethod
     def from_problem(cls, problem: Problem) -> TaylorExpansionAnalyzer:
@@ -539,80 +421,66 @@ class TaylorExpansionAnalyzer:
         self,
         x: Any = None,
         y: Any = None,
-        other_x: Any = None,
-        other_y: Any = None,
-        *,
         x_train: Any = None,
+        *,
         displacement: Displacement | None = None,
         checkpoint: nn.Module | Mapping[str, Tensor] | None = None,
-        loss: LossLike | None = None,
         **options: Any,
-    ) -> TaylorExpansion:
-        """``taylor_expansion`` (whose options these are) along ``displacement``, or to the weights
-        of another model or state dict, ``checkpoint``.
+    ) -> taylor_result.TaylorExpansion:
+        """``taylor_expansion`` along ``displacement``, or to the weights of another model or state
+        dict, ``checkpoint``.
 
-        With a second data set (``other_x``, ``other_y``) every term is that of L_other − L. As in
-        the article, ``compute_taylor_coefficients(x, y, x_train)``: the difference that the samples
-        (x, y) make when they are added to ``x_train``, L_{k+1} − L_k. ``x_train``: data of its own
-        (a batch with targets, a loader), or inputs alone, whose targets are then the model's own
-        predictions. The displacement may then be left out: the unit vector of steepest descent.
+        With x_train the terms are those of the article's L_{k+1} − L_k: the difference that the
+        samples (x, y) make when they are added to ``x_train``, data of its own (a batch with
+        targets, a loader) or inputs alone, whose targets are then the model's own predictions. The
+        displacement may then be left out: the unit vector of steepest descent. With two data sets
+        as x and y they are those of the second less the first.
         """
-        if x_train is None and other_x is not None and other_y is None and _is_inputs(other_x):
-            other_x, x_train = None, other_x
-        first, second = _datasets(x, y, other_x, other_y)
-        if x_train is not None and second is not None:
+        other = None
+        if y is not None and not isinstance(y, (Tensor, np.ndarray)):
+            y, other = None, y  # two data sets, one an argument
+        if x_train is not None and other is not None:
             raise ValueError("pass x_train= or a second data set, not both.")
-        problem = self._problem_of(first, loss)
+        problem = self._of(x, y)
         if displacement is None and checkpoint is None and x_train is not None:
             gradient = problem.gradient()
             if not bool(gradient.any()):
                 raise ValueError("the gradient is zero: give displacement= or checkpoint=.")
             displacement = -gradient / torch.linalg.vector_norm(gradient)
-        if (displacement is None) == (checkpoint is None):
+        if checkpoint is not None and displacement is None:
+            displacement, checkpoint = towards(problem, checkpoint), None
+        if displacement is None or checkpoint is not None:
             raise ValueError(
                 "give either displacement= or checkpoint=: where the loss is expanded."
             )
-        if checkpoint is not None:
-            displacement = towards(problem, checkpoint)
         between = None
-        if second is not None:
-            between = problem, problem.with_data(second)
+        if other is not None:
+            between = problem, problem.with_data(other)
         elif x_train is not None:
-            between = self._with_samples_added(x_train, loss, problem)
-        assert displacement is not None
-        return taylor_expansion(problem, displacement, between=between, **options)
+            between = self._with_samples_added(x_train, problem)
+        return taylor.taylor_expansion(problem, displacement, between=between, **options)
 
-    def _with_samples_added(
-        self, x_train: Any, loss: LossLike | None, added: Problem
-    ) -> tuple[Problem, Problem]:
+    def _with_samples_added(self, x_train: Any, added: Problem) -> tuple[Problem, Problem]:
         """The loss of the training data alone, and with the samples of ``added``."""
-        before = added.with_data(x_train) if not _is_inputs(x_train) else None
-        if before is None:
-            named, _ = own_targets(self.model, self.loss if loss is None else loss, x_train)
-            before = added.with_data([(b.inputs, b.targets) for b in named.batches()])
+        labelled = not isinstance(x_train, Mapping) or x_train.get("labels") is not None
+        if isinstance(x_train, (Tensor, np.ndarray)) or not labelled:
+            named, _ = own_targets(self.model, self.loss, x_train)
+            x_train = [(batch.inputs, batch.targets) for batch in named.batches()]
+        before = added.with_data(x_train)
         before.require_mean("the difference that added samples make")
         batches = [*before.batches(), *added.batches()]
         return before, before.with_batches([replace(b, index=i) for i, b in enumerate(batches)])
 
     @evaluated
-    def radius(
-        self, x: Any = None, y: Any = None, *, loss: LossLike | None = None, **options: Any
-    ) -> TrustRadius:
-        """``trust_radius``, whose options these are: how far a Taylor model holds."""
-        return trust_radius(self._problem_of(_datasets(x, y, None, None)[0], loss), **options)
+    def radius(self, x: Any = None, y: Any = None, **options: Any) -> taylor_result.TrustRadius:
+        """``trust_radius``: how far a Taylor model holds."""
+        return taylor.trust_radius(self._of(x, y), **options)
 
     @evaluated
     def predict_convergence_trajectory(
-        self,
-        n_steps: int,
-        learning_rate: float,
-        x: Any = None,
-        y: Any = None,
-        *,
-        loss: LossLike | None = None,
-        **options: Any,
-    ) -> PredictedTrajectory | list[dict[str, float]]:
-        """``predict_trajectory``, whose options these are: gradient descent by the quadratic model.
+        self, n_steps: int, learning_rate: float, x: Any = None, y: Any = None, **options: Any
+    ) -> taylor_result.PredictedTrajectory | list[dict[str, float]]:
+        """``predict_trajectory``: gradient descent by the quadratic model.
 
         Where no data are known but ``estimated_hessian_eigenvalue`` is λ: rows of one mode alone,
         the distance to its minimum ``delta_w_norm`` (1 at first) and ``delta_w_predicted`` after
@@ -625,54 +493,34 @@ class TaylorExpansionAnalyzer:
                 {"step": step, "delta_w_norm": before, "delta_w_predicted": after}
                 for step, (before, after) in enumerate(pairs)
             ]
-        problem = self._problem_of(_datasets(x, y, None, None)[0], loss)
-        return predict_trajectory(problem, n_steps, learning_rate, **options)
+        return taylor.predict_trajectory(self._of(x, y), n_steps, learning_rate, **options)
 
     @evaluated
     def critical_learning_rate(
-        self, x: Any = None, y: Any = None, *, loss: LossLike | None = None, **options: Any
-    ) -> CriticalLearningRate:
-        """``critical_rate``, whose options these are: 2(1 + μ)/λmax, tried by training."""
-        return critical_rate(self._problem_of(_datasets(x, y, None, None)[0], loss), **options)
+        self, x: Any = None, y: Any = None, **options: Any
+    ) -> taylor_result.CriticalLearningRate:
+        """``critical_rate``: 2(1 + μ)/λmax, tried by training."""
+        return taylor.critical_rate(self._of(x, y), **options)
 
     @also_named(loss_trajectory="trajectory")
     def estimate_hessian_from_trajectory(
         self, trajectory: Any, learning_rate: float | None = None, **options: Any
-    ) -> ObservedCurvature:
-        """``observed_curvature`` of losses, of rows with a ``loss`` or of weights; its options."""
-        found = observed_curvature(trajectory, learning_rate, **options)
+    ) -> taylor_result.ObservedCurvature:
+        """``observed_curvature`` of losses, of rows with a ``loss`` or of weights."""
+        found = taylor.observed_curvature(trajectory, learning_rate, **options)
         self._eigenvalue = found.avg_curvature
         return found
 
-    def _problem_of(self, data: Any, loss: LossLike | None) -> Problem:
-        if data is None:
-            if self._problem is None:
-                raise ValueError("no data yet: pass (x, y) or data to this call.")
-            if loss is None:
-                return self._problem
-            data = self._problem.data
-        chosen = self.loss if loss is None else loss
-        self._problem = Problem(self.model, chosen, data, parameters=self.parameters)
+    def _of(self, x: Any, y: Any) -> Problem:
+        """The problem of these data, or of the last ones."""
+        if x is not None:
+            self._problem = Problem(self.model, self.loss, paired(x, y), parameters=self.parameters)
+        if self._problem is None:
+            raise ValueError("no data yet: pass (x, y) or data to this call.")
         return self._problem
 
 
-def _datasets(x: Any, y: Any, other_x: Any, other_y: Any) -> tuple[Any, Any]:
-    """(data, other data) from whichever way they were passed; None where there is none."""
-    if x is not None and y is not None and not isinstance(y, (Tensor, np.ndarray)):
-        if other_x is not None or other_y is not None:
-            raise ValueError("two data sets were given and a third: pass x, y, other_x, other_y.")
-        return x, y  # two data sets, one an argument
-    return paired(x, y), paired(other_x, other_y)
-
-
-def _is_inputs(data: Any) -> bool:
-    """Inputs without targets: a tensor, an array or a mapping without labels."""
-    if isinstance(data, Mapping):
-        return data.get("labels") is None
-    return isinstance(data, (Tensor, np.ndarray))
-
-
-class ScalingLawAnalyzer(GridTrainer):
+class ScalingLawAnalyzer(scaling.GridTrainer):
     """Trains models that ``model_factory`` makes, on growing data, and fits what it sees.
 
     Models, ``model_factory`` and ``dataloader``: as of ``GridTrainer``; ``grid`` has the runs.
@@ -686,11 +534,10 @@ class ScalingLawAnalyzer(GridTrainer):
         targets: Any = None,
         *,
         n_samples: int | None = None,
-        loss: LossLike | None = None,
         rtol: float = 1e-3,
         products: int = 60,
         seed: int = 0,
-    ) -> HessianNorm:
+    ) -> scaling.HessianNorm:
         """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified.
 
         n_samples: only the first so many samples. products: for condition number and rank.
@@ -698,19 +545,15 @@ class ScalingLawAnalyzer(GridTrainer):
         if n_samples is not None and n_samples < 1:
             raise ValueError(f"n_samples is at least 1, got {n_samples}.")
         with without_randomness(model):
-            problem = Problem(model, self.loss if loss is None else loss, paired(data, targets))
+            problem = Problem(model, self.loss, paired(data, targets))
             if n_samples is not None:
                 problem = subset(problem, torch.arange(n_samples, device="cpu"))
-            return hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
+            return scaling.hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
 
     def analyze_scaling_with_size(
         self, model_sizes: Sequence[Any], dataset_sizes: Sequence[int], **options: Any
     ) -> Any:
-        """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws.
-
-        Each row has ``n_params``, ``n_samples``, ``top_eigenvalue``, ``bottom_eigenvalue``,
-        ``condition_number``, ``effective_rank`` and every other number of the run.
-        """
+        """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws."""
         Table.of([]).to_dataframe()  # a missing pandas is said before hours of training
         grid = self.train_grid(model_sizes, dataset_sizes, **options)
         first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
@@ -726,25 +569,26 @@ class ScalingLawAnalyzer(GridTrainer):
         *,
         target: float | None = None,
         quantity: str = "validation_loss",
-        grid: ScalingGrid | None = None,
+        grid: scaling.ScalingGrid | None = None,
         **options: Any,
-    ) -> DatasetPrediction:
-        """``optimal_dataset_size``, whose options these are: the samples D at which the condition
-        number λmax / mean|λ| reaches ``target_condition``, or ``quantity`` its ``target``; without
-        either the compute-optimal D."""
+    ) -> scaling.DatasetPrediction:
+        """``optimal_dataset_size``: the samples D at which the condition number λmax / mean|λ|
+        reaches ``target_condition``, or ``quantity`` its ``target``; without either the
+        compute-optimal D."""
         if target_condition is not None:
             if target is not None or quantity not in ("validation_loss", "condition_number"):
                 raise ValueError("give target_condition alone, or target with quantity.")
             target, quantity = target_condition, "condition_number"
-        return optimal_dataset_size(
-            self._grid(grid), model_size, target=target, quantity=quantity, **options
-        )
+        options |= {"target": target, "quantity": quantity}
+        return scaling.optimal_dataset_size(self._grid(grid), model_size, **options)
 
-    def compare_predictions(self, grid: ScalingGrid | None = None) -> PredictionComparison:
+    def compare_predictions(
+        self, grid: scaling.ScalingGrid | None = None
+    ) -> scaling.PredictionComparison:
         """Hold out the largest data size; predict its losses by loss, by curvature, by neither."""
-        return compare_predictions(self._grid(grid))
+        return scaling.compare_predictions(self._grid(grid))
 
-    def _grid(self, grid: ScalingGrid | None) -> ScalingGrid:
+    def _grid(self, grid: scaling.ScalingGrid | None) -> scaling.ScalingGrid:
         grid = self.grid if grid is None else grid
         if grid is None:
             raise ValueError(
@@ -754,32 +598,22 @@ class ScalingLawAnalyzer(GridTrainer):
         return grid
 
 
-_TOKENS, _LENGTH, _SAMPLES = 50, 32, 8
+class LearnedPositions(nn.Module):
+    """x + p over (B, L, d), for L up to ``length``."""
 
-
-class TokenTransformer(nn.Module):
-    """Embedding, learned positions, ``nn.TransformerEncoder`` with its dropout, a linear head."""
-
-    def __init__(self, *, tokens: int, length: int, width: int, heads: int, layers: int) -> None:
+    def __init__(self, length: int, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers)
-        self.head = nn.Linear(width, tokens)
+        self.weight = nn.Parameter(0.02 * torch.randn(1, length, width))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, L) integers → logits (B, L, tokens)."""
-        logits: Tensor = self.head(
-            self.encoder(self.embedding(tokens) + self.positions[:, : tokens.shape[1]])
-        )
-        return logits
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[:, : x.shape[1]]
 
 
 def demo_hessian_analysis(
     *, steps: int = 50, every: int = 10, seed: int = 0
 ) -> tuple[TransformerHessianAnalyzer, CurvatureAwareOptimizer]:
-    """Train on one random batch for ``steps`` steps, with the Hessian analysed now and then.
+    """Train a small token Transformer on one random batch for ``steps`` steps, with the Hessian
+    analysed now and then.
 
     The model stays in train mode, dropout included, and each step adapts its rate to the curvature
     along it; every ``every`` steps ``analyze_full_hessian`` looks at the network in evaluation
@@ -788,10 +622,18 @@ def demo_hessian_analysis(
     """
     if steps < 1 or every < 1:
         raise ValueError(f"steps and every are at least 1, got {steps} and {every}.")
+    tokens, length, width = 50, 32, 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = TokenTransformer(tokens=_TOKENS, length=_LENGTH, width=16, heads=2, layers=2)
-        x, y = torch.randint(0, _TOKENS, (2, _SAMPLES, _LENGTH)).unbind()
+        model = nn.Sequential(
+            nn.Embedding(tokens, width),
+            LearnedPositions(length, width),
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True), 2
+            ),
+            nn.Linear(width, tokens),
+        )
+        x, y = torch.randint(0, tokens, (2, 8, length)).unbind()
         analyzer = TransformerHessianAnalyzer(model, seed=seed)
         optimizer = CurvatureAwareOptimizer(model, base_lr=1e-3)
         for step in range(steps):
@@ -804,3 +646,58 @@ def demo_hessian_analysis(
             done = optimizer.step_with_curvature_adaptation(x, y)
         print(f"step {steps}: loss {done:.4f}, rate {done.learning_rate:.3g}")
     return analyzer, optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormVerification(Result):
+    """Largest relative errors of the closed forms against double backward."""
+
+    jacobian: float
+    hessian: float
+    contraction: float
+    weight_hessian: float
+    tolerance: float
+    passed: bool
+
+    def __str__(self) -> str:
+        return (
+            f"closed form {'agrees' if self.passed else 'DISAGREES'} with double backward: "
+            f"Jacobian {self.jacobian:.1e}, Hessian {self.hessian:.1e}, contraction "
+            f"{self.contraction:.1e}, weight Hessian {self.weight_hessian:.1e} (relative; "
+            f"tolerance {self.tolerance:.1e})"
+        )
+
+
+def verify_layernorm_hessian(
+    d_model: int = 8,
+    length: int = 4,
+    *,
+    eps: float = 1e-5,
+    norm: Norm = "layer",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> NormVerification:
+    """Compare every closed form of a random norm with double backward at random tokens."""
+    random = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(3, length, d_model, generator=random, dtype=dtype, device="cpu")
+    x, target, delta = drawn
+    layer = LayerNormHessian(d_model, eps, norm=norm).to(dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, generator=random)
+    y = layer(x.requires_grad_())
+    bend = hessian((delta * y).sum(), [x])  # (L d, L d), a block a token
+    tensor = torch.einsum("la,labc->lbc", delta, layer.compute_hessian(x))
+    by_weight = hessian((y - target).square().mean(), list(layer.parameters()))
+    errors = {
+        "jacobian": relative_error(layer.compute_jacobian(x), jacobian(y, [x])),
+        "hessian": relative_error(torch.block_diag(*tensor), bend),
+        "contraction": relative_error(
+            torch.block_diag(*layer.compute_hessian(x, cotangent=delta)), bend
+        ),
+        "weight_hessian": relative_error(
+            layer.compute_hessian_wrt_parameters(x, target).H, by_weight
+        ),
+    }
+    tolerance = 200 * torch.finfo(dtype).eps
+    passed = max(errors.values()) <= tolerance
+    return NormVerification(**errors, tolerance=tolerance, passed=passed)

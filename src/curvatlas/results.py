@@ -22,7 +22,7 @@ import pkgutil
 import types
 import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -268,6 +268,24 @@ class Result:
         if not isinstance(result, cls):
             raise TypeError(f"{path} holds a {result.kind}, expected a {cls.kind}.")
         return result
+
+
+class Rows(Result):
+    """A result that is also the sequence of its ``rows``: one mapping a batch, step, module, …"""
+
+    @property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A field by name, or a row by number."""
+        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
 
 def block_rows(matrix: Tensor, names: Sequence[str], sizes: Sequence[int]) -> list[dict[str, Any]]:

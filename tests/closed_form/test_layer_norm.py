@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from curvatlas.closed_form.modules import (
-    LayerNormHessian,
-    RMSNormHessian,
-    verify_layernorm_hessian,
-)
+from curvatlas.article import verify_layernorm_hessian
+from curvatlas.closed_form.modules import LayerNormHessian, RMSNormHessian
 from curvatlas.layers.losses import LinearHeadCrossEntropy
 from oracles import hessian, jacobian
 

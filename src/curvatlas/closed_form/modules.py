@@ -14,14 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import functional
-from torch.func import functional_call
 
 from curvatlas.budget import parse_bytes
 from curvatlas.closed_form.assembly import Workspace
@@ -530,71 +527,3 @@ def _check_tokens(x: Tensor, width: int, weight: Tensor | None) -> None:
         raise TypeError(f"{both}: convert one of them.")
     if not bool(torch.isfinite(x).all()):
         raise ValueError("x holds NaN or infinity: no derivative is defined there.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormVerification(Result):
-    """Largest relative errors of the closed forms against double backward."""
-
-    jacobian: float
-    hessian: float
-    contraction: float
-    weight_hessian: float
-    tolerance: float
-    passed: bool
-
-    def __str__(self) -> str:
-        return (
-            f"closed form {'agrees' if self.passed else 'DISAGREES'} with double backward: "
-            f"Jacobian {self.jacobian:.1e}, Hessian {self.hessian:.1e}, contraction "
-            f"{self.contraction:.1e}, weight Hessian {self.weight_hessian:.1e} (relative; "
-            f"tolerance {self.tolerance:.1e})"
-        )
-
-
-def verify_layernorm_hessian(
-    d_model: int = 8,
-    length: int = 4,
-    *,
-    eps: float = 1e-5,
-    norm: Norm = "layer",
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> NormVerification:
-    """Compare every closed form of a random norm with double backward at random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(5, length, d_model, generator=generator, dtype=dtype, device="cpu")
-    x, target, cotangent, gains, shifts = drawn
-    layer = LayerNormHessian(d_model, eps, norm=norm).to(dtype)
-    named = {"weight": gains[0], "bias": shifts[0]}
-    named = {name: named[name] for name, _ in layer.named_parameters()}
-    layer.load_state_dict(named)
-
-    def loss(*values: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(layer, dict(zip(named, values, strict=True)), (x,))
-        return (outputs - target).square().mean()
-
-    # reverse over reverse: torch.func.hessian is silently wrong through normalisations
-    jacobian: Any = functional.jacobian
-    slope = partial(jacobian, layer, create_graph=True)
-    tensor = torch.stack([jacobian(slope, token) for token in x])  # (L, d, d, d)
-    rows: Any = functional.hessian(loss, tuple(named.values()))
-    errors = {
-        name: float(torch.linalg.norm(closed - true) / torch.linalg.norm(true))
-        for name, closed, true in (
-            ("jacobian", layer.token_jacobians(x), torch.stack([slope(token) for token in x])),
-            ("hessian", layer.compute_hessian(x), tensor),
-            (
-                "contraction",
-                layer.compute_hessian(x, cotangent=cotangent),
-                torch.einsum("la,labc->lbc", cotangent, tensor),
-            ),
-            (
-                "weight_hessian",
-                layer.compute_hessian_wrt_parameters(x, target).H,
-                torch.cat([torch.cat(row, 1) for row in rows]),
-            ),
-        )
-    }
-    tolerance = 200 * torch.finfo(dtype).eps
-    return NormVerification(**errors, tolerance=tolerance, passed=max(errors.values()) <= tolerance)

@@ -13,6 +13,7 @@ quantile condition     max|λ| / q, q the ``quantile`` of |λ| over the non-null
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -291,17 +292,25 @@ def curvature_summary(
     rtol: float = 0.05,
     seed: int = 0,
     shard: bool | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> CurvatureSummary:
     """All derived numbers; max_products: for the density, the others stop by themselves.
 
-    shard: as of ``eigenpairs``, whose vectors are the only ones of the result.
+    shard: as of ``eigenpairs``, whose vectors are the only ones of the result. checkpoint: how the
+    names of the estimates' own checkpoints begin.
     """
     n = require_symmetric(op, "curvature_summary")
-    k = min(k, n)
-    ends = eigenpairs(op, k=max(k, min(2, n)), which="both", seed=seed, shard=shard)
-    total = trace(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
-    size = frobenius_norm(op, rtol=rtol, seed=seed, max_products=max(max_products, 100))
-    density = spectral_density(op, max_products=max_products, seed=seed)
+
+    def kept(what: str) -> str | None:
+        return None if checkpoint is None else f"{checkpoint}-{what}.safetensors"
+
+    both = {"which": "both", "seed": seed, "shard": shard, "checkpoint": kept("pairs")}
+    ends = eigenpairs(op, k=max(min(k, n), min(2, n)), **both)  # type: ignore[arg-type]
+    total = trace(op, rtol=rtol, seed=seed, checkpoint=kept("trace"))
+    size = frobenius_norm(op, rtol=rtol, seed=seed, checkpoint=kept("frobenius"))
+    density = condition_density(
+        op, max_products=max_products, seed=seed, checkpoint=kept("density")
+    )
     flat, tested = flat_directions(op, ends.norm)
     top, low, high = (float(t[0]) for t in (ends.values, *ends.interval))
     norm, square = ends.norm, size.value**2

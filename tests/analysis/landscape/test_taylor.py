@@ -109,9 +109,8 @@ def test_quadratic_loss_has_no_remainder_and_any_radius() -> None:
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.ones(5, 1, dtype=torch.float64)
     d = torch.tensor([0.3, -2.0, 1.0], dtype=torch.float64)
-    found = TaylorExpansionAnalyzer(model).compute_taylor_coefficients(
-        x, y, displacement=d, loss="mse"
-    )
+    analyzer = TaylorExpansionAnalyzer(model, loss="mse")
+    found = analyzer.compute_taylor_coefficients(x, y, displacement=d)
     hessian = 2 * x.T @ x / 5
     assert found.quadratic == pytest.approx(float(d @ hessian @ d) / 2, rel=1e-13)
     assert abs(found.cubic) < 1e-13

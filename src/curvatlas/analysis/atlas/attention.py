@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar
 
@@ -19,11 +19,11 @@ from curvatlas.problem import Problem
 from curvatlas.problem.evaluation import evaluated
 from curvatlas.problem.losses import LossLike
 from curvatlas.progress import track
-from curvatlas.results import Result, also_named
+from curvatlas.results import Result, Rows, also_named
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCurvature(Result):
+class AttentionCurvature(Rows):
     """Maps of the attention parameters' curvature: of all data, and of every batch alone.
 
     ``whole.frobenius["outer"]["blocks.0.value", "blocks.0.value"]`` is ‖H_o‖_F of one block;
@@ -65,16 +65,6 @@ class AttentionCurvature(Result):
                     row[f"H{key[1:]}"] = Hessian(self._problems[number])[role, role]
             rows.append(row)
         return tuple(rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A field by name, or the row of one batch by number."""
-        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     @property
     def names(self) -> tuple[str, ...]:

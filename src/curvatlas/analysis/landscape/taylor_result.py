@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Result, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ class TrustRadius(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictedTrajectory(Result):
+class PredictedTrajectory(Rows):
     """Gradient descent in the quadratic model, in the eigenspaces the gradient meets."""
 
     losses: Tensor  # (n_steps + 1,) predicted
@@ -181,16 +180,6 @@ class PredictedTrajectory(Result):
             }
             for step in range(len(self.losses))
         )
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.losses)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A field by name, or the row of one step by number."""
-        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
 
     @property
     def holds(self) -> bool:
