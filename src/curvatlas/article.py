@@ -77,6 +77,7 @@ from curvatlas.theory.reference import hessian, jacobian, relative_error
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 
 R = TypeVar("R", bound=Result)
+_MAKER = "TransformerHessianAnalyzer"  # which takes distributed=False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,8 @@ class LayerWiseCurvature(Rows):
 class AnalysisHistory(list[Result]):
     """Every result of an analyzer in order, and by the article's names the series in them.
 
-    ``history["hessian_norms"]`` has a number for each batch and ``["condition_numbers"]`` one for
-    each call of ``analyze_full_hessian``, ``["eigenvalue_spectra"]`` the eigenvalues of each call
-    that computed some, ``["layer_curvatures"]`` the rows of each ``analyze_layer_wise_curvature``.
+    ``hessian_norms`` has a number a batch and ``condition_numbers`` one a call of the full
+    analysis, ``eigenvalue_spectra`` and ``layer_curvatures`` what each call computed of them.
     """
 
     def __init__(self) -> None:
@@ -196,11 +196,8 @@ class AnalysisHistory(list[Result]):
 class TransformerHessianAnalyzer:
     """Eigenvalues, whole-data statistics and layer-wise curvature of a model's loss Hessian.
 
-    loss: as in ``Problem``. folder: where long estimates keep checkpoints, so that the same
-    sequence of calls resumes after a kill. ``history`` holds every result in order, and series of
-    their numbers by name (``AnalysisHistory``).
-    distributed: as in ``Problem``; under a process group every rank passes its own share of the
-    data, or with False this process's data are all there are.
+    loss and distributed: as in ``Problem``. folder: where long estimates keep checkpoints, so that
+    the same sequence of calls resumes after a kill. history: ``AnalysisHistory``.
     """
 
     model: nn.Module
@@ -214,10 +211,9 @@ class TransformerHessianAnalyzer:
     def compute_hessian_eigenvalues(
         self, x: Any, y: Any = None, k: int = 20, *, which: Which = "largest", tol: float = 1e-4
     ) -> Eigenpairs:
-        """The k largest (or other) Hessian eigenpairs of one batch, with certified intervals.
+        """The k largest (or other) Hessian eigenpairs of one batch, or all if there are fewer.
 
-        (x, y), or x alone a mapping with labels. Fewer where the model has fewer parameters. The
-        result reads like the tensor of its values.
+        (x, y), or x alone a mapping with labels. The result reads like the tensor of its values.
         """
         op = self._hessian(paired(x, y))
         file = self._file("eigenvalues.safetensors", op)
@@ -235,7 +231,7 @@ class TransformerHessianAnalyzer:
         n_batches: only the first so many batches of ``data``.
         """
         op = self._hessian(first_batches(data, n_batches))
-        op.problem.require_one_process("the eigenvalues of every batch", maker=type(self).__name__)
+        op.problem.require_one_process("the eigenvalues of every batch", maker=_MAKER)
         k = min(k, op.shape[0])
         file = self._file("full", op)
         whole = curvature_summary(op, k=k, max_products=40, seed=self.seed, checkpoint=file)
@@ -274,22 +270,18 @@ class TransformerHessianAnalyzer:
     def analyze_layer_wise_curvature(
         self, x: Any, y: Any = None, *, rtol: float = 0.1
     ) -> LayerWiseCurvature:
-        """Top eigenvalue, norms and trace of every (layer, sublayer) diagonal block, and norm and
-        trace of the Hessian with respect to every module's output (``module_wise_curvature`` has
-        both module by module).
+        """Every sublayer's diagonal block, and the Hessian with respect to every module's output
+        (``module_wise_curvature`` has both module by module).
 
         (x, y), or a mapping x with labels. Without targets the loss is that of the model's own
-        predictions (cross-entropy: the most likely class; mean squared error: zero), which
-        ``result.target`` says. The result is a sequence of rows, one a module.
+        predictions, which ``result.target`` says. The result is a sequence of rows, one a module.
         """
         if y is not None or (isinstance(x, Mapping) and x.get("labels") is not None):
             op, origin = self._hessian(paired(x, y)), "given"
         else:
             own, origin = own_targets(self.model, self.loss, x, distributed=self.distributed)
             op = Hessian(own)
-        # A module's output exists for the samples of this process only.
-        purpose = "the curvature of every module's output"
-        op.problem.require_one_process(purpose, maker=type(self).__name__)
+        op.problem.require_one_process("the curvature of every module's output", maker=_MAKER)
         groups: dict[tuple[int | None, str], list[Any]] = {}
         for piece in op.problem.anatomy:
             groups.setdefault((piece.layer, piece.sublayer), []).append(piece)
@@ -401,10 +393,7 @@ class TaylorExpansionAnalyzer:
         if self._eigenvalue is not None:
             return self._eigenvalue
         if self._problem is None:
-            raise AttributeError(
-                "no eigenvalue yet: set estimated_hessian_eigenvalue, estimate it from a "
-                "trajectory, or give data to a method."
-            )
+            raise AttributeError("no eigenvalue yet: set it, or give a method data or losses.")
         operator = Hessian(self._problem)
         key = content(operator.content()).hex()
         if key not in self.hessian_cache:
@@ -431,33 +420,27 @@ class TaylorExpansionAnalyzer:
         dict, ``checkpoint``.
 
         With x_train the terms are those of the article's L_{k+1} − L_k: the difference that the
-        samples (x, y) make when they are added to ``x_train``, data of its own (a batch with
-        targets, a loader) or inputs alone, whose targets are then the model's own predictions. The
-        displacement may then be left out: the unit vector of steepest descent. With two data sets
-        as x and y they are those of the second less the first.
+        samples (x, y) make when they are added to x_train, data of its own, or inputs whose targets
+        are the model's own predictions. The displacement may then be left out: the unit vector of
+        steepest descent. With two data sets as x and y: of the second loss less the first.
         """
-        other = None
-        if y is not None and not isinstance(y, (Tensor, np.ndarray)):
-            y, other = None, y  # two data sets, one an argument
-        if x_train is not None and other is not None:
+        two = y is not None and not isinstance(y, (Tensor, np.ndarray))
+        if two and x_train is not None:
             raise ValueError("pass x_train= or a second data set, not both.")
-        problem = self._of(x, y)
+        problem = self._of(x, None if two else y)
         if displacement is None and checkpoint is None and x_train is not None:
             gradient = problem.gradient()
             if not bool(gradient.any()):
                 raise ValueError("the gradient is zero: give displacement= or checkpoint=.")
             displacement = -gradient / torch.linalg.vector_norm(gradient)
-        if checkpoint is not None and displacement is None:
-            displacement, checkpoint = towards(problem, checkpoint), None
-        if displacement is None or checkpoint is not None:
-            raise ValueError(
-                "give either displacement= or checkpoint=: where the loss is expanded."
-            )
-        between = None
-        if other is not None:
-            between = problem, problem.with_data(other)
-        elif x_train is not None:
+        elif (displacement is None) == (checkpoint is None):
+            raise ValueError("give displacement= or checkpoint=: where the loss is expanded.")
+        elif checkpoint is not None:
+            displacement = towards(problem, checkpoint)
+        between = (problem, problem.with_data(y)) if two else None
+        if x_train is not None:
             between = self._with_samples_added(x_train, problem)
+        assert displacement is not None
         return taylor.taylor_expansion(problem, displacement, between=between, **options)
 
     def _with_samples_added(self, x_train: Any, added: Problem) -> tuple[Problem, Problem]:
@@ -482,9 +465,8 @@ class TaylorExpansionAnalyzer:
     ) -> taylor_result.PredictedTrajectory | list[dict[str, float]]:
         """``predict_trajectory``: gradient descent by the quadratic model.
 
-        Where no data are known but ``estimated_hessian_eigenvalue`` is λ: rows of one mode alone,
-        the distance to its minimum ``delta_w_norm`` (1 at first) and ``delta_w_predicted`` after
-        the step, 1 − ηλ times as far.
+        Where only ``estimated_hessian_eigenvalue`` λ is known: rows of one mode as in the article,
+        whose distance to its minimum, 1 at first, shrinks by 1 − ηλ a step.
         """
         if x is None and self._problem is None and self._eigenvalue is not None:
             shrink = 1 - learning_rate * self._eigenvalue
@@ -534,21 +516,17 @@ class ScalingLawAnalyzer(scaling.GridTrainer):
         targets: Any = None,
         *,
         n_samples: int | None = None,
-        rtol: float = 1e-3,
-        products: int = 60,
-        seed: int = 0,
+        **options: Any,
     ) -> scaling.HessianNorm:
-        """‖H‖₂ of the model's loss on ``data`` (or on the batch (data, targets)), certified.
-
-        n_samples: only the first so many samples. products: for condition number and rank.
-        """
+        """``hessian_norm`` of the model's loss on ``data`` (or on the batch (data, targets)), or on
+        its first ``n_samples``: of H itself, no outer product of gradients."""
         if n_samples is not None and n_samples < 1:
             raise ValueError(f"n_samples is at least 1, got {n_samples}.")
         with without_randomness(model):
             problem = Problem(model, self.loss, paired(data, targets))
             if n_samples is not None:
                 problem = subset(problem, torch.arange(n_samples, device="cpu"))
-            return scaling.hessian_norm(Hessian(problem), products=products, rtol=rtol, seed=seed)
+            return scaling.hessian_norm(Hessian(problem), **options)
 
     def analyze_scaling_with_size(
         self, model_sizes: Sequence[Any], dataset_sizes: Sequence[int], **options: Any
@@ -556,10 +534,11 @@ class ScalingLawAnalyzer(scaling.GridTrainer):
         """``train_grid`` as a ``pandas.DataFrame``, a row a run; ``grid`` keeps the laws."""
         Table.of([]).to_dataframe()  # a missing pandas is said before hours of training
         grid = self.train_grid(model_sizes, dataset_sizes, **options)
-        first = ["n_params", "n_samples", "top_eigenvalue", "bottom_eigenvalue"]
-        first += ["condition_number", "effective_rank"]
+        first = (
+            "n_params n_samples top_eigenvalue bottom_eigenvalue condition_number effective_rank"
+        )
         pairs = zip(grid.cells, grid.rows, strict=True)
-        rows = [{**{key: cell[key] for key in first}, **row} for cell, row in pairs]
+        rows = [{**{key: cell[key] for key in first.split()}, **row} for cell, row in pairs]
         return Table.of(rows).to_dataframe()
 
     def predict_optimal_dataset_size(
@@ -572,9 +551,8 @@ class ScalingLawAnalyzer(scaling.GridTrainer):
         grid: scaling.ScalingGrid | None = None,
         **options: Any,
     ) -> scaling.DatasetPrediction:
-        """``optimal_dataset_size``: the samples D at which the condition number λmax / mean|λ|
-        reaches ``target_condition``, or ``quantity`` its ``target``; without either the
-        compute-optimal D."""
+        """``optimal_dataset_size`` by the fitted laws: the D at which λmax / mean|λ| reaches
+        ``target_condition``, or ``quantity`` its ``target``; without either the compute-optimal."""
         if target_condition is not None:
             if target is not None or quantity not in ("validation_loss", "condition_number"):
                 raise ValueError("give target_condition alone, or target with quantity.")
@@ -612,27 +590,20 @@ class LearnedPositions(nn.Module):
 def demo_hessian_analysis(
     *, steps: int = 50, every: int = 10, seed: int = 0
 ) -> tuple[TransformerHessianAnalyzer, CurvatureAwareOptimizer]:
-    """Train a small token Transformer on one random batch for ``steps`` steps, with the Hessian
-    analysed now and then.
+    """Train a small token Transformer on one random batch, in train mode, each step's rate adapted
+    to the curvature along it; every ``every`` steps print ``analyze_full_hessian``.
 
-    The model stays in train mode, dropout included, and each step adapts its rate to the curvature
-    along it; every ``every`` steps ``analyze_full_hessian`` looks at the network in evaluation
-    mode. Prints a line a look and returns (analyzer, optimizer): ``analyzer.history`` has the
-    Hessian's norms, condition numbers and eigenvalues over the steps.
+    Returns (analyzer, optimizer); ``analyzer.history`` has the series over the steps.
     """
     if steps < 1 or every < 1:
         raise ValueError(f"steps and every are at least 1, got {steps} and {every}.")
     tokens, length, width = 50, 32, 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(
-            nn.Embedding(tokens, width),
-            LearnedPositions(length, width),
-            nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True), 2
-            ),
-            nn.Linear(width, tokens),
-        )
+        embedding, positions = nn.Embedding(tokens, width), LearnedPositions(length, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
+        encoder, head = nn.TransformerEncoder(layer, 2), nn.Linear(width, tokens)
+        model = nn.Sequential(embedding, positions, encoder, head)
         x, y = torch.randint(0, tokens, (2, 8, length)).unbind()
         analyzer = TransformerHessianAnalyzer(model, seed=seed)
         optimizer = CurvatureAwareOptimizer(model, base_lr=1e-3)
@@ -660,12 +631,10 @@ class NormVerification(Result):
     passed: bool
 
     def __str__(self) -> str:
-        return (
-            f"closed form {'agrees' if self.passed else 'DISAGREES'} with double backward: "
-            f"Jacobian {self.jacobian:.1e}, Hessian {self.hessian:.1e}, contraction "
-            f"{self.contraction:.1e}, weight Hessian {self.weight_hessian:.1e} (relative; "
-            f"tolerance {self.tolerance:.1e})"
-        )
+        names = ("jacobian", "hessian", "contraction", "weight_hessian")
+        errors = ", ".join(f"{name.replace('_', ' ')} {self[name]:.1e}" for name in names)
+        word = "agrees" if self.passed else "DISAGREES"
+        return f"closed form {word} with double backward: {errors} (up to {self.tolerance:.1e})"
 
 
 def verify_layernorm_hessian(
@@ -686,14 +655,14 @@ def verify_layernorm_hessian(
         nn.init.normal_(parameter, generator=random)
     y = layer(x.requires_grad_())
     bend = hessian((delta * y).sum(), [x])  # (L d, L d), a block a token
-    tensor = torch.einsum("la,labc->lbc", delta, layer.compute_hessian(x))
     by_weight = hessian((y - target).square().mean(), list(layer.parameters()))
+    tensor = torch.einsum("la,labc->lbc", delta, layer.compute_hessian(x))
+    contracted = layer.compute_hessian(x, cotangent=delta)  # (L, d, d)
+    block_diagonal: Any = torch.block_diag
     errors = {
         "jacobian": relative_error(layer.compute_jacobian(x), jacobian(y, [x])),
-        "hessian": relative_error(torch.block_diag(*tensor), bend),
-        "contraction": relative_error(
-            torch.block_diag(*layer.compute_hessian(x, cotangent=delta)), bend
-        ),
+        "hessian": relative_error(block_diagonal(*tensor), bend),
+        "contraction": relative_error(block_diagonal(*contracted), bend),
         "weight_hessian": relative_error(
             layer.compute_hessian_wrt_parameters(x, target).H, by_weight
         ),

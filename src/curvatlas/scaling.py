@@ -107,10 +107,16 @@ class HessianNorm(Result):
 
 
 def hessian_norm(
-    operator: Hessian, *, products: int, rtol: float, seed: int, groups: Hessian | None = None
+    operator: Hessian,
+    *,
+    products: int = 60,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    groups: Hessian | None = None,
 ) -> HessianNorm:
     """Both ends by Lanczos, condition number and effective rank by quadrature.
 
+    products: for the quadrature.
     groups: the same Hessian over smaller batches, whose scatter is the data interval.
     """
     ends = eigenpairs(operator, k=1, which="both", tol=rtol, seed=seed, data_error=False)

@@ -6,7 +6,7 @@ r"""The article's modules whose Hessians are written out: block, attention, feed
 
 The parameters stand in the order of ``WEIGHT_NAMES``; so do the rows of every Hessian. Without a
 target the objective is the article's, ½‖Z‖² summed over the features and averaged over the tokens.
-Derivatives are those in evaluation mode, without dropout, which is said once in train mode.
+Derivatives are those without dropout, which is said once in train mode.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ClosedFormBlock(Block):
     # The article's names: role of a weight → the nn.Linear that holds it and its bias.
     linear_maps: ClassVar[Mapping[str, str]] = {}
 
-    def _become(self, spec: BlockSpec, dropout: float, absent: Mapping[str, bool]) -> None:
+    def _build(self, spec: BlockSpec, dropout: float, absent: Mapping[str, bool]) -> None:
         """A block of ``spec``, without the weights whose pattern ``absent`` marks."""
         check_spec(spec)
         patterns = [pattern for pattern, marked in absent.items() if marked]
@@ -208,7 +208,7 @@ class TransformerBlockHessian(ClosedFormBlock):
             "norm*_bias": norm == "rms",
             "*_bias": not bias,
         }
-        self._become(spec, dropout, absent)
+        self._build(spec, dropout, absent)
 
     compute_block_hessian = ClosedFormBlock.compute_hessian
 
@@ -262,34 +262,25 @@ class SelfAttentionHessian(ClosedFormBlock):
         if output_projection is None:
             output_projection = n_heads is not None or spec.value_size != d_model
         unbiased = {"[!o]*_bias": not bias, "output_bias": bias is False}
-        self._become(spec, dropout, {"output_*": not output_projection} | unbiased)
+        self._build(spec, dropout, {"output_*": not output_projection} | unbiased)
 
-    def forward(
-        self,
-        x: Tensor,
-        return_attention: bool = False,
-        *,
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Any:
+    def forward(self, x: Tensor, return_attention: bool = False, **masks: Any) -> Any:
         """(L, d) or (B, L, d) → the same shape; with ``return_attention`` also A (B, heads, L, L),
-        (heads, L, L) of one sequence. Masks as in ``Block``."""
-        outputs, attention = self.passed(x, mask, key_padding_mask)
+        (heads, L, L) of one sequence. ``mask`` and ``key_padding_mask`` as in ``Block``."""
+        outputs, attention = self.passed(x, **masks)
         return (outputs, attention) if return_attention else outputs
 
     compute_attention_hessian = ClosedFormBlock.compute_hessian
 
-    def moments(
-        self, x: Tensor, *, mask: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> AttentionMoments:
+    def moments(self, x: Tensor, **masks: Any) -> AttentionMoments:
         """First three central moments of the tokens x (L, d) or (B, L, d) under every row of A."""
         if not self.spec.softmax:
             raise ValueError(
                 "moments need softmax attention: without it the rows of A are no weights."
             )
         x = _batched(x.detach(), x.ndim)
-        allowed = combine_masks(mask, key_padding_mask, x)
-        A = forward_pass(self.spec, self._now(), x, allowed)[1]
+        with torch.no_grad():
+            A = self.passed(x, **masks)[1]
         M1 = A @ x.unsqueeze(1)
         offsets = x[:, None, None] - M1.unsqueeze(-2)  # (B, H, L, L, d)
         weighted = A.unsqueeze(-1) * offsets
@@ -335,7 +326,7 @@ class FFNHessian(ClosedFormBlock):
     ) -> None:
         form: dict[str, Any] = {"norm": "none", "norm_first": True, "activation": activation}
         spec = BlockSpec(d_model=d_model, d_ff=d_ff, gated=gated, **form)
-        self._become(spec, dropout, {"[!gud]*": True, "*_bias": not bias})
+        self._build(spec, dropout, {"[!gud]*": True, "*_bias": not bias})
 
     def reset_parameters(self) -> None:
         """As ``nn.Linear`` does, biases too."""
@@ -496,8 +487,7 @@ class LayerNormHessian(nn.Module):
         slopes = [n] if self.bias is None else [n, torch.ones_like(n)]
         units = torch.diag(torch.ones_like(gamma))[:, None, None]  # (d, 1, 1, d)
         columns = torch.cat([units * slope for slope in slopes])  # ∂y/∂θ (P, B, L, d)
-        moved = seeds.product(columns.clone())  # Λ may be written over its argument
-        H = columns.flatten(1) @ moved.flatten(1).mT
+        H = columns.flatten(1) @ seeds.product(columns).flatten(1).mT
         names = ("weight", "bias")[: len(slopes)]
         zero = tuple((a, b) for i, a in enumerate(names) for b in names[i:])
         return BlockHessian(

@@ -190,14 +190,14 @@ class Block(nn.Module):
         return self.passed(x, mask, key_padding_mask)[0]
 
     def passed(
-        self, x: Tensor, mask: Tensor | None = None, padding: Tensor | None = None
+        self, x: Tensor, mask: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Z as in ``forward`` and A (B, H, L, L), or (H, L, L) of one sequence."""
         batched = x.unsqueeze(0) if x.ndim == 2 else x
         drop: Drop = lambda t: t  # noqa: E731
         if self.training and self.dropout > 0:
             drop = lambda t: F.dropout(t, self.dropout)  # noqa: E731
-        allowed = combine_masks(mask, padding, batched)
+        allowed = combine_masks(mask, key_padding_mask, batched)
         z, A = forward_pass(self.spec, self.weights, batched, allowed, drop=drop)
         return (z.squeeze(0), A.squeeze(0)) if x.ndim == 2 else (z, A)
 
