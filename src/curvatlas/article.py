@@ -346,7 +346,7 @@ class ConvergenceDiagnostics:
     def compute_effective_conditioning(
         self, x: Any, y: Any = None, **options: Any
     ) -> EffectiveConditioning:
-        """``effective_conditioning`` of one batch."""
+        """``effective_conditioning`` of one batch: λmax / mean|λ|, no ratio of gradient entries."""
         return effective_conditioning(Problem(self.model, self.loss, paired(x, y)), **options)
 
     @evaluated
@@ -488,7 +488,7 @@ class TaylorExpansionAnalyzer:
     def estimate_hessian_from_trajectory(
         self, trajectory: Any, learning_rate: float | None = None, **options: Any
     ) -> taylor_result.ObservedCurvature:
-        """``observed_curvature`` of losses, of rows with a ``loss`` or of weights."""
+        """``observed_curvature`` of losses, rows with a ``loss``, or weights, with its error."""
         found = taylor.observed_curvature(trajectory, learning_rate, **options)
         self._eigenvalue = found.avg_curvature
         return found
@@ -546,18 +546,15 @@ class ScalingLawAnalyzer(scaling.GridTrainer):
         model_size: Any,
         target_condition: float | None = None,
         *,
-        target: float | None = None,
-        quantity: str = "validation_loss",
         grid: scaling.ScalingGrid | None = None,
         **options: Any,
     ) -> scaling.DatasetPrediction:
-        """``optimal_dataset_size`` by the fitted laws: the D at which λmax / mean|λ| reaches
-        ``target_condition``, or ``quantity`` its ``target``; without either the compute-optimal."""
+        """``optimal_dataset_size`` by the fitted laws, for a ``target`` of a ``quantity``, or the D
+        at which λmax / mean|λ| is ``target_condition``; without either the compute-optimal D."""
         if target_condition is not None:
-            if target is not None or quantity not in ("validation_loss", "condition_number"):
+            if options.keys() & {"target", "quantity"}:
                 raise ValueError("give target_condition alone, or target with quantity.")
-            target, quantity = target_condition, "condition_number"
-        options |= {"target": target, "quantity": quantity}
+            options |= {"target": target_condition, "quantity": "condition_number"}
         return scaling.optimal_dataset_size(self._grid(grid), model_size, **options)
 
     def compare_predictions(
