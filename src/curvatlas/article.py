@@ -38,7 +38,7 @@ import copy
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -201,10 +201,11 @@ class TransformerHessianAnalyzer:
     """
 
     model: nn.Module
-    loss: LossLike = field(default="cross_entropy", kw_only=True)
-    seed: int = field(default=0, kw_only=True)
-    folder: str | os.PathLike[str] | None = field(default=None, kw_only=True)
-    distributed: bool | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    loss: LossLike = "cross_entropy"
+    seed: int = 0
+    folder: str | os.PathLike[str] | None = None
+    distributed: bool | None = None
     history: AnalysisHistory = field(default_factory=AnalysisHistory, init=False)
 
     @evaluated
@@ -337,7 +338,8 @@ class ConvergenceDiagnostics:
     """
 
     model: nn.Module
-    loss: LossLike = field(default="cross_entropy", kw_only=True)
+    _: KW_ONLY
+    loss: LossLike = "cross_entropy"
     loss_history: list[float] = field(default_factory=list, init=False)
     grad_history: list[float] = field(default_factory=list, init=False)
     curvature_history: list[float] = field(default_factory=list, init=False)
@@ -373,8 +375,9 @@ class TaylorExpansionAnalyzer:
     """
 
     model: nn.Module
-    loss: LossLike = field(default="cross_entropy", kw_only=True)
-    parameters: Parameters | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    loss: LossLike = "cross_entropy"
+    parameters: Parameters | None = None
     hessian_cache: dict[str, Eigenpairs] = field(default_factory=dict, init=False)
     _problem: Problem | None = field(default=None, init=False)  # of the last data
     _eigenvalue: float | None = field(default=None, init=False)  # set, or seen in a trajectory
@@ -573,15 +576,21 @@ class ScalingLawAnalyzer(scaling.GridTrainer):
         return grid
 
 
-class LearnedPositions(nn.Module):
-    """x + p over (B, L, d), for L up to ``length``."""
+class TokenTransformer(nn.Module):
+    """``nn.Embedding``, learned positions, ``nn.TransformerEncoder`` with its dropout, a head."""
 
-    def __init__(self, length: int, width: int) -> None:
+    def __init__(self, tokens: int, length: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(0.02 * torch.randn(1, length, width))
+        self.embedding = nn.Embedding(tokens, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(width, tokens)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[:, : x.shape[1]]
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, L) integers → logits (B, L, tokens)."""
+        x = self.embedding(tokens) + self.positions[:, : tokens.shape[1]]
+        logits: Tensor = self.head(self.encoder(x))
+        return logits
 
 
 def demo_hessian_analysis(
@@ -594,14 +603,10 @@ def demo_hessian_analysis(
     """
     if steps < 1 or every < 1:
         raise ValueError(f"steps and every are at least 1, got {steps} and {every}.")
-    tokens, length, width = 50, 32, 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        embedding, positions = nn.Embedding(tokens, width), LearnedPositions(length, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 4 * width, batch_first=True)
-        encoder, head = nn.TransformerEncoder(layer, 2), nn.Linear(width, tokens)
-        model = nn.Sequential(embedding, positions, encoder, head)
-        x, y = torch.randint(0, tokens, (2, 8, length)).unbind()
+        model = TokenTransformer(tokens=50, length=32, width=16)
+        x, y = torch.randint(0, 50, (2, 8, 32)).unbind()
         analyzer = TransformerHessianAnalyzer(model, seed=seed)
         optimizer = CurvatureAwareOptimizer(model, base_lr=1e-3)
         for step in range(steps):

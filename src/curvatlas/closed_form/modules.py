@@ -29,24 +29,24 @@ from curvatlas.layers.activations import hidden_units
 from curvatlas.layers.checks import check_spec, weight_shapes
 from curvatlas.layers.losses import OutputLoss, seeds_at
 from curvatlas.layers.norms import norm_hessian, norm_jacobian, norm_second, normalize
-from curvatlas.layers.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm, Weights
+from curvatlas.layers.structure import WEIGHT_NAMES, Activation, BlockSpec, Norm
 from curvatlas.linear_operator import Part, require_part
 from curvatlas.operators.reading import map_module, map_norm
 from curvatlas.precision import COMPUTED
-from curvatlas.problem.evaluation import say_evaluation_mode
+from curvatlas.problem.evaluation import in_evaluation_mode, say_evaluation_mode
 from curvatlas.results import Result
 from curvatlas.zoo.block import (
     ACTIVATIONS,
     Block,
     combine_masks,
     feed_forward,
-    forward_pass,
     linear,
 )
 
 M = TypeVar("M", bound="ClosedFormBlock")
 N = TypeVar("N", bound="LayerNormHessian")
 Loss = str | OutputLoss
+Shape = int | tuple[int, ...] | list[int]
 
 
 class ClosedFormBlock(Block):
@@ -93,19 +93,15 @@ class ClosedFormBlock(Block):
         """In flat order: the weights of Q, K and V before their biases."""
         order = {id(parameter): index for index, parameter in enumerate(self.weights.values())}
         named = super().named_parameters(*args, **kwargs)
-        yield from sorted(named, key=lambda pair: order[id(pair[1])])
+        yield from sorted(named, key=lambda pair: order.get(id(pair[1]), len(order)))
 
-    def _now(self) -> dict[str, Tensor]:
-        """Copies of the weights, for derivatives without dropout."""
+    def _now(self, x: Tensor) -> dict[str, Tensor]:
+        """Copies of the weights, which fit x, for derivatives without dropout."""
         if self.training and self.dropout > 0:
             say_evaluation_mode(self, f"dropout of {self.dropout:g}")
-        return {name: parameter.detach().clone() for name, parameter in self.weights.items()}
-
-    def _evaluate(
-        self, weights: Weights, x: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Z (B, L, d) and A (B, H, L, L) at x (B, L, d), without dropout."""
-        return forward_pass(self.spec, weights, x, mask)
+        weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
+        _check_tokens(x, self.d_model, next(iter(weights.values())))
+        return weights
 
     def derivatives(
         self,
@@ -122,11 +118,12 @@ class ClosedFormBlock(Block):
 
         ``budget`` bounds the memory of per-token tensors ("200MB"); the batch is split to fit.
         """
-        weights, samples = self._now(), _batched(x.detach(), x.ndim)
+        weights, samples = self._now(x), _batched(x.detach(), x.ndim)
         if "query_weight" in weights and x.ndim not in (2, 3):
             raise ValueError(f"x must be (L, d) or (B, L, d), got {tuple(x.shape)}.")
         allowed = combine_masks(mask, key_padding_mask, samples)
-        output, A = self._evaluate(weights, samples, allowed)
+        with in_evaluation_mode(self), torch.no_grad():
+            output, A = self.passed(samples, allowed)
         seeds = seeds_at(output, None if target is None else _batched(target, x.ndim), loss)
         if not bool(torch.isfinite(seeds.value)):
             raise ValueError(
@@ -338,23 +335,16 @@ class FFNHessian(ClosedFormBlock):
         """What stands between the two maps."""
         return ACTIVATIONS[self.spec.activation]
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """(…, d) → (…, d), the residual x included; dropout on what is added to it."""
-        added = feed_forward(self.spec, self.weights, x)
-        return x + F.dropout(added, self.dropout, self.training)
-
-    def _evaluate(
-        self, weights: Weights, x: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        if mask is not None:
+    def passed(self, x: Tensor, mask: Any = None, key_padding_mask: Any = None) -> Any:
+        """(…, d) → (…, d), the residual x included, dropout on what is added to it; and no A."""
+        if mask is not None or key_padding_mask is not None:
             raise ValueError("a feed-forward part has no attention: it takes no mask.")
-        _check_tokens(x, self.d_model, weights["up_weight"])
-        return x + feed_forward(self.spec, weights, x), None
+        added = feed_forward(self.spec, self.weights, x)
+        return x + F.dropout(added, self.dropout, self.training), None
 
     def compute_ffn_jacobians(self, x: Tensor) -> FeedForwardJacobians:
         """Jacobians with respect to the weight matrices at every token of x (…, d)."""
-        weights, x = self._now(), x.detach()
-        _check_tokens(x, self.d_model, weights["up_weight"])
+        weights, x = self._now(x), x.detach()
         h = linear(x, weights, "up")
         gate = linear(x, weights, "gate") if self.spec.gated else None
         units = hidden_units(self.spec.activation, h, gate)
@@ -386,7 +376,7 @@ class LayerNormHessian(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int | tuple[int, ...] | list[int],
+        normalized_shape: Shape,
         eps: float = 1e-5,
         *,
         norm: Norm = "layer",
@@ -427,6 +417,8 @@ class LayerNormHessian(nn.Module):
         """n (…, d), 1/σ (…, 1) and γ (d,) of checked tokens."""
         weight = None if self.weight is None else self.weight.detach()
         _check_tokens(x, self.normalized_shape[0], weight)
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError("x holds NaN or infinity: no derivative is defined there.")
         n, inv_std = normalize(x.detach(), eps=self.eps, norm=self.norm)
         return n, inv_std, x.new_ones(x.shape[-1]) if weight is None else weight
 
@@ -502,8 +494,8 @@ class LayerNormHessian(nn.Module):
 class RMSNormHessian(LayerNormHessian):
     """``LayerNormHessian`` with norm="rms"."""
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(normalized_shape, eps, **{"norm": "rms", **options})
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **options: bool) -> None:
+        super().__init__(normalized_shape, eps, norm="rms", **options)
 
 
 def _check_tokens(x: Tensor, width: int, weight: Tensor | None) -> None:
@@ -515,5 +507,3 @@ def _check_tokens(x: Tensor, width: int, weight: Tensor | None) -> None:
     if weight is not None and (x.dtype, x.device) != (weight.dtype, weight.device):
         both = f"x is {x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}"
         raise TypeError(f"{both}: convert one of them.")
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError("x holds NaN or infinity: no derivative is defined there.")
