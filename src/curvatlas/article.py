@@ -92,14 +92,14 @@ class FullHessianAnalysis(CurvatureSummary):
     eigenvalue_std: float
     roles: dict[str, float]  # mass of the top eigenvector by role
 
-    def __str__(self) -> str:
+    def _lines(self) -> list[str]:
         lead = max(self.roles, key=lambda role: self.roles[role])
-        lines = [super().__str__(), f"top vector mostly in {lead} ({self.roles[lead]:.0%})"]
+        lines = [*super()._lines(), f"top vector mostly in {lead} ({self.roles[lead]:.0%})"]
         if len(self.values) > 1:
             pairs = zip(self.values.mean(0).tolist(), self.values.std(0).tolist(), strict=True)
             spread = ", ".join(f"{mean:.4g} ± {scatter:.2g}" for mean, scatter in pairs)
             lines.append(f"over {len(self.values)} batches: {spread}")
-        return "\n".join(lines)
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class LayerCurvature(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWiseCurvature(Rows):
+class LayerWiseCurvature(Rows, Result):
     """Curvature of every layer's sublayers, and of what every module puts out."""
 
     layers: tuple[LayerCurvature, ...]

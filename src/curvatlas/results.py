@@ -270,8 +270,8 @@ class Result:
         return result
 
 
-class Rows(Result):
-    """A result that is also the sequence of its ``rows``: one mapping a batch, step, module, …"""
+class Rows:
+    """What makes a result the sequence of its ``rows`` too: a mapping a batch, step, module, …"""
 
     @property
     def rows(self) -> tuple[dict[str, Any], ...]:
@@ -285,7 +285,7 @@ class Rows(Result):
 
     def __getitem__(self, key: Any) -> Any:
         """A field by name, or a row by number."""
-        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]
+        return super().__getitem__(key) if isinstance(key, str) else self.rows[key]  # type: ignore[misc]
 
 
 def block_rows(matrix: Tensor, names: Sequence[str], sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -258,30 +258,29 @@ class CurvatureSummary(Result):
         return self._one_row()
 
     def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
         flat = ", ".join(self.null_space) if self.null_space else "none found"
         kind = "smallest" if self.condition_quantile == 0 else f"{self.condition_quantile:.0%} of"
-        return "\n".join(
-            [
-                f"sharpness λmax          {Number(self.sharpness, *self.sharpness_interval)}  "
-                f"(λmin {self.eigenpairs.number(-1)})",
-                f"critical learning rate  "
-                f"{Number(self.critical_learning_rate, *self.critical_learning_rate_interval)}",
-                f"spectral gap            {self.eigenpairs.gap}",
-                f"{self.trace}",
-                f"{self.frobenius}",
-                f"stable rank             {Number(self.stable_rank, *self.stable_rank_interval)}",
-                f"effective rank          "
-                f"{Number(self.effective_rank, *self.effective_rank_interval)}",
-                f"negative mass           "
-                f"{Number(self.negative_mass, *self.negative_mass_interval):%}",
-                f"condition number        "
-                f"{Number(self.condition_number, *self.condition_interval)} (λmax / mean|λ|)",
-                f"quantile condition      "
-                f"{Number(self.quantile_condition, *self.quantile_interval)} ({kind} non-null |λ|)",
-                f"flat directions         {flat}",
-                f"products                {self.products}",
-            ]
-        )
+        return [
+            f"sharpness λmax          {Number(self.sharpness, *self.sharpness_interval)}  "
+            f"(λmin {self.eigenpairs.number(-1)})",
+            f"critical learning rate  "
+            f"{Number(self.critical_learning_rate, *self.critical_learning_rate_interval)}",
+            f"spectral gap            {self.eigenpairs.gap if len(self.eigenpairs) > 1 else 'none'}",
+            f"{self.trace}",
+            f"{self.frobenius}",
+            f"stable rank             {Number(self.stable_rank, *self.stable_rank_interval)}",
+            f"effective rank          {Number(self.effective_rank, *self.effective_rank_interval)}",
+            f"negative mass           {Number(self.negative_mass, *self.negative_mass_interval):%}",
+            f"condition number        "
+            f"{Number(self.condition_number, *self.condition_interval)} (λmax / mean|λ|)",
+            f"quantile condition      "
+            f"{Number(self.quantile_condition, *self.quantile_interval)} ({kind} non-null |λ|)",
+            f"flat directions         {flat}",
+            f"products                {self.products}",
+        ]
 
 
 def curvature_summary(

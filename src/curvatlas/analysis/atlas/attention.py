@@ -23,7 +23,7 @@ from curvatlas.results import Result, Rows, also_named
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCurvature(Rows):
+class AttentionCurvature(Rows, Result):
     """Maps of the attention parameters' curvature: of all data, and of every batch alone.
 
     ``whole.frobenius["outer"]["blocks.0.value", "blocks.0.value"]`` is ‖H_o‖_F of one block;

@@ -134,7 +134,7 @@ class TrustRadius(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictedTrajectory(Rows):
+class PredictedTrajectory(Rows, Result):
     """Gradient descent in the quadratic model, in the eigenspaces the gradient meets."""
 
     losses: Tensor  # (n_steps + 1,) predicted
