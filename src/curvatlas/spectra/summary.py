@@ -262,13 +262,14 @@ class CurvatureSummary(Result):
 
     def _lines(self) -> list[str]:
         flat = ", ".join(self.null_space) if self.null_space else "none found"
+        gap = self.eigenpairs.gap if len(self.eigenpairs) > 1 else "none"
         kind = "smallest" if self.condition_quantile == 0 else f"{self.condition_quantile:.0%} of"
         return [
             f"sharpness λmax          {Number(self.sharpness, *self.sharpness_interval)}  "
             f"(λmin {self.eigenpairs.number(-1)})",
             f"critical learning rate  "
             f"{Number(self.critical_learning_rate, *self.critical_learning_rate_interval)}",
-            f"spectral gap            {self.eigenpairs.gap if len(self.eigenpairs) > 1 else 'none'}",
+            f"spectral gap            {gap}",
             f"{self.trace}",
             f"{self.frobenius}",
             f"stable rank             {Number(self.stable_rank, *self.stable_rank_interval)}",
