@@ -462,6 +462,10 @@ def test_a_folder_makes_the_same_calls_resume(vit: nn.Module, tmp_path: Path) ->
     a = first.compute_hessian_eigenvalues(x, y, 3)
     assert list(tmp_path.iterdir())
     assert same(second.compute_hessian_eigenvalues(x, y, 3), a)
+    whole = first.analyze_full_hessian([(x, y)], k=2)
+    kept = [path.name for path in tmp_path.iterdir() if path.name.startswith("001-")]
+    assert {name.rpartition("-")[2] for name in kept} >= {"pairs.safetensors", "trace.safetensors"}
+    assert same(second.analyze_full_hessian([(x, y)], k=2), whole)
 
 
 # --- attention, propagation ----------------------------------------------------------------------

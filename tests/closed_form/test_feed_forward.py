@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call, jacrev
 
 from batched_oracles import parts
@@ -90,8 +91,33 @@ def test_in_train_mode_derivatives_are_those_without_dropout_and_this_is_said_on
     assert torch.equal(layer.eval().compute_hessian(x, y).H, found)
 
 
+def test_fresh_weights_are_those_of_two_linear_layers() -> None:
+    torch.manual_seed(3)
+    found = [parameter.detach() for parameter in FFNHessian(4, 6).parameters()]
+    torch.manual_seed(3)
+    linear = [*nn.Linear(4, 6).parameters(), *nn.Linear(6, 4).parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, linear, strict=True))
+
+
+def test_more_axes_are_more_tokens_of_one_batch() -> None:
+    layer = random_ffn()
+    x, y = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64).unbind()
+    whole = layer.compute_hessian(x, y).H
+    flat = layer.compute_hessian(x.flatten(0, 1), y.flatten(0, 1)).H
+    assert torch.equal(whole, flat)
+    one, target = x[0, 0, 0], y[0, 0, 0]
+    want = parts(layer(one), lambda z: (z - target).pow(2).mean(), list(layer.parameters()))
+    found = layer.compute_hessian(one, target).H
+    torch.testing.assert_close(found, want["total"], rtol=1e-11, atol=1e-13)
+
+
 def test_wrong_input_is_refused() -> None:
     layer = FFNHessian(3, 2)
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="it takes no mask"):
+        layer.compute_hessian(x, mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="FFNHessian has no query_weight"):
+        FFNHessian.from_module(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval())
     with pytest.raises(ValueError, match="end in 3"):
         layer.compute_ffn_jacobians(torch.zeros(4, 2))
     with pytest.raises(TypeError, match="convert"):
