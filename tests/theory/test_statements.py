@@ -71,7 +71,7 @@ def test_every_number_of_the_papers_leads_to_its_statements() -> None:
     assert [s.name for s in table["petrov-thm3"]] == ["layer-norm-hessian"]
     assert {f"petrov-thm{n}" for n in range(2, 11)} <= set(table)
     for paper_id, statements in table.items():
-        assert re.fullmatch(r"(petrov|ormaniec|cracking)(-[a-z0-9]+)+", paper_id)
+        assert re.fullmatch(r"(petrov|ormaniec|cracking)(-[a-z0-9.]+)+", paper_id)
         assert all(paper_id in s.papers for s in statements)
 
 
@@ -97,9 +97,16 @@ def test_a_verdict_follows_from_what_was_measured() -> None:
     assert judge(printed=False, corrected=False) == UNCONFIRMED
 
 
-def test_an_unknown_name_is_answered_with_close_ones() -> None:
+def test_an_unknown_name_is_answered_with_the_three_nearest() -> None:
     with pytest.raises(ValueError, match="theorem-7-segment"):
         find("theorem-7")
+    with pytest.raises(ValueError, match="petrov-thm3"):
+        find("petrov-thm33")
+
+
+def test_a_number_of_a_paper_names_its_statement() -> None:
+    assert find("petrov-thm3") is find("layer-norm-hessian")
+    assert find("cracking-thm-3.5") is find("scalar-spectrum")
 
 
 def test_a_check_repeats_itself_for_the_same_seed_and_moves_with_another() -> None:

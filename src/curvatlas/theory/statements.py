@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ Plot = Callable[[Outcome], Any]
 class Statement:
     """One theorem, lemma, bound, rate or claim of a source, in our words.
 
-    papers: its ids in the papers, as ``petrov-thm3``, ``ormaniec-lemma-d2``, ``cracking-thm-3-5``;
+    papers: its ids in the papers, as ``petrov-thm3``, ``ormaniec-lemma-d.2``, ``cracking-thm-3.5``;
     empty for what has no number there.
     """
 
@@ -157,12 +158,17 @@ def statements_by_paper_id() -> dict[str, tuple[Statement, ...]]:
 
 
 def find(name: str) -> Statement:
-    """The statement called ``name``; raises ValueError with the close names otherwise."""
-    statements = {s.name: s for s in all_statements()}
-    if name in statements:
-        return statements[name]
-    close = [n for n in statements if name in n or n in name] or list(statements)
-    raise ValueError(f"no statement is called {name!r}: try one of {', '.join(sorted(close))}.")
+    """The statement called ``name``, or the leading one behind that number of a paper.
+
+    ``find("layer-norm-hessian")`` and ``find("petrov-thm3")`` are the same statement. Raises
+    ValueError with the three nearest names otherwise.
+    """
+    known = {paper_id: group[0] for paper_id, group in statements_by_paper_id().items()}
+    known |= {statement.name: statement for statement in all_statements()}
+    if name in known:
+        return known[name]
+    near = sorted(known, key=lambda n: SequenceMatcher(None, name, n).ratio(), reverse=True)[:3]
+    raise ValueError(f"no statement is called {name!r}: try one of {', '.join(near)}.")
 
 
 def judge(*, printed: bool, corrected: bool | None = None) -> str:
