@@ -155,6 +155,52 @@ def _convergence(draw: random.Random) -> dict[str, Any]:
     return {"spectra": tuple(_of("SpectrumAt", draw, k=k) for k in (16, 64, 256))}
 
 
+def _reproduction(draw: random.Random) -> dict[str, Any]:
+    x = torch.tensor([0.01, 0.1, 1.0, 10.0])
+
+    def panel(title: str) -> Any:
+        y = _numbers(draw, 4).cumprod(0)
+        marks = (
+            _of(
+                "Mark",
+                draw,
+                x=x,
+                y=y,
+                low=y * 0.9,
+                high=y * 1.1,
+                label="H",
+                style="points",
+                colour="#7570b3",
+                faint=False,
+            ),
+            _of(
+                "Mark",
+                draw,
+                x=x,
+                y=x**2,
+                low=None,
+                high=None,
+                style="dashed",
+                label="slope 2",
+                colour="#667080",
+                faint=False,
+            ),
+        )
+        return _of(
+            "Panel", draw, title=title, xlabel="σ", ylabel="norm", xscale="log", yscale="log",
+            marks=marks, dotted=(1.0,), image=None, limits=None, borders=(), blocks=(), note="",
+        )  # fmt: skip
+
+    panels = panel("V"), panel("Q")
+    values = [float(one.marks[0].y[k]) for one in panels for k in (0, 3)]
+    findings = tuple(
+        _of("Finding", draw, value=v, low=0.9 * v, high=1.1 * v, verdict="confirmed", told="")
+        for v in values
+    )
+    return {"panels": panels, "findings": findings, "columns": 2,
+            "shared": "none", "numbers": {}}  # fmt: skip
+
+
 _SHAPED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "Atlas": lambda draw: {"whole_result": report_samples.atlas(2, draw.randrange(99))},
     "AtlasMap": lambda draw: {
@@ -226,6 +272,7 @@ _SHAPED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
             for o in ("sgd", "adam")
         )
     },
+    "Reproduction": _reproduction,
     "ScalingGrid": _scaling,
     "SinkStudy": lambda draw: {"seeds": (0, 1, 2)},
     "Sinks": _sinks,

@@ -234,6 +234,11 @@ from .studies.growth import (
     Growth as Growth,
     growth as growth,
 )
+from .studies.papers import (
+    Finding as Finding,
+    Reproduction as Reproduction,
+    paper as paper,
+)
 from .studies.retraining import (
     RetrainedConvergence as RetrainedConvergence,
     retrained_convergence as retrained_convergence,

@@ -28,7 +28,7 @@ from curvatlas.cli.execution import Interrupted
 from curvatlas.cli.experiments import scaling, train
 from curvatlas.cli.flatness import flatness, generalisation
 from curvatlas.cli.options import with_groups
-from curvatlas.cli.papers import gauss_newton, growth, sinks
+from curvatlas.cli.papers import gauss_newton, growth, paper, sinks
 from curvatlas.cli.planning import plan
 from curvatlas.cli.surveys import analyze, atlas, demo, landscape
 from curvatlas.errors import OutOfMemory, PeerError, UserCodeError, is_wrong_input
@@ -49,6 +49,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
     "prune": prune,
     "quantize": quantize,
+    "paper": paper,
     "verify": verify,
     "report": report,
     "compare": compare,

@@ -1,18 +1,118 @@
-"""The papers' experiments on the user's model: ``growth`` with a scale, sinks, Gauss-Newton."""
+"""``paper`` makes the papers' figures and claims again; their experiments on the user's model:
+``growth`` with a scale, ``sinks``, ``gauss-newton``.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from curvatlas.cli.options import Inputs, Memory, Output, PageConsole, Samples
+from curvatlas.cli.options import Inputs, LossOption, Memory, Output, PageConsole, Samples, Seed
 
 if TYPE_CHECKING:
     from curvatlas.cli.inputs import Prepared
     from curvatlas.problem import Problem
+    from curvatlas.runs import Run
+    from curvatlas.studies.papers.exhibits import Ask, Exhibit
+
+
+def paper(
+    *,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="list | all | ID...",
+            help="Ids of figures, tables and claims as 'list' shows them; all of them with 'all'.",
+        ),
+    ],
+    full: Annotated[
+        bool, typer.Option("--full", help="At the paper's own size, which may take hours.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model of yours, with --data its data."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="The data of --model; without it a folder with MNIST's IDX files, CIFAR's binary "
+            "files or its PNG sheets.",
+        ),
+    ] = None,
+    loss: LossOption = "auto",
+    role: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB=ROLE", help="What parameters of --model are; repeatable."),
+    ] = None,
+    samples: Samples = 64,
+    output: Output = None,
+    seed: Seed = 0,
+    console: PageConsole,
+) -> None:
+    """Make the figures, tables and claims of the papers again: our number beside theirs, a verdict.
+
+    'paper list' shows what there is. An interrupted 'paper all' goes on where it was.
+    """
+    from curvatlas.cli.execution import carry_out, open_run
+    from curvatlas.studies.papers.exhibits import Ask, all_exhibits, named, paper as papers
+
+    if names == ["list"]:
+        table = papers.list()
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        console.answer(rows, table)
+        return
+    everything = names == ["all"]
+    chosen = list(all_exhibits().values()) if everything else [e for n in names for e in named(n)]
+    prepared = None
+    if model is not None:
+        from curvatlas.cli.inputs import prepare
+
+        if data is None:
+            raise typer.BadParameter("--model needs its data: give --data DATA.")
+        inputs = Inputs(model=model, data=data, loss=loss, role=role, seed=seed)
+        prepared = prepare(inputs, samples)
+    ask = Ask(
+        full=full,
+        seed=seed,
+        problem=None if prepared is None else prepared.problem,
+        data=None if data is None or prepared is not None else Path(data),
+    )
+    if everything and prepared is not None:
+        chosen = [one for one in chosen if "model" in one.takes]
+    if not everything:
+        for one in chosen:
+            one.check(ask)
+    options = {"names": names, "full": full, "seed": seed}
+    if prepared is None:
+        options |= {} if data is None else {"data": data}
+        run = open_run(output, {"command": "paper", **options})
+    else:
+        run = prepared.open_run("paper", output, **options)
+
+    def work() -> None:
+        for one in chosen:
+            console.follow(f"step {one.id}: {one.shows}")
+            _reproduce(one, ask, run, console, alone=not everything)
+
+    carry_out(run, work, console)
+
+
+def _reproduce(one: Exhibit, ask: Ask, run: Run, console: PageConsole, *, alone: bool) -> None:
+    """One of them; of many, one that fails leaves the others to be made."""
+    from curvatlas.errors import OutOfMemory
+    from curvatlas.studies.papers.exhibits import reproduced
+
+    try:
+        console.say(reproduced(one, one.served(ask, run.step)))
+    except (ArithmeticError, LookupError, OutOfMemory, RuntimeError, ValueError, OSError) as error:
+        if alone:
+            raise
+        run.fail(f"paper.{one.id}", " ".join(str(error).split()))
 
 
 def _numbers(text: str | None, option: str) -> list[float] | None:
@@ -90,8 +190,6 @@ def growth(
 
 def _at_seeds(inputs: Inputs, prepared: Prepared, seeds: int | None) -> Callable[[int], Problem]:
     """seed → the problem for a model that is made anew; the first one is there already."""
-    from pathlib import Path
-
     from curvatlas.cli.inputs import find_model, parse_dtype
 
     if seeds is not None and (inputs.weights is not None or Path(inputs.model).is_dir()):

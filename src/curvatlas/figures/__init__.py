@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from curvatlas.figures import landscape, maps, theory, training
+from curvatlas.figures import landscape, maps, papers, theory, training
 from curvatlas.figures.flow import visualize_curvature_flow
 from curvatlas.figures.overview import visualize_overview
 from curvatlas.figures.scaling import plot_scaling_law_predictions
@@ -22,6 +22,7 @@ __all__ = [
     "draw",
     "landscape",
     "maps",
+    "papers",
     "plot_scaling_law_predictions",
     "theory",
     "training",

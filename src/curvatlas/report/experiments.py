@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         sinks as attention_sinks,
     )
     from curvatlas.studies.claims import Claim, ClaimReport
+    from curvatlas.studies.papers.reproduction import Reproduction
     from curvatlas.theory.statements import Verification
     from curvatlas.training import compression, pruning as pruned, snapshot
 
@@ -1010,6 +1012,44 @@ def verification(named: Named) -> Account:
     )
 
 
+def reproductions(named: Named) -> Account:
+    """Figures and claims of the papers: the paper's numbers beside ours, a section each."""
+    found: list[Reproduction] = [one for _, one in named]
+    made: list[Section] = []
+    for one in found:
+        head = ["number", "where", "here", "paper", "verdict"]
+        rows = [[f.what, f.where or "–", f.ours, f.paper, f.verdict] for f in one.findings]
+        text = [*(f"Smaller than the paper: {line}." for line in one.smaller), *one.notes]
+        made += account(
+            one.id,
+            one.shows,
+            f"{capitalised(one.verdict)}. The paper ({one.source}): {one.claim}",
+            short=one.id,
+            whole=table(one.setting, head, rows),
+            folds=folded("What was made smaller, and what to know", text=text),
+        ).sections
+        if one.panels:
+            made[-1] = replace(made[-1], picture=drawn(one, one.id, one.shows, one.setting))
+    counts: dict[str, int] = {}
+    for one in found:
+        word = "true only in part" if one.verdict.startswith("true only") else one.verdict
+        counts[word] = counts.get(word, 0) + 1
+    summary = listed([f"{count} {verdict}" for verdict, count in counts.items()])
+    one = found[0]
+    return Account(
+        verdict=Verdict(
+            "good" if set(counts) == {"confirmed"} else "unsure",
+            f"{one.id}: {one.verdict}." if len(found) == 1 else f"{len(found)} made again.",
+            one.claim if len(found) == 1 else f"{capitalised(summary)}.",
+        ),
+        cards=tuple(
+            card(f.what, Reading("here", f.ours), Reading("paper", f.paper), note=f.verdict)
+            for f in (one.findings if len(found) == 1 else ())
+        ),
+        sections=tuple(made),
+    )
+
+
 ACCOUNTS: dict[str, Callable[[Any], Account | None]] = {
     "CurvatureHistory": history,
     "EarlyBlocks": early_blocks,
@@ -1036,6 +1076,7 @@ ACCOUNTS: dict[str, Callable[[Any], Account | None]] = {
     "BitAllocation": bits,
     "Verification": verification,
     "ClaimReport": claims,
+    "Reproduction": reproductions,
 }
 _PARTS_OF = {  # kinds that are parts of another: told there when it is in the run
     "Sinks": "SinkStudy",
