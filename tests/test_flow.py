@@ -21,6 +21,7 @@ STAGES: tuple[tuple[str, ...], ...] = (
     ("anatomy",),
     ("problem",),
     ("zoo",),
+    ("tape",),
     ("engines",),
     ("operators",),
     ("closed_form",),
