@@ -129,6 +129,12 @@ def of_a_leaf(self: Any, x: Tensor) -> Tensor:
     return result
 
 
+def of_a_leafs_data(self: Any, x: Tensor) -> Tensor:
+    self.first.weight.data.clamp_(-0.2, 0.2)
+    result: Tensor = torch.tanh(self.first(x))
+    return result
+
+
 def pushed(self: Any, x: Tensor) -> Tensor:
     value, tangent = torch.func.jvp(self.first, (x,), (torch.ones_like(x),))
     return torch.tanh(value) + tangent**2
@@ -183,6 +189,7 @@ SAID = [
 REFUSED = [
     ("activation in place", made(between=in_place), "in place .of shape"),
     ("leaf in place", made(hidden=of_a_leaf), "changes parameter 'first.weight' in place"),
+    ("leaf's data", made(hidden=of_a_leafs_data), "changes parameter 'first.weight' in place"),
     ("complex", Complex, "parameter 'weight' is complex128"),
     ("detached", made(between=lambda s, h: s.second(h).detach()), "no gradient path"),
 ]
@@ -314,6 +321,16 @@ def test_what_cannot_be_differentiated_ends_in_one_clear_line(
             number(ca.Problem(model, F.cross_entropy, batch_of(model, torch.float64)))
 
 
+@pytest.mark.parametrize("by", [lambda w: w.square(), lambda w: torch.stack([w, 2 * w])[1]])
+def test_values_computed_before_the_call_are_held_fixed_and_said(by: Any) -> None:
+    model = model_of(functools.partial(Elsewhere, lambda w: by(w).t())).eval()
+    x, y = batch_of(model, torch.float64)
+    with pytest.warns(UserWarning, match="values computed from first.weight before its forward"):
+        assert_derivatives(
+            ca.Problem(model, F.cross_entropy, (x, y)), lambda: F.cross_entropy(model(x), y)
+        )
+
+
 def test_dual_numbers_inside_a_model_are_differentiated() -> None:
     model = model_of(made(hidden=pushed_by_dual_numbers)).eval()
     x, y = batch_of(model, torch.float64)
@@ -433,6 +450,7 @@ def test_losses_with_weights_for_each_target_say_how_batches_are_weighted() -> N
         ca.Problem(model, loss, halves)
     counted = ca.Problem(model, loss, halves, count=lambda t: float(t[1].sum()))
     assert counted.value() == pytest.approx(float(loss(model(x), (y, weights))), rel=1e-12)
+    assert ca.Problem(model, loss, (x, [y, weights])).value() == pytest.approx(counted.value())
 
 
 def views() -> Iterator[tuple[str, dict[str, Tensor], list[str]]]:

@@ -287,13 +287,13 @@ def as_tensors(raw: Any, dtype: torch.dtype, index: int) -> Any:
 
 
 def _is_pair(data: Any) -> bool:
-    """(inputs, targets): a tuple or list of two, the second of which is a tensor or an array."""
-    return (
-        isinstance(data, (tuple, list))
-        and len(data) == 2
-        and isinstance(data[1], (Tensor, np.ndarray))
-        and isinstance(data[0], (Tensor, np.ndarray, tuple, Mapping))
-    )
+    """(inputs, targets): a tuple or list of two, one of them no batch but a tensor or an array."""
+    if not (isinstance(data, (tuple, list)) and len(data) == 2):
+        return False
+    inputs, targets = data
+    if isinstance(inputs, (Tensor, np.ndarray)):
+        return isinstance(targets, (Tensor, np.ndarray, tuple, list, Mapping))
+    return isinstance(inputs, (tuple, Mapping)) and isinstance(targets, (Tensor, np.ndarray))
 
 
 def checked(tree: Any, *, what: str, device: torch.device, index: int) -> Any:

@@ -278,11 +278,15 @@ def _called(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
         outputs = called_with(model, values, *arguments_of(model, own), named=named)
     changed = [n for n, a, b in zip(values, versions, _versions(values), strict=True) if a != b]
     if changed:
-        raise ProblemError(
-            f"the forward pass changes parameter {changed[0]!r} in place, which no derivative "
-            "sees: do that outside of forward, or in a parametrization."
-        )
+        raise changed_in_place(changed[0])
     return outputs
+
+
+def changed_in_place(name: str) -> ProblemError:
+    return ProblemError(
+        f"the forward pass changes parameter {name!r} in place, which no derivative sees: do that "
+        "outside of forward, or in a parametrization."
+    )
 
 
 @unwatched

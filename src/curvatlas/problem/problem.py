@@ -887,7 +887,8 @@ class Problem:
         its module's attribute is. Else copies, and copies of what autograd would not follow.
         """
         chosen = list(self.parameter_names if names is None else names)
-        own = {n: p for n, p in self._everything.items() if is_own_leaf(p)} if self.in_place else {}
+        names = self._everything.keys() - self.truth.computed_before if self.in_place else ()
+        own = {n: p for n in names if is_own_leaf(p := self._everything[n])}
         with self.present(name for name in chosen if name not in own) as weights:
             fresh = fresh_leaves(weights)
         return {name: own[name] if name in own else fresh[name] for name in chosen}

@@ -38,7 +38,13 @@ from torch.utils._pytree import tree_map
 from curvatlas.errors import NonFiniteError, PeerError, ProblemError
 from curvatlas.precision import has_float64
 from curvatlas.problem.batches import Batch
-from curvatlas.problem.evaluation import check_same_loss, listed, without_tensor_hooks
+from curvatlas.problem.evaluation import (
+    changed_in_place,
+    check_same_loss,
+    is_own_leaf,
+    listed,
+    without_tensor_hooks,
+)
 from curvatlas.problem.kernels import following_padding, unwatched, warn_once
 
 if TYPE_CHECKING:
@@ -66,6 +72,8 @@ class Truth:
     # Parameters that are read other than through their module's attribute, and those of the loss.
     elsewhere: frozenset[str] = field(default_factory=frozenset)
     by_loss: frozenset[str] = field(default_factory=frozenset)
+    # Those of which the model holds values computed before the call, on graphs of their own.
+    computed_before: frozenset[str] = field(default_factory=frozenset)
 
 
 def look(problem: Problem, batch: Batch) -> None:
@@ -76,7 +84,7 @@ def look(problem: Problem, batch: Batch) -> None:
     train_mode = [module for module in problem.model.modules() if module.training]
     with problem.evaluating():
         for distance in (_MOVED, 0.0):
-            truth.elsewhere = frozenset()
+            truth.elsewhere = truth.computed_before = frozenset()
             comparison = _Comparison(problem, batch, train_mode)
             try:
                 with comparison.moved(distance), torch.no_grad():
@@ -273,16 +281,26 @@ class _Comparison:
         with torch.enable_grad(), following_padding() as rows:
             if self._in_memory:
                 leaves = problem.leaves()
+                own = {}
             else:
                 leaves = {n: w.detach().requires_grad_(True) for n, w in self._weights.items()}
+                own = {n: p for n in leaves if is_own_leaf(p := problem.all_parameters[n])}
+            sizes = {name: _rms(weight) for name, weight in self._weights.items()}
             loss = problem.loss.value(problem.predictions(batch, leaves), batch.targets)
+            for name, weight in self._weights.items():
+                if _rms(weight) != sizes[name]:  # behind the back of its version, by ``.data``
+                    raise changed_in_place(name)
             if not loss.requires_grad:
                 return False  # which is refused where the first derivative is taken
-            with without_tensor_hooks(leaves.values()):
-                gradient = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            with without_tensor_hooks([*leaves.values(), *own.values()]):
+                gradient = torch.autograd.grad(
+                    loss, [*leaves.values(), *own.values()], retain_graph=True, allow_unused=True
+                )
         self._with_graph = float(loss.detach())
         self._padding = {n: rows[id(leaf)] for n, leaf in leaves.items() if id(leaf) in rows}
-        named = zip(leaves, gradient, strict=True)
+        pairs = zip(own, gradient[len(leaves) :], strict=True)
+        self._followed = frozenset(name for name, slope in pairs if slope is not None)
+        named = zip(leaves, gradient, strict=False)
         self._gradient = {n: g.to_dense() if g.is_sparse else g for n, g in named if g is not None}
         finite = math.isfinite(self._with_graph)
         return finite and all(bool(torch.isfinite(g.sum())) for g in self._gradient.values())
@@ -291,6 +309,16 @@ class _Comparison:
         """Compare, and say what was found."""
         problem, truth = self._problem, self._problem.truth
         self._check_modes(self._read_elsewhere())
+        truth.computed_before = self._followed - truth.elsewhere
+        if truth.computed_before:
+            warn_once(
+                problem.model,
+                "computed before",
+                f"the model holds values computed from {listed(sorted(truth.computed_before))} "
+                "before its forward pass (in __init__, in a cache), which a step of the weights "
+                "does not change: derivatives hold them fixed.",
+                deeper=4,
+            )
         if truth.elsewhere:
             problem.refuse_elsewhere(problem.leaves())
             self._into_memory()

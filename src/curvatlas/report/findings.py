@@ -33,6 +33,7 @@ from curvatlas.report.words import (
     says_nothing,
     sign_unknown,
     wider,
+    with_interval,
 )
 
 _DEEP = 0.1  # |λmin| / λmax from which downward curvature competes with the sharpest direction
@@ -67,9 +68,11 @@ def _effect(item: Recommendation) -> str:
     """What the step did where it was tried, else what it is expected to do."""
     if item.trial is None:
         return f"{item.effect}." if item.effect else ""
-    lengths = item.trial.confirmed_at
+    lengths, change = item.trial.confirmed_at, item.trial.value
+    low, high = item.trial.held_out_intervals[item.trial.held_out.index(change)]
+    fall = with_interval(-change, (-high, -low))
     return (
-        f"Tried: {item.trial.verdict}, by up to {number(-item.trial.value)} (steps of length "
+        f"Tried: {item.trial.verdict}, there by up to {fall} (steps of length "
         f"{number(min(lengths))} to {number(max(lengths))})."
     )
 

@@ -285,7 +285,7 @@ def _trials(stages: Sequence[Stage]) -> Iterator[Fold]:
             where = f", {stage.label}" if stage.label else ""
             yield Fold(
                 title=f"What was tried{where}: {trial.direction}",
-                text=(f"{capitalised(trial.verdict)}.",),
+                text=(f"{capitalised(trial.verdict)}. Rounding: ± {number(trial.rounding)}.",),
                 tables=(steps,) if steps is not None else (),
             )
 
