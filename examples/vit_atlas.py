@@ -13,7 +13,6 @@ import argparse
 from pathlib import Path
 
 import curvatlas as ca
-from curvatlas.analysis.atlas.exact import entries
 from curvatlas.figures import draw
 from curvatlas.studies.claims import examine_claims
 from curvatlas.studies.comparisons import (
@@ -53,7 +52,7 @@ def main() -> None:
         print(f"--- {stage}\n{atlases[stage]}")
         flow = analyzer.analyze_curvature_flow(batch.inputs[:4], batch.targets[:4], step=trained)
         print(flow)
-        picture = entries(problem).plot()
+        picture = ca.entries(problem).plot()
         picture.savefig(options.output / f"entries-{stage}.png", dpi=140)
     draw(atlases, view="role").savefig(options.output / "roles.png", dpi=140)
     analyzer.visualize_curvature_flow(options.output / "flow.png")

@@ -231,8 +231,8 @@ _SHAPED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "whole_result": report_samples.eigenpairs(draw.randrange(99), both=True)
     },
     "Entries": lambda draw: {
-        "names": ("W1", "W2"), "sizes": (3, 4),
-        **{part: _numbers(draw, 7, 7) for part in _PARTS},
+        "names": ("W1", "W2"), "sizes": (3, 4), "whole": (3, 4), "part": "total",
+        "matrix": _numbers(draw, 7, 7),
     },
     "Generalisation": lambda draw: {
         "correlations": tuple(

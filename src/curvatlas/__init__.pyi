@@ -20,6 +20,10 @@ from .analysis.atlas.attention import (
     AttentionCurvature as AttentionCurvature,
     analyze_attention_curvature as analyze_attention_curvature,
 )
+from .analysis.atlas.entries import (
+    Entries as Entries,
+    entries as entries,
+)
 from .analysis.atlas.layerwise import (
     ModuleWiseCurvature as ModuleWiseCurvature,
     module_wise_curvature as module_wise_curvature,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from curvatlas.figures.style import (
     MUTED,
@@ -26,6 +27,7 @@ from curvatlas.figures.style import (
     lying_bars,
     name_axis,
     panels,
+    power_label,
     short_names,
 )
 from curvatlas.linear_operator import PARTS, SYMBOLS
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.analysis.atlas.attention import AttentionCurvature
-    from curvatlas.analysis.atlas.exact import Entries
+    from curvatlas.analysis.atlas.entries import Entries
     from curvatlas.analysis.atlas.result import Atlas, AtlasMap
     from curvatlas.analysis.landscape.flatness import Invariance
     from curvatlas.closed_form.result import BlockHessian
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 _MOST_NAMES = 40  # rows whose every name is written; more are labelled by layer
 _NAME = 0.14  # inches of a row with a name
 _EDGE = {"color": PAPER, "linewidth": 0.6, "alpha": 0.8}
+_SEPARATOR = {**_EDGE, "linestyle": "--"}
+_MOST_CELLS_A_SIDE = 900
 _WORDS = {
     "coupling": "‖Hᵢⱼ‖ / √(‖Hᵢᵢ‖ ‖Hⱼⱼ‖)",
     "frobenius": "Frobenius norm of the pair",
@@ -279,61 +283,124 @@ def draw_attention(curvature: AttentionCurvature) -> Figure:
     return figure
 
 
-@draws("Entries")
+@draws("Entries", stages=True)
 def draw_entries(
-    found: Entries, part: str = "total", *, limits: tuple[float, float] | None = None
+    stages: Mapping[str, Entries],
+    *,
+    limits: tuple[float, float] | None = None,
+    eps: float = 0.0,
+    blur: bool = False,
+    decades: float = 8.0,
 ) -> Figure:
-    """|entry| with block separators; ``limits`` (decades) make several comparable."""
-    if part not in PARTS:
-        raise ValueError(f"parts are {', '.join(PARTS)}, got {part!r}.")
-    title = f"entries of {SYMBOLS[part]}"
-    return entry_heat_map(
-        getattr(found, part), found.names, found.sizes, title=title, limits=limits
-    )
+    """|entry| with block separators, a panel a stage, all on one logarithmic colour scale.
+
+    limits: of the colours, in decades. eps: added to every |entry|, as the papers do (1e-6); with 0
+    a zero is grey. blur: the papers' mean of log10|h| over 5 × 5 neighbours.
+    """
+    first = next(iter(stages.values()))
+    title = {"": f"entries of {SYMBOLS[first.part]}"} if list(stages) == [""] else {}
+    maps = {title.get(w, w): (one.matrix, one.names, one.sizes) for w, one in stages.items()}
+    return _entry_maps(maps, limits=limits, decades=decades, eps=eps, blur=blur)
 
 
 @draws("BlockHessian")
 def draw_block_hessian(found: BlockHessian, part: Any = "total") -> Figure:
     """|entry| with the blocks marked."""
-    sizes = list(found.block_sizes.values())
-    title = f"entries of {SYMBOLS[part]}"
-    return entry_heat_map(found.part(part), found.names, sizes, title=title, decades=12)
+    one = found.part(part), found.names, tuple(found.block_sizes.values())
+    return _entry_maps({f"entries of {SYMBOLS[part]}": one}, decades=12)
 
 
-def entry_heat_map(
-    matrix: torch.Tensor,
-    names: Sequence[str],
-    sizes: Sequence[int],
+def _entry_maps(
+    maps: Mapping[str, tuple[torch.Tensor, Sequence[str], Sequence[int]]],
     *,
-    title: str = "",
     limits: tuple[float, float] | None = None,
-    decades: float = 8.0,
+    decades: float,
+    eps: float = 0.0,
+    blur: bool = False,
 ) -> Figure:
-    """|entry| of a dense matrix on a logarithmic scale with block separators, as in the paper.
+    """Title → (matrix, names, sizes of its blocks): one scale, white dashed separators."""
+    figure, axes = panels(len(maps), width=1.6, height=2)
+    drawn = [cells(matrix, eps=eps, blur=blur) for matrix, _, _ in maps.values()]
+    if limits is None:
+        alive = [c[c > 0] for c, _ in drawn if (c > 0).any()]
+        high = max((float(c.max()) for c in alive), default=1.0)
+        low = max(min((float(c.min()) for c in alive), default=high), high / 10**decades)
+        ends = (low, high) if low < high else (low / 2, high * 2)
+    else:
+        ends = (10.0 ** limits[0], 10.0 ** limits[1])
+    image: Any = None
+    for axis, title, (shown_cells, step) in zip(axes, maps, drawn, strict=True):
+        _, names, sizes = maps[title]
+        rows = [
+            f"{name}[{k}]" for name, size in zip(names, sizes, strict=True) for k in range(size)
+        ]
+        image = heat_map(axis, shown_cells.numpy(), rows[::step], rows[::step], limits=ends)
+        edges = np.concatenate([[0], np.cumsum(sizes)]) / step
+        for edge in edges[1:-1]:
+            axis.axhline(edge - 0.5, **_SEPARATOR)
+            axis.axvline(edge - 0.5, **_SEPARATOR)
+        # A block thinner than a line of text keeps its separators but not its name.
+        shown = [k for k, size in enumerate(sizes) if size >= sum(sizes) / _MOST_NAMES]
+        middles = [(edges[k] + edges[k + 1] - 1) / 2 for k in shown]
+        short = short_names(names)
+        axis.set_xticks(middles, [short[k] for k in shown], rotation=90)
+        axis.set_yticks(middles, [short[k] for k in shown])
+        axis.set_title(title)
+    added = f" + {power_label(eps)}" if eps else ""
+    words = f"|entry|{added} (loss / parameter²)" + (", 5 × 5 mean" if blur else "")
+    colour_bar(figure, image, axes, words)
+    return finish(figure)
 
-    Rows are ordered block after block (``sizes`` entries each); ``limits`` in decades.
+
+def cells(
+    matrix: torch.Tensor, *, eps: float = 0.0, blur: bool = False
+) -> tuple[torch.Tensor, int]:
+    """|entry| + ε as a panel shows it, and how many rows a cell spans.
+
+    matrix: (n, n) → (⌈n / step⌉, ⌈n / step⌉). blur: the papers' mean of log10 over 5 × 5
+    neighbours; a cell that spans several rows is the mean of log10 as well.
     """
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] != sum(sizes):
-        raise ValueError(
-            f"a square matrix of {sum(sizes)} rows is drawn here, got {tuple(matrix.shape)}."
-        )
-    figure, (axes,) = panels(width=1.6, height=2)
-    magnitude = matrix.detach().cpu().double().abs().numpy()
-    rows = [f"{name}[{k}]" for name, size in zip(names, sizes, strict=True) for k in range(size)]
-    ends = None if limits is None else (10.0 ** limits[0], 10.0 ** limits[1])
-    image = heat_map(axes, magnitude, rows, rows, limits=ends, decades=decades)
-    edges = np.concatenate([[0], np.cumsum(sizes)])
-    for edge in edges[1:-1]:
-        axes.axhline(edge - 0.5, **_EDGE)
-        axes.axvline(edge - 0.5, **_EDGE)
-    # A block thinner than a line of text keeps its separators but not its name.
-    shown = [k for k, size in enumerate(sizes) if size >= sum(sizes) / _MOST_NAMES]
-    middles = [(edges[k] + edges[k + 1] - 1) / 2 for k in shown]
-    short = short_names(names)
-    axes.set_xticks(middles, [short[k] for k in shown], rotation=90)
-    axes.set_yticks(middles, [short[k] for k in shown])
-    axes.set_title(title)
-    colour_bar(figure, image, axes, "|entry| (loss / parameter²)")
+    size = matrix.detach().cpu().abs().double() + eps
+    step = -(-len(size) // _MOST_CELLS_A_SIDE)
+    if blur:
+        size = _log_mean(size, 5, 1)
+    return (_log_mean(size, step, step) if step > 1 else size), step
+
+
+def _log_mean(values: torch.Tensor, width: int, step: int) -> torch.Tensor:
+    """exp(mean of log) over squares of ``width``, at every ``step``-th place; not of zeros."""
+    alive = (values > 0).double()
+    logs = torch.where(values > 0, values, 1.0).log()
+    around: dict[str, Any] = {"kernel_size": width, "stride": step, "ceil_mode": step > 1}
+    around |= {"padding": width // 2 if step == 1 else 0, "count_include_pad": False}
+    total, count = (F.avg_pool2d(x[None, None], **around)[0, 0] for x in (logs, alive))
+    return torch.where(count > 0, (total / count.clamp_min(1e-300)).exp(), 0.0)
+
+
+def draw_entry_histograms(
+    stages: Mapping[str, Entries],
+    blocks: Sequence[str],
+    *,
+    bins: int = 49,
+    faint: Mapping[str, Entries] | None = None,
+) -> Figure:
+    """Counts against |entry|, one panel a block beneath the other on one logarithmic axis.
+
+    faint: the same of other entries, behind (the papers' softmax behind no softmax).
+    """
+    names = short_names(blocks)
+    figure, axes = panels(1, len(blocks), width=1.3, height=0.6, sharex=True)
+    for axis, block, name in zip(axes, blocks, names, strict=True):
+        for opacity, several in ((0.25, faint or {}), (0.75, stages)):
+            for place, (words, one) in enumerate(several.items()):
+                edges, counts = one.histogram(block, bins=bins)
+                look: Any = {"color": SERIES[place % len(SERIES)], "alpha": opacity}
+                label = words if axis is axes[0] and words else "_"
+                axis.bar(edges[:-1], counts, np.diff(edges), align="edge", label=label, **look)
+        axis.set_xscale("log")
+        axis.set_ylabel(name)
+    legend(axes[0])
+    axes[-1].set_xlabel("|entry| (loss / parameter²)")
     return finish(figure)
 
 

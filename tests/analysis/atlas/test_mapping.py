@@ -18,10 +18,8 @@ import curvatlas as ca
 import families
 import huggingface_models
 import oracles
-from curvatlas.analysis.atlas.exact import entries
 from curvatlas.analysis.atlas.result import VIEWS, blocks_of, groups_of
 from curvatlas.figures import draw
-from curvatlas.figures.maps import entry_heat_map
 from curvatlas.operators.curvature import PARTS
 from curvatlas.problem.evaluation import evaluation
 from curvatlas.zoo.models import GPT, GPTConfig
@@ -301,16 +299,13 @@ def test_spectral_norms_are_refined_on_request() -> None:
 
 
 def test_figures_share_one_scale_and_do_not_show() -> None:
-    problem, matrix = quadratic_problem([4, 6], 0)
+    problem, _ = quadratic_problem([4, 6], 0)
     atlas = ca.atlas(problem)
     panels = [axes for axes in atlas.plot().axes if axes.images]
     assert len(panels) == 3
     assert len({axes.images[0].get_clim() for axes in panels}) == 1
     assert draw({"a": atlas, "b": atlas}) is not None
     assert atlas.plot(quantity="trace") is not None
-    assert entry_heat_map(matrix, ["a", "b"], [4, 6]) is not None
-    with pytest.raises(ValueError, match="square matrix of 9 rows"):
-        entry_heat_map(matrix, ["a"], [9])
 
 
 def test_wrong_options_are_refused_in_one_line() -> None:
@@ -340,17 +335,6 @@ def test_coarser_blocks_add_up_the_finer_ones(gpt_atlas: ca.Atlas) -> None:
     assert low <= truth <= high
     with pytest.raises(ValueError, match="by is 'role'"):
         ca.atlas(problem, by="galaxy")
-
-
-def test_entries_are_the_dense_matrix_in_the_order_of_the_roles() -> None:
-    problem, matrix = quadratic_problem([4, 6], 0)
-    found = entries(problem)
-    assert torch.allclose(found.total, matrix, rtol=1e-12)
-    assert torch.allclose(found.block("parts.1", "parts.0"), matrix[4:, :4], rtol=1e-12)
-    assert float(found.functional.abs().max()) < 1e-12
-    assert found.plot("outer") is not None
-    with pytest.raises(ValueError, match="parts are total, outer, functional"):
-        found.plot("inner")
 
 
 # --- coarse maps ----------------------------------------------------------------------------------

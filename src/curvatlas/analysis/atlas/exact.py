@@ -16,7 +16,6 @@ from curvatlas.analysis.atlas.result import (
     AtlasBlock,
     AtlasMap,
     atlas_map,
-    blocks_of,
     groups_of,
 )
 from curvatlas.budget import available_bytes, readable
@@ -38,7 +37,6 @@ from curvatlas.operators.curvature import (
 from curvatlas.precision import in_float64
 from curvatlas.problem import Problem
 from curvatlas.progress import track
-from curvatlas.results import Result, block_rows
 from curvatlas.spectra.density import spectral_density
 from curvatlas.spectra.norms import spectral_norm
 
@@ -46,7 +44,6 @@ Maps = dict[str, AtlasMap]
 Shares = dict[str, tuple[float, float, float]]
 
 _COLUMNS = 256
-_LARGEST = 8192  # side of matrices whose entries are drawn
 _DECOMPOSED = 200  # above this side Lanczos finds the largest singular value faster
 
 
@@ -184,46 +181,6 @@ def largest_singular(block: Tensor) -> float:
     )
     value = eigsh(gram, k=1, which="LA", v0=start, tol=1e-12, return_eigenvectors=False)
     return float(np.sqrt(value[0]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entries(Result):
-    """Dense matrices in the order of the blocks."""
-
-    total: Tensor  # (P, P)
-    outer: Tensor
-    functional: Tensor
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    def block(self, row: str, column: str, part: str = "total") -> Tensor:
-        """One block of one part."""
-        starts = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
-        i, j = self.names.index(row), self.names.index(column)
-        matrix: Tensor = getattr(self, part)
-        return matrix[starts[i] : starts[i + 1], starts[j] : starts[j + 1]]
-
-    def _rows(self) -> list[dict[str, Any]]:
-        """A row a pair of blocks: the norm and the largest entry of the whole H between them."""
-        return block_rows(self.total, self.names, self.sizes)
-
-
-def entries(problem: Problem, *, biases: bool = True, budget: int | str | None = None) -> Entries:
-    """The three dense matrices of a small model (P up to 8192), ordered role after role."""
-    if problem.size > _LARGEST:
-        raise ValueError(
-            f"a picture of {problem.size} × {problem.size} entries shows nothing (the limit is "
-            f"{_LARGEST}): choose parameters=, or use atlas()."
-        )
-    blocks = blocks_of(problem.anatomy, biases=biases)
-    order = torch.cat([block.indices for block in blocks])
-    dense = dense_parts(CurvatureParts(problem, budget=budget))
-    ordered = {part: matrix.cpu()[order][:, order] for part, matrix in dense.items()}
-    return Entries(
-        **ordered,
-        names=tuple(block.name for block in blocks),
-        sizes=tuple(block.size for block in blocks),
-    )
 
 
 # --- a recognised layer, beyond the size of dense products ----------------------------------------
@@ -376,7 +333,7 @@ def _norm_maps(
 # --- spectral norms and negative mass of single blocks --------------------------------------------
 
 
-_OPERATORS: dict[str, type[CurvatureOperator]] = {
+OPERATORS: dict[str, type[CurvatureOperator]] = {
     "total": Hessian,
     "outer": GaussNewton,
     "functional": FunctionalHessian,
@@ -401,7 +358,7 @@ def refined_spectral(
     pairs = spectral_pairs(blocks, which)
     slices = {block.name: list(block.slices) for block in blocks}
     products = 0
-    for part, kind in _OPERATORS.items():
+    for part, kind in OPERATORS.items():
         operator = kind(problem, budget=budget)
         key = f"block/spectral/{part}"
         bracket = maps[key]
@@ -449,7 +406,7 @@ def negative_masses(
     """Share of negative eigenvalues of every diagonal block, by stochastic Lanczos quadrature."""
     names = tuple(block.name for block in blocks)
     maps: dict[str, AtlasMap] = {}
-    for part, kind in _OPERATORS.items():
+    for part, kind in OPERATORS.items():
         operator = kind(problem, budget=budget)
         values = torch.zeros(3, len(blocks), dtype=torch.float64)
         if not operator.tags.psd:  # a positive semidefinite matrix has none
