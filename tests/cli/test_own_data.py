@@ -324,6 +324,8 @@ def test_a_role_can_be_stated_on_the_command_line(tmp_path: Path, run: Any) -> N
 
 
 _LANGUAGE_MODEL = '''
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -334,10 +336,13 @@ class Tokens(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.config = SimpleNamespace(block_size=5)
         self.embedding, self.head = nn.Embedding(256, 3), nn.Linear(3, 256)
+        self.position = nn.Embedding(5, 3)
 
     def forward(self, idx, targets=None):
-        h = torch.tanh(self.embedding(idx).cumsum(1))
+        places = self.position(torch.arange(idx.size(1)))
+        h = torch.tanh(self.embedding(idx).cumsum(1) + places)
         if targets is None:
             return self.head(h[:, [-1], :]), None
         logits = self.head(h)
@@ -358,6 +363,15 @@ def last_tokens(outputs, targets):
     return F.cross_entropy(outputs[0][:, -1], targets[:, -1])
 
 
+def all_tokens(outputs, targets):
+    logits, own = outputs
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def of_a_tensor(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
 class Halved(nn.Module):
     def forward(self, outputs, targets):
         return last_tokens(outputs, targets) / 2
@@ -368,13 +382,13 @@ not_a_loss = 3
 
 
 @pytest.mark.parametrize("data", ["prose.txt", "mine_gpt.py:make_named"])
-@pytest.mark.parametrize("loss", [[], ["--loss", "cross_entropy"], ["--loss", "model"]])
+@pytest.mark.parametrize("loss", ["auto", "cross_entropy", "model", "mine_gpt.py:all_tokens"])
 def test_a_model_that_returns_its_loss_with_its_logits_just_works(
-    tmp_path: Path, run: Any, data: str, loss: list[str]
+    tmp_path: Path, run: Any, data: str, loss: str
 ) -> None:
     (tmp_path / "mine_gpt.py").write_text(_LANGUAGE_MODEL)
     (tmp_path / "prose.txt").write_text("the whale is good and the sea is bad. " * 4)
-    words = ["mine_gpt.py:make_model", data, "--context", "5", "--json", *loss]
+    words = ["mine_gpt.py:make_model", data, "--json", "--loss", loss]
     code, out, err = run(tmp_path, "analyze", *words, *_QUICK)
     assert code == 0, err
     found = json.loads(out)["results"]
@@ -385,7 +399,7 @@ def test_a_model_that_returns_its_loss_with_its_logits_just_works(
 def test_a_loss_of_the_users_own_is_named_by_file(tmp_path: Path, run: Any) -> None:
     (tmp_path / "mine_loss.py").write_text(_LANGUAGE_MODEL)
     (tmp_path / "prose.txt").write_text("the whale is good and the sea is bad. " * 4)
-    words = ["mine_loss.py:make_model", "prose.txt", "--context", "5", "--json", *_QUICK]
+    words = ["mine_loss.py:make_model", "prose.txt", "--json", *_QUICK]
     losses = []
     for name in ("last_tokens", "Halved"):
         code, out, err = run(tmp_path, "analyze", *words, "--loss", f"mine_loss.py:{name}")
@@ -396,6 +410,7 @@ def test_a_loss_of_the_users_own_is_named_by_file(tmp_path: Path, run: Any) -> N
         ("mine_loss.py:not_a_loss", "names a int"),
         ("mine_loss.py:absent", "has no 'absent'"),
         ("hinge", "nor mine.py:loss"),
+        ("mine_loss.py:of_a_tensor", "fails on outputs ((2, 1, 256) float64, NoneType) and"),
     ):
         code, _, err = run(tmp_path, "analyze", *words, "--loss", wrong)
         assert code == 2

@@ -977,9 +977,12 @@ def _context(model: NamedModel, asked: int | None, notes: list[str]) -> int:
     return min(asked or _CONTEXT, longest)
 
 
+_LENGTHS = ("context", "max_position_embeddings", "block_size", "max_seq_len", "context_length")
+
+
 def _longest_stated(model: NamedModel) -> int:
     config = getattr(model.model, "config", None)
-    limits = [getattr(config, key, None) for key in ("context", "max_position_embeddings")]
+    limits = [getattr(config, key, None) for key in _LENGTHS]
     return min([limit for limit in limits if isinstance(limit, int)], default=10**9)
 
 

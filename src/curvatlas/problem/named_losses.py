@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from curvatlas.errors import ProblemError
+from curvatlas.problem.batches import described
 from curvatlas.problem.cross_entropy import CrossEntropy, NegativeLogLikelihood, Reduction
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Uniform, main_tensor
 
@@ -212,7 +213,13 @@ class CallableLoss(Loss):
         return self._count is not None
 
     def value(self, outputs: Any, targets: Any) -> Tensor:
-        result: Any = self.function(outputs, targets)
+        try:
+            result: Any = self.function(outputs, targets)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ProblemError(
+                f"the loss {self.name!r} fails on outputs {described(outputs)} and targets "
+                f"{described(targets)}: {type(error).__name__}: {error}."
+            ) from error
         if not isinstance(result, Tensor) or result.numel() != 1:
             got = f"a {type(result).__name__}"
             if isinstance(result, Tensor):
