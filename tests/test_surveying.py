@@ -268,6 +268,19 @@ def test_a_step_that_fails_does_not_cost_the_page_nor_the_other_steps(
     assert {"model.total.eigenpairs", "model.advice"} <= set(again.results)
 
 
+@pytest.mark.draws
+def test_a_model_of_zeros_has_a_page_with_all_its_pictures(tmp_path: Path) -> None:
+    problem = _problem()
+    with torch.no_grad():
+        for parameter in problem.model.parameters():
+            parameter.zero_()
+    run = ca.survey(problem, output=tmp_path, eigenvalues=1, products=8, skip=["density"])
+    assert (run.status, run.failures) == ("complete", {})
+    page = run.report.read_text("utf-8")
+    assert "could not be drawn" not in page
+    assert "not a number" not in page
+
+
 def test_the_command_says_which_step_failed_and_ends_with_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,7 +81,8 @@ def _draw_along(
         shown = words if words and len(stages) <= _MOST_LINES else "_"
         band(axes, range(len(values)), values, *ends.T, color=colour, label=shown, **look)
     _name_depth(axes, next(iter(stages.values())))
-    axes.set_yscale("log")
+    if any(_told(entry, quantity)[0] > 0 for entries in stages.values() for entry in entries):
+        axes.set_yscale("log")
     axes.grid(axis="y", color=GRID, linewidth=0.6)
 
 

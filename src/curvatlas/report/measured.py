@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ def _density(key: str) -> Callable[[Stage], Measured]:
 def growth(stage: Stage) -> Measured:
     """Curvature at the embedding over that at the last activation."""
     flow = stage.flow
-    if flow is None or len(flow.activations) < 2:
+    if flow is None or len(flow.activations) < 2 or not math.isfinite(flow.amplification):
         return _NOTHING
     return Measured(value=flow.amplification, interval=flow.amplification_interval)
 

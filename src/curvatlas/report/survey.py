@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -100,11 +101,12 @@ def _overview(stages: Sequence[Stage]) -> Iterator[Picture]:
     flows = _by_label(stages, lambda s: s.flow, "")
     if flows:
         factor = list(flows.values())[-1].amplification
+        grown = f"× {number(factor)}" if math.isfinite(factor) else "from nothing"
         yield Picture(
             title="How it travels back",
-            caption=f"× {number(factor)} from the head to the embedding",
+            caption=f"{grown} from the head to the embedding",
             alt="Curvature at the input of every sublayer, from the embedding to the head: "
-            f"it grows × {number(factor)} on the way back.",
+            f"it grows {grown} on the way back.",
             draw=lambda: drawing.stage_flow(flows),
         )
 
@@ -333,13 +335,15 @@ def _depth(stages: Sequence[Stage]) -> Section | None:
     within = brackets(last.amplification, last.amplification_interval)
     within = f" {within}" if within else ""
     label = list(flows)[-1]
+    grown = f"Curvature at the embedding is {number(last.amplification)}{within} times that at"
+    if not math.isfinite(last.amplification):
+        grown = "There is no curvature at"
     return Section(
         key="depth",
         question="Where in depth?",
         short="Depth",
-        answer=f"Curvature at the embedding is {number(last.amplification)}{within} times that at "
-        f"the last activation{f' {label}' if label else ''}; {names[peak.name]} creates the "
-        "most by its own bending.",
+        answer=f"{grown} the last activation{f' {label}' if label else ''}; {names[peak.name]} "
+        "creates the most by its own bending.",
         picture=Picture(
             title="Created and passed on",
             caption="What a sublayer creates by its own bending, and what it passes on",
