@@ -1,38 +1,36 @@
 r"""The one page where a block is written down: which maps in which order.
 
-    x̂ = n1(x) pre-norm, or x          q = s W_Q x̂            θ = Ŵ_Kᵀ q       (each head)
-    m̂ = ∇ψ(θ) = A x̂                   o = Ŵ_V m̂              U = W_O o + b_O + x
-    v = γ n(U) + β                     h = W1 v + b1          g = act(h)
-    S = W2 g + b2 + (v post-norm | U pre-norm)                Z = γ n(S) + β post-norm, or S
+    x̂ = γ n1(x) + β pre-norm, or x     q = s (W_Q x̂ + b_Q)       θ = W_Kᵀ q        (each head)
+    m = ∇ψ(θ) = A x̂                    o = W_V m + b_V            U = W_O o + b_O + x
+    v = γ n(U) + β                      h = W1 v + b1              g = act(h), or act(h_gate) ⊙ h
+    S = W2 g + b2 + (v post-norm | U pre-norm)                     Z = γ n(S) + β post-norm, or S
 
 Attention is seen from one query row: the keys' tokens are fixed, and W_K is one more linear layer,
-with input q. A hat appends the constant coordinate 1 that makes biases ordinary weights. In front
-of a pre-norm block's attention γ and β move the keys' tokens too, x_j = γ n_j + β: seen from the
-query row they act at three places, at x̂, at θ (θᵀx_j = (γ θ)ᵀn_j + const) and at m (m = γ m_n + β).
+with input q. A gain multiplies as a gate does: γ is a node of its own, with y = x ⊙ γ + β. In front
+of attention it multiplies the keys' tokens too, x_j = γ n_j + β, so seen from the query row it acts
+at three places: at x̂, at θ (θᵀx_j = (γ θ)ᵀn_j + const) and at m (m = γ m_n + β).
+
+A number added to a whole row of logits is dead under softmax. Without it a constant coordinate is
+appended to the tokens (a hat): the row's constant then is θ̂'s last entry, its sum of A m̂'s last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
-from curvatlas.closed_form.chain import (
-    Bend,
-    Chain,
-    Diagonal,
-    Linear,
-    Map,
-    Node,
-    Scale,
-    Segment,
-)
-from curvatlas.closed_form.maps import Keys, Moments, Normalise, activated
+from curvatlas.closed_form.chain import Bend, Bends, Chain, Diagonal, Leaf, Map, Node
+from curvatlas.closed_form.maps import Attend, Keys, Normalise
+from curvatlas.layers.activations import activation_derivatives
 from curvatlas.layers.norms import normalize
-from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Norm, Weights
+from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
+
+ALL = slice(None)
 
 
 def parameter_offsets(weights: Weights) -> dict[str, tuple[int, int]]:
@@ -50,11 +48,41 @@ class Inputs:
     """What the query rows of a chunk see: their own inputs (n, d) and their sample's keys."""
 
     x: Tensor  # (n, d), the block's inputs at the query rows
-    rows: Tensor | None = None  # (n, d), the base tokens at the query rows: n1(x) pre-norm, or x
-    front: bool = False  # whether a norm stands in front of attention
-    keys: Keys | None = None  # base tokens
+    rows: Tensor  # (n, d), the base tokens there: n1(x) pre-norm, or x
+    keys: Keys | None = None  # base tokens, with a hat (b, L, d + 1)
     bias: Tensor | None = None  # (b, H or 1, r, L) added to the logits
     allowed: Tensor | None = None  # (b, H or 1, r, L) of 0 and 1, read without softmax
+
+
+def block_chain(spec: BlockSpec, weights: Weights, inputs: Inputs) -> Chain:
+    """The chain of a block, an attention layer or a feed-forward part at some query rows."""
+    write = Writer(spec, weights)
+    x = u = write.chain.node(inputs.x, fixed=True)
+    if inputs.keys is not None:
+        base = write.chain.node(inputs.rows, fixed=True)
+        front = write.front() if spec.norm_first and spec.residual else None
+        x_hat = base if front is None else write.product(base, front.gain, front.shift)
+        heads = [write.head(h, x_hat, front, inputs) for h in range(spec.n_heads)]
+        u = write.linear("output", heads, *([x] if spec.residual else []), waist=True)
+    s = u
+    if spec.d_ff is not None:
+        v = u if u is x else write.norm("norm2" if spec.norm_first else "norm1", u)
+        if spec.gated:
+            g = write.product(write.activated(write.linear("gate", [v])), write.linear("up", [v]))
+        else:
+            g = write.activated(write.linear("up", [v]))
+        s = write.linear("down", [g], u if spec.norm_first else v, waist=True)
+    if spec.residual and not spec.norm_first:
+        write.norm("norm1" if spec.d_ff is None else "norm2", s)
+    return write.chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """γ and β of the norm in front of attention, whose keys they move too."""
+
+    gain: Node | None
+    shift: Node | None
 
 
 class Writer:
@@ -64,259 +92,207 @@ class Writer:
         self.spec, self.weights, self.chain = spec, weights, Chain()
         self.offsets = parameter_offsets(weights)
 
-    def segments(
+    def leaf(
         self,
-        role: str,
-        size: tuple[int, int],
+        name: str,
+        node: Node,
+        alpha: Tensor,
+        *inputs: tuple[Node, slice],
         first: int = 0,
-        *,
+        columns: slice = ALL,
         turned: bool = False,
-    ) -> list[Segment]:
-        """Weight and bias of ``role`` with (outputs, inputs) = ``size`` from row ``first`` on.
+        head: int = 0,
+    ) -> None:
+        """Let ``name``, if the block has it, act at a node, from its row ``first`` on."""
+        if name in self.offsets:
+            core = len(range(*columns.indices(node.width)))
+            leaf = Leaf(
+                name=name,
+                start=self.offsets[name][0] + first * (core if turned else alpha.shape[-1]),
+                node=node,
+                columns=columns,
+                alpha=alpha,
+                inputs=tuple((source, cut) for source, cut in inputs if not source.fixed),
+                turned=turned,
+                head=head,
+            )
+            self.chain.leaves.append(leaf)
 
-        ``turned``: the rows of the weight are the activations, its columns the core (W_K).
-        """
-        rows, columns = size
-        found = []
-        start = self.offsets[f"{role}_weight"][0] + first * columns
-        core, along = ((0, columns), (0, rows)) if turned else ((0, rows), (0, columns))
-        found.append(
-            Segment(
-                name=f"{role}_weight",
-                start=start,
-                core=core,
-                activation=along,
-                activation_major=turned,
-            )
-        )
-        if f"{role}_bias" in self.offsets:
-            one = (columns, columns + 1)
-            core, along = (one, (0, rows)) if turned else ((0, rows), one)
-            found.append(
-                Segment(
-                    name=f"{role}_bias",
-                    start=self.offsets[f"{role}_bias"][0] + first,
-                    core=core,
-                    activation=along,
-                    activation_major=turned,
-                )
-            )
-        return found
+    def map(
+        self, role: str, first: int = 0, size: int | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Rows [first, first + size) of weight and bias, all without a size; None: it has none."""
+        rows = slice(first, None if size is None else first + size)
+        W, b = (self.weights.get(f"{role}_{end}") for end in ("weight", "bias"))
+        return None if W is None else W[rows], None if b is None else b[rows]
+
+    # ---- maps of any network ---------------------------------------------------------------
 
     def linear(
         self,
         role: str,
-        x: Sequence[tuple[Node | None, Tensor]],
-        *more: tuple[Node | None, Tensor],
+        x: Sequence[Node],
+        *around: Node,
+        first: int = 0,
+        size: int | None = None,
+        head: int = 0,
         waist: bool = False,
     ) -> Node:
-        """y = W x + b + Σ more, x of several nodes side by side."""
-        W, b = self.weights[f"{role}_weight"], self.weights.get(f"{role}_bias")
-        value = torch.cat([v for _, v in x], -1)
-        y = torch.nn.functional.linear(value, W, b)
-        sources: list[tuple[Node | None, Map]] = []
-        inputs, start = [], 0
-        for node, v in x:
-            width = v.shape[-1]
-            sources.append((node, Linear(W[:, start : start + width])))
-            if node is not None:
-                inputs.append((node, start))
-            start += width
-        for node, v in more:
-            y = y + v
-            sources.append((node, Scale()))
-        made = self.chain.node(len(W), y, *sources, waist=waist)
-        alpha = value if b is None else pad(value, (0, 1), value=1.0)
-        self.chain.leaf(role, made, alpha, self.segments(role, (W.shape[0], W.shape[1])), *inputs)
+        """y = W x + b + Σ around, of several nodes x side by side; x itself without W."""
+        W, b = self.map(role, first, size)
+        alpha = torch.cat([node.value for node in x], -1)
+        y = alpha if W is None else linear(alpha, W, b)
+        ways, start = [(node, _identity(node)) for node in around], 0
+        for node in x:
+            part = None if W is None else W[None, :, start : start + node.width]
+            ways.append((node, _identity(node) if part is None else Map(part)))
+            start += node.width
+        for node in around:
+            y = y + node.value
+        made = self.chain.node(y, *ways, waist=waist)
+        inputs = [(node, ALL) for node in x]
+        self.leaf(f"{role}_weight", made, alpha, *inputs, first=first, head=head)
+        self.leaf(f"{role}_bias", made, alpha.new_ones(len(alpha), 1), first=first, head=head)
         return made
 
-    def norm(self, role: str, kind: Norm, x: Node) -> Node:
+    def activated(self, h: Node) -> Node:
+        """g = act(h)."""
+        g, slope, bend = activation_derivatives(self.spec.activation, h.value)
+        straight = self.spec.activation in ("relu", "identity")
+
+        def bends(delta: Tensor) -> Bends:
+            return [(h, h, Bend(Diagonal(delta * bend)))]
+
+        way = Map(Diagonal(slope))
+        return self.chain.node(g, (h, way), bends=None if straight else bends)
+
+    def product(self, x: Node, gain: Node | None, shift: Node | None = None) -> Node:
+        """y = x ⊙ gain + shift: a norm's affine map, a gate."""
+        if gain is None and shift is None:
+            return x
+        value, ways = x.value, [(x, _identity(x))]
+        if gain is not None:
+            value = x.value * gain.value
+            ways = [(x, Map(Diagonal(gain.value))), (gain, Map(Diagonal(x.value)))]
+        if shift is not None:
+            value = value + shift.value
+            ways.append((shift, _identity(shift)))
+
+        def bends(delta: Tensor) -> Bends:
+            assert gain is not None
+            return [(a, b, Bend(Diagonal(delta))) for a, b in ((x, gain), (gain, x))]
+
+        return self.chain.node(value, *ways, bends=bends if gain and not x.fixed else None)
+
+    def vector(self, name: str) -> Node | None:
+        """γ or β as a node (1, d), the same at every token."""
+        if name not in self.weights:
+            return None
+        made = self.chain.node(self.weights[name].unsqueeze(0))
+        tokens = self.chain.nodes[0].value
+        self.leaf(name, made, torch.ones_like(tokens[:, :1]))
+        return made
+
+    def norm(self, role: str, x: Node) -> Node:
         """γ n(x) + β."""
-        y = x
-        if kind != "none":
-            n, inv_std = normalize(x.value, eps=self.spec.eps, norm=kind)
-            way = Normalise(n, inv_std, kind)
-            y = self.chain.node(x.width, n, (x, way), bends=lambda delta: [(x, x, way.bend(delta))])
-        gamma, beta = (self.weights.get(f"{role}_{end}") for end in ("weight", "bias"))
-        if gamma is None and beta is None:
-            return y
-        value = y.value if gamma is None else y.value * gamma
-        value = value if beta is None else value + beta
-        slope = None if gamma is None else gamma.unsqueeze(0)
-        made = self.chain.node(x.width, value, (y, Scale(slope)))
-        self.gain_and_shift(role, made, y.value, (y, 0))
-        return made
+        if self.spec.norm != "none":
+            n, inv_std = normalize(x.value, eps=self.spec.eps, norm=self.spec.norm)
+            way, base = Normalise(n, inv_std, self.spec.norm), x
 
-    def gain_and_shift(
-        self, role: str, node: Node, value: Tensor, *inputs: tuple[Node, int]
-    ) -> None:
-        """The leaves γ ⊙ value + β at a node."""
-        d = value.shape[-1]
-        for end, alpha in (("weight", value), ("bias", torch.ones_like(value[:, :1]))):
-            name = f"{role}_{end}"
-            if name in self.offsets:
-                place = Segment(
-                    name=name, start=self.offsets[name][0], core=(0, d), activation=(0, 1)
-                )
-                live = inputs if end == "weight" else ()
-                self.chain.leaf("norm", node, alpha, [place], *live, gain=True)
+            def bends(delta: Tensor) -> Bends:
+                return [(base, base, way.bend(delta))]
 
-    def head(self, h: int, x: Node | None, inputs: Inputs, rows: Tensor) -> Node:
+            x = self.chain.node(n, (x, way), bends=bends)
+        return self.product(x, self.vector(f"{role}_weight"), self.vector(f"{role}_bias"))
+
+    # ---- attention -------------------------------------------------------------------------
+
+    def front(self) -> Front:
+        """γ and β of a pre-norm block's first norm."""
+        return Front(gain=self.vector("norm1_weight"), shift=self.vector("norm1_bias"))
+
+    def head(self, h: int, x: Node, front: Front | None, inputs: Inputs) -> Node:
         """o of one head, from its query rows x̂ (n, d)."""
-        spec, weights, chain = self.spec, self.weights, self.chain
-        assert inputs.keys is not None
-        group = h // (spec.n_heads // spec.kv_heads)
+        spec, keys, node = self.spec, inputs.keys, self.chain.node
+        assert keys is not None
         dk, dv, d = spec.key_size, spec.value_size, spec.d_model
-        width = inputs.keys.tokens.shape[-1]
-
-        def cut(role: str, at: int, size: int, *, hat: bool) -> tuple[Tensor, Tensor | None]:
-            part = slice(at * size, (at + 1) * size)
-            W, b = weights[f"{role}_weight"][part], weights.get(f"{role}_bias")
-            b = None if b is None else b[part]
-            if hat and width > d:
-                W = torch.cat([W, (W.new_zeros(size) if b is None else b).unsqueeze(-1)], 1)
-            return W, b
-
-        W_Q, b_Q = cut("query", h, dk, hat=False)
-        (W_K, _), (W_V, b_V) = cut("key", group, dk, hat=True), cut("value", group, dv, hat=True)
-        q = chain.node(dk, torch.nn.functional.linear(rows, W_Q, b_Q), (x, Linear(W_Q)))
-        alpha = rows if b_Q is None else pad(rows, (0, 1), value=1.0)
-        live = () if x is None else ((x, 0),)
-        chain.leaf("query", q, alpha, self.segments("query", (dk, d), h * dk), *live, head=h)
+        hat = keys.tokens.shape[-1] > d
+        tokens, constant = slice(0, d), slice(d, None)
+        group = h // (spec.n_heads // spec.kv_heads)
+        q = self.linear("query", [x], first=h * dk, size=dk, head=h)
         slope = q.value.new_full((1, dk), spec.logit_scale)
-        scaled = chain.node(dk, q.value * slope, (q, Scale(slope, cheap=False)))
-        theta = chain.node(width, scaled.value @ W_K, (scaled, Linear(W_K.mT)))
-        places = self.segments("key", (dk, d), group * dk, turned=True)
-        chain.leaf("key", theta, scaled.value, places, (scaled, 0), head=h)
-        base = theta if x is None else self.towards_base(theta)
-        b = len(inputs.keys.tokens)
-        logits = base.value.view(b, -1, width) @ inputs.keys.tokens.mT
-        allowed = None
+        q = node(q.value * slope, (q, Map(Diagonal(slope))))
+
+        at: dict[str, Any] = {"first": group * dk, "head": h}
+        W = self.hatted("key", group * dk, dk, hat=hat)
+        theta = node(q.value @ W, (q, Map(W.mT[None])))
+        self.leaf("key_weight", theta, q.value, (q, ALL), columns=tokens, turned=True, **at)
+        if hat:
+            self.leaf("key_bias", theta, q.value, (q, ALL), columns=constant, turned=True, **at)
+        theta = theta if front is None else self.fronted(theta, front, hat, value=False)
+        logits = theta.value.view(len(keys.tokens), -1, theta.width) @ keys.tokens.mT
         if spec.softmax:
-            A = torch.softmax(logits if inputs.bias is None else logits + _of(inputs.bias, h), -1)
+            bias = 0.0 if inputs.bias is None else _of(inputs.bias, h)
+            attend = Attend(torch.softmax(logits + bias, -1), keys)
         else:
-            allowed = torch.ones_like(logits)
-            if inputs.allowed is not None:
-                allowed = _of(inputs.allowed, h).expand_as(logits)
-            A = logits * allowed
-        way = Moments(A, inputs.keys, allowed)
+            seen = inputs.allowed
+            allowed = torch.ones_like(logits) if seen is None else _of(seen, h).expand_as(logits)
+            attend = Attend(logits * allowed, keys, allowed)
 
-        def bent(delta: Tensor) -> list[Bend]:
-            return [(base, base, way.bend(delta))]
+        def bends(delta: Tensor) -> Bends:
+            return [(theta, theta, attend.bend(delta))]
 
-        m = chain.node(width, way.value, (base, way), bends=bent if spec.softmax else None)
-        m = m if x is None else self.from_base(m)
-        o = chain.node(dv, m.value @ W_V.mT, (m, Linear(W_V)))
-        alpha = m.value if b_V is not None or width == d else m.value[:, :-1]
-        chain.leaf("value", o, alpha, self.segments("value", (dv, d), group * dv), (m, 0), head=h)
+        m = node(attend.value, (theta, attend), bends=bends if spec.softmax else None)
+        m = m if front is None else self.fronted(m, front, hat, value=True)
+        if not hat:
+            return self.linear("value", [m], first=group * dv, size=dv, head=h)
+        at = {"first": group * dv, "head": h}
+        W = self.hatted("value", group * dv, dv, hat=True)
+        o = node(m.value @ W.mT, (m, Map(W[None])))
+        self.leaf("value_weight", o, m.value[:, tokens], (m, tokens), **at)
+        self.leaf("value_bias", o, m.value[:, constant], (m, constant), **at)
         return o
 
-    def towards_base(self, theta: Node, role: str = "norm1") -> Node:
-        """θᵀx_j in base coordinates: (γ θ)ᵀ n_j + θᵀβ, the latter dead under softmax."""
-        d, width = self.spec.d_model, theta.width
-        gamma, beta = (self.weights.get(f"{role}_{end}") for end in ("weight", "bias"))
-        tokens = theta.value[:, :d]
-        sources: list[tuple[Node | None, Map]] = []
-        if beta is None or self.spec.softmax:
-            ones = tokens.new_ones(width - d)
-            slope = torch.cat([tokens.new_ones(d) if gamma is None else gamma, ones]).unsqueeze(0)
-            sources, value = [(theta, Scale(slope, cheap=False))], theta.value * slope
-        else:
-            G, port = self.base_change(gamma, beta), self.chain.node(d, torch.zeros_like(tokens))
-            entry = torch.cat([tokens.new_zeros(d, d), tokens.new_ones(1, d)])
-            sources, value = [(theta, Linear(G.mT)), (port, Linear(entry))], theta.value @ G
-        phi = self.chain.node(width, value, *sources)
-        for end, node in (("weight", phi), ("bias", None if beta is None else phi)):
-            if f"{role}_{end}" not in self.offsets or (end == "bias" and self.spec.softmax):
-                continue
-            assert node is not None
-            at = node if end == "weight" else port
-            place = self.place(f"{role}_{end}", d)
-            self.chain.leaf("norm", at, tokens, [place], (theta, 0), gain=True)
-        return phi
+    def hatted(self, role: str, first: int, size: int, *, hat: bool) -> Tensor:
+        """Rows of a weight, and with ``hat`` its bias as one more column."""
+        W, b = self.map(role, first, size)
+        assert W is not None
+        if not hat:
+            return W
+        return torch.cat([W, (W.new_zeros(size) if b is None else b).unsqueeze(-1)], 1)
 
-    def from_base(self, m: Node, role: str = "norm1") -> Node:
-        """m in input coordinates: γ m_n + β, times the row sum of A without softmax."""
-        d, width = self.spec.d_model, m.width
-        gamma, beta = (self.weights.get(f"{role}_{end}") for end in ("weight", "bias"))
-        total, live = torch.ones_like(m.value[:, :1]), list[tuple[Node, int]]()
-        if self.spec.softmax or beta is None:
-            ones = m.value.new_ones(width - d)
-            slope = torch.cat([m.value.new_ones(d) if gamma is None else gamma, ones]).unsqueeze(0)
-            way: Map = Scale(slope, cheap=False)
-            value = m.value * slope
-            value = value if beta is None else value + pad(beta, (0, width - d))
-        else:
-            G = self.base_change(gamma, beta)
-            way, value = Linear(G), m.value @ G.mT
-            total, live = m.value[:, d:], [(m, -d)]
-        made = self.chain.node(width, value, (m, way))
-        ends = (("weight", m.value[:, :d], [(m, 0)]), ("bias", total, live))
-        for end, alpha, moving in ends:
-            if f"{role}_{end}" in self.offsets:
-                place = self.place(f"{role}_{end}", d)
-                self.chain.leaf("norm", made, alpha, [place], *moving, gain=True)
-        return made
+    def fronted(self, x: Node, front: Front, hat: bool, *, value: bool) -> Node:
+        """E m̂ (``value``) or Eᵀθ̂ with E = [[diag γ, β], [0, 1]], the keys' map x̂_j = E n̂_j."""
+        if not hat:  # θᵀβ is dead under softmax
+            return self.product(x, front.gain, front.shift if value else None)
+        gain, shift, d = front.gain, front.shift, self.spec.d_model
+        square = torch.eye(d + 1, dtype=x.value.dtype, device=x.value.device)
+        tokens = square[None, :, :d]
+        if gain is not None:
+            gain = self.chain.node(pad(gain.value, (0, 1), value=1.0), (gain, Map(tokens)))
+        y = self.product(x, gain)
+        if shift is None:
+            return y
 
-    def base_change(self, gamma: Tensor | None, beta: Tensor) -> Tensor:
-        """G with x̂_j = G n̂_j."""
-        G = torch.eye(len(beta) + 1, dtype=beta.dtype, device=beta.device)
-        if gamma is not None:
-            G[:-1, :-1] = torch.diag(gamma)
-        G[:-1, -1] = beta
-        return G
+        # β adds β m_const to the tokens, or θᵀβ to the constant
 
-    def place(self, name: str, d: int) -> Segment:
-        """A vector of d gains as one stretch."""
-        return Segment(name=name, start=self.offsets[name][0], core=(0, d), activation=(0, 1))
+        def spread(t: Tensor, *, over_tokens: bool) -> Tensor:
+            """t_const on the diagonal, or the tokens' t in the last row: (n, d + 1, d)."""
+            return t[:, d:, None] * tokens if over_tokens else t[:, None, :d] * square[:, d:]
+
+        def bends(delta: Tensor) -> Bends:
+            psi = spread(delta, over_tokens=not value)
+            return [(x, shift, Bend(psi)), (shift, x, Bend(psi.mT))]
+
+        shear = pad(shift.value.mT, (d, 0, 0, 1))  # E without its diagonal
+        shear = shear if value else shear.mT
+        way = Map(spread(x.value, over_tokens=value))
+        sources = (y, _identity(y)), (x, Map(shear[None])), (shift, way)
+        return self.chain.node(y.value + x.value @ shear.mT, *sources, bends=bends)
 
 
-def block_chain(spec: BlockSpec, weights: Weights, inputs: Inputs) -> Chain:
-    """The chain of a block, an attention layer or a feed-forward part at some query rows."""
-    writer = Writer(spec, weights)
-    chain, x = writer.chain, inputs.x
-    U: Node | None = None
-    u = x
-    if "query_weight" in weights:
-        live: Node | None = None
-        rows = x if inputs.rows is None else inputs.rows
-        if inputs.front and any(f"norm1_{end}" in weights for end in ("weight", "bias")):
-            gamma, beta = weights.get("norm1_weight"), weights.get("norm1_bias")
-            value = rows if gamma is None else rows * gamma
-            live = chain.node(spec.d_model, value if beta is None else value + beta)
-            writer.gain_and_shift("norm1", live, rows)
-            rows = live.value
-        heads = [writer.head(h, live, inputs, rows) for h in range(spec.n_heads)]
-        values = [(o, o.value) for o in heads]
-        past = [(None, x)] if spec.residual else []
-        if "output_weight" in weights:
-            U = writer.linear("output", values, *past, waist=True)
-        else:
-            o, value = values[0]
-            U = chain.node(o.width, value + x if past else value, (o, Scale()), waist=True)
-        u = U.value
-    S = U
-    if spec.d_ff is not None:
-        v, y = U, u
-        if U is not None:
-            v = writer.norm("norm2" if spec.norm_first else "norm1", spec.norm, U)
-            y = v.value
-        hidden = [writer.linear(r, [(v, y)]) for r in (["gate"] if spec.gated else []) + ["up"]]
-        value, slopes, bends = activated(spec.activation, *hidden)
-        ways = [(h, Scale(slope, cheap=False)) for h, slope in zip(hidden, slopes, strict=True)]
-
-        def bent(delta: Tensor) -> list[Bend]:
-            inner = zip(hidden, bends, strict=True)
-            pairs = [(a, b, c) for a, row in inner for b, c in zip(hidden, row, strict=True)]
-            return [(a, b, Diagonal(delta * c)) for a, b, c in pairs if c is not None]
-
-        g = chain.node(spec.d_ff, value, *ways, bends=bent)
-        around = [(U, u) if spec.norm_first else (v, y)] if spec.residual else []
-        S = writer.linear("down", [(g, value)], *around, waist=True)
-    assert S is not None
-    if spec.residual and not spec.norm_first:
-        writer.norm("norm1" if spec.d_ff is None else "norm2", spec.norm, S)
-    return chain
+def _identity(x: Node) -> Map:
+    return Map(Diagonal(torch.ones_like(x.value[:1])))
 
 
 def _of(t: Tensor, h: int) -> Tensor:

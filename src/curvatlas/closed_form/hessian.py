@@ -7,26 +7,20 @@ token-wise Λ but a factor of low rank: then outer = V Vᵀ with V = Jᵀ φ (de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from curvatlas.budget import available_bytes, default_budget, readable
-from curvatlas.closed_form.assembly import (
-    Workspace,
-    add_blocks,
-    fold,
-    mirror_blocks,
-    prepare,
-    token_last,
-    write_blocks,
-)
+from curvatlas.closed_form.assembly import Workspace, fold, mirror
 from curvatlas.closed_form.blocks import Inputs, block_chain, parameter_offsets
-from curvatlas.closed_form.chain import Chain, Leaf, Pair, Segment
+from curvatlas.closed_form.chain import Chain, Diagonal, Leaf, Pair, entries
 from curvatlas.closed_form.maps import Keys
 from curvatlas.layers.decomposition import DecomposedHessian
 from curvatlas.layers.losses import Seeds
@@ -35,220 +29,14 @@ from curvatlas.layers.norms import normalize
 from curvatlas.layers.structure import BlockSpec, Weights
 from curvatlas.linear_operator import LinearOperator, Part, Tags, require_part
 from curvatlas.operators.plain import PlainHessian
-from curvatlas.progress import track
 from curvatlas.zoo.block import forward_pass
-
-
-def _same_place(f: Leaf, g: Leaf) -> bool:
-    """Two leaves of one parameter: heads that share a weight, the places of a front norm."""
-    return f is not g and f.segments[0].start == g.segments[0].start
-
-
-def add_diagonal(out: Tensor, f: Leaf, core: Tensor, squares: Tensor) -> None:
-    """Add Σ_i M_i[r, r] α_i[a]² to ``out`` (P,), from ``core`` (n, r) and ``squares`` (n, a)."""
-    for segment in f.segments:
-        part = core[:, slice(*segment.core)].mT @ squares[:, slice(*segment.activation)]
-        part = part.mT if segment.activation_major else part
-        out[segment.rows] += part.reshape(-1)
-
-
-def pulled_factor(phi: Tensor, size: int, chain: Chain) -> Tensor:
-    """V = Jᵀφ (P, samples · R) with H_o = V Vᵀ (derivations §10), from φ (samples, R, L, d):
-    Σ_i α_i ⊗ (adjoint of φ_i)."""
-    samples, rank, length, _ = phi.shape
-    out = phi.new_zeros(size, samples, rank)
-    seeds = phi.transpose(1, 2).reshape(samples * length, rank, -1)  # (n, R, d)
-    known: dict[int, Tensor] = {}
-    for leaf in chain.leaves:
-        adjoint = chain.adjoint(leaf.node, seeds, known)[..., : leaf.size]  # (n, R, core)
-        adjoint = adjoint * leaf.alpha.unsqueeze(1) if leaf.gain else adjoint
-        for segment in leaf.segments:
-            active = leaf.activation[:, slice(*segment.activation)]
-            alpha = active.reshape(samples, length, -1)
-            core = adjoint[..., slice(*segment.core)].reshape(samples, length, -1)
-            product = (alpha.mT @ core).view(samples, alpha.shape[-1], rank, -1)
-            order = (1, 3, 0, 2) if segment.activation_major else (3, 1, 0, 2)
-            out[segment.rows] += product.permute(order).reshape(-1, samples, rank)
-    return out.view(size, -1)
-
-
-class PairPart:
-    """One pair cut down to two segments, with its activations.
-
-        y_i = M_i (α'_i · V) + K_i (Vᵀ δ'_i),      (H_fg V)[r, a] = Σ_i y_i[r] α_i[a]
-
-    costs n(|a||r| + |r||c| + …), far below a full product; the Frobenius norm needs only token ×
-    token Gram matrices (derivations §12).
-    """
-
-    def __init__(
-        self, pair: Pair, alpha: Tensor, beta: Tensor, left: Segment, right: Segment
-    ) -> None:
-        n = alpha.shape[0]
-        rows, columns = slice(*left.core), slice(*right.core)
-        self.left, self.right = left, right
-        self.M = pair.core[:, rows, columns].expand(n, -1, -1)
-        self.alpha = alpha[:, slice(*left.activation)]
-        self.beta = beta[:, slice(*right.activation)]
-        self.delta = None if pair.delta is None else pair.delta[:, columns]
-        self.K: Tensor | None = None
-        self.diagonal: Tensor | None = None
-        low, high = right.activation
-        if pair.slope is not None:
-            first = max(low, pair.slope_start)
-            last = min(high, pair.slope_start + pair.slope.shape[-1])
-            if first < last:
-                cut = pair.slope[:, rows, first - pair.slope_start : last - pair.slope_start]
-                self.K = cut.expand(n, -1, -1)
-                self.K_columns = slice(first - low, last - low)
-        if pair.slope_diagonal is not None:
-            place = torch.arange(*left.core, device=alpha.device) + pair.slope_start
-            inside = (place >= low) & (place < high)
-            # A row outside the segment keeps column 0 and weight 0: no shape depends on data.
-            self.place = torch.where(inside, place - low, 0)
-            self.diagonal = pair.slope_diagonal[:, rows] * inside
-
-    @cached_property
-    def _M_transposed(self) -> Tensor:
-        return self.M.mT.contiguous()
-
-    def _moved(self, u: Tensor) -> Tensor:
-        """M u for rows u (n, k, c) → (n, r, k)."""
-        if u.shape[1] == 1 and u.device.type == "cpu" and u.dtype in (torch.float32, torch.float64):
-            # One vector a token: batched BLAS packs every matrix before use, this streams it
-            # (2.7 against 4.0 ms for 256 matrices of 128 × 128).
-            moved = np.einsum("nrc,nc->nr", self.M.numpy(), u[:, 0].numpy())
-            return torch.from_numpy(moved).unsqueeze(-1)
-        return (u @ self._M_transposed).mT
-
-    def times(self, v: Tensor) -> Tensor:
-        """H V for V (c, b, k) → (r, a, k)."""
-        if v.shape[-1] == 1:  # plain products: einsum would permute and copy
-            u = (self.beta @ v[..., 0].mT).unsqueeze(1)
-        else:
-            u = torch.einsum("nb,cbk->nkc", self.beta, v)
-        y = self._moved(u)
-        if self.delta is not None and (self.K is not None or self.diagonal is not None):
-            t = torch.einsum("nc,cbk->nbk", self.delta, v)
-            if self.K is not None:
-                y = y + self.K @ t[:, self.K_columns]
-            if self.diagonal is not None:
-                y = y + self.diagonal.unsqueeze(-1) * t[:, self.place]
-        if v.shape[-1] == 1:
-            return (y[..., 0].mT @ self.alpha).unsqueeze(-1)
-        return torch.einsum("nrk,na->rak", y, self.alpha)
-
-    def transposed_times(self, v: Tensor) -> Tensor:
-        """Hᵀ V for V (r, a, k) → (c, b, k)."""
-        y = torch.einsum("na,rak->nrk", self.alpha, v)
-        result = torch.einsum("nkc,nb->cbk", y.mT @ self.M, self.beta)
-        if self.delta is not None and self.K is not None:
-            back = torch.einsum("nc,nbk->cbk", self.delta, self.K.mT @ y)
-            result[:, self.K_columns] += back
-        if self.delta is not None and self.diagonal is not None:
-            back = torch.einsum("nc,nrk->crk", self.delta, self.diagonal.unsqueeze(-1) * y)
-            result.index_add_(1, self.place, back)
-        return result
-
-    def present(self) -> bool:
-        """Whether anything of it differs from zero."""
-        moved = self.delta is not None and bool(self.delta.any())
-        slopes = [t for t in (self.K, self.diagonal) if t is not None and moved]
-        return any(bool(t.any()) for t in (self.M, *slopes))
-
-    def squared_norm(self, other: PairPart) -> Tensor:
-        """The share of ‖H_fg‖² from tokens of this chunk with tokens of ``other``."""
-        gram = (self.alpha @ other.alpha.mT) * 1.0
-        M, N = self.M, other.M
-        if M.mT.is_contiguous() and N.mT.is_contiguous():  # the same order of entries, no copy
-            M, N = M.mT, N.mT
-        inner = (M.flatten(1) @ N.flatten(1).mT) * (self.beta @ other.beta.mT)
-        if self.delta is not None and other.delta is not None:
-            deltas = self.delta @ other.delta.mT
-            if self.K is not None and other.K is not None:
-                inner = inner + (self.K.flatten(1) @ other.K.flatten(1).mT) * deltas
-            if self.diagonal is not None and other.diagonal is not None:
-                inner = inner + (self.diagonal @ other.diagonal.mT) * deltas
-            if self.K is not None or self.diagonal is not None:
-                crossed = self._cross(other)
-                inner = inner + crossed + (crossed if other is self else other._cross(self)).mT
-        return (gram * inner).sum()
-
-    def _cross(self, other: PairPart) -> Tensor:
-        """⟨M_i ⊗ α'_i, K_j ⊗ δ'_j⟩ (n, n'), a few core rows at a time."""
-        assert other.delta is not None
-        n, rows, _ = self.M.shape
-        total = self.M.new_zeros(n, other.M.shape[0])
-        step = max(1, (1 << 22) // max(1, total.numel()))
-        for low in range(0, rows, step):
-            part = slice(low, low + step)
-            moved = self.M[:, part] @ other.delta.mT  # (n, r, n')
-            if other.K is not None:
-                along = other.K[:, part] @ self.beta[:, other.K_columns].mT  # (n', r, n)
-                total += (moved * along.permute(2, 1, 0)).sum(1)
-            if other.diagonal is not None:
-                weighted = moved * self.beta[:, other.place[part]].unsqueeze(-1)
-                total += (weighted * other.diagonal[:, part].mT).sum(1)
-        return total
-
-
-class BlockProduct(LinearOperator):
-    """One block (a, b) as an operator, from its per-token tensors."""
-
-    def __init__(
-        self,
-        chosen: list[tuple[PairPart, bool]],  # True: the block is its transpose
-        source: BlockDerivatives,
-        *,
-        names: tuple[str, str],
-        factor: Tensor | None,
-    ) -> None:
-        (self.row, rows), (self.column, columns) = (source.offsets[name] for name in names)
-        tags = Tags(symmetric=names[0] == names[1])
-        super().__init__((rows, columns), dtype=source.dtype, device=source.device, tags=tags)
-        self.chosen, self.factor = chosen, factor
-
-    def content(self) -> Any:
-        return [self.chosen, self.factor]
-
-    def _columns(self, columns: Tensor) -> Tensor:
-        return self._product(columns, self.row, self.column, transposed=False)
-
-    def _adjoint_columns(self, columns: Tensor) -> Tensor:
-        return self._product(columns, self.column, self.row, transposed=True)
-
-    def _product(self, columns: Tensor, row: int, column: int, *, transposed: bool) -> Tensor:
-        out = columns.new_zeros(self.shape[1 if transposed else 0], columns.shape[1])
-        for part, turned in self.chosen:
-            flipped = turned != transposed
-            source, target = (part.left, part.right) if flipped else (part.right, part.left)
-            piece = _to_core_major(columns.narrow(0, source.start - column, source.size), source)
-            moved = part.transposed_times(piece) if flipped else part.times(piece)
-            out.narrow(0, target.start - row, target.size).add_(_to_flat(moved, target))
-        if self.factor is not None:
-            rows = self.factor.narrow(0, row, len(out))
-            out += rows @ (self.factor.narrow(0, column, len(columns)).mT @ columns)
-        return out
-
-
-def _to_core_major(v: Tensor, segment: Segment) -> Tensor:
-    """(size, k) in flat order → (core, activation, k)."""
-    r, a = segment.shape
-    if segment.activation_major:
-        return v.reshape(a, r, -1).transpose(0, 1)
-    return v.reshape(r, a, -1)
-
-
-def _to_flat(v: Tensor, segment: Segment) -> Tensor:
-    """(core, activation, k) → (size, k) in flat order."""
-    return (v.transpose(0, 1) if segment.activation_major else v).reshape(segment.size, -1)
-
 
 # Workspace beside the output: a sixteenth of it (measured: 8 % extra at P = 11264, no slower than
 # an eighth), but never less than this.
 _SMALLEST_BUDGET = 64 * 2**20
 # Numbers in one tensor of the diagonal's tail: 8 MB of float64.
 _DIAGONAL_NUMBERS = 1 << 20
+_CROSS_NUMBERS = 1 << 22  # in one tensor of a Gram matrix's cross terms
 
 
 class BlockDerivatives(DecomposedHessian):
@@ -282,63 +70,11 @@ class BlockDerivatives(DecomposedHessian):
         self.samples, self.length = x.shape[:2]
         self._keys: tuple[slice, Keys] | None = None
 
-    # ---- products ---------------------------------------------------------------------------
-
     def content(self) -> Any:
         seeds = [self.seeds.delta, self.seeds.product(torch.ones_like(self.seeds.delta))]
         return [self.spec, self.weights, self.x, self.attention, seeds]
 
-    @cached_property
-    def _whole(self) -> Chain:
-        """The chain of all tokens, for products; of H_o it reads only first derivatives."""
-        everything = slice(0, self.samples), slice(0, self.length)
-        return self.chain(*everything, "functional")
-
-    def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
-        numbers = self.samples * self.length * sum(node.width for node in self._whole.nodes)
-        at_once = max(1, self.budget // (2 * numbers * self.dtype.itemsize))
-        pieces = [self._product(piece, part) for piece in torch.split(columns, at_once, 1)]
-        return torch.cat(pieces, 1)
-
-    def _product(self, columns: Tensor, part: Part) -> Tensor:
-        tangents = {}
-        for leaf in self._whole.leaves:
-            v = columns.new_zeros(leaf.size, leaf.activation.shape[1], columns.shape[1])
-            for segment in leaf.segments:
-                v[slice(*segment.core), slice(*segment.activation)] = _to_core_major(
-                    columns[segment.rows], segment
-                )
-            tangents[leaf] = v
-
-        def curvature(moved: Tensor) -> Tensor:  # (n, k, d)
-            shape = (*self.seeds.delta.shape[:2], *moved.shape[1:])
-            turned = self.seeds.product(moved.view(shape).permute(2, 0, 1, 3))
-            return turned.permute(1, 2, 0, 3).reshape(moved.shape)
-
-        rates = self._whole.product(
-            tangents, None if part == "functional" else curvature, bent=part != "outer"
-        )
-        out = torch.zeros_like(columns)
-        for leaf, rate in rates.items():
-            for segment in leaf.segments:
-                piece = rate[slice(*segment.core), slice(*segment.activation)]
-                out[segment.rows] += _to_flat(piece, segment)
-        return out
-
-    def exact_diagonal(self, part: Part = "total") -> Tensor | None:
-        return self.diagonal(part)
-
-    # ---- pieces of the batch ----------------------------------------------------------------
-
-    @cached_property
-    def tied(self) -> frozenset[str]:
-        """Parameters that act at more than one place: shared heads, a front norm."""
-        spec = self.spec
-        shared = ("key_weight", "key_bias", "value_weight", "value_bias")
-        found = {n for n in shared if spec.kv_heads != spec.n_heads}
-        if spec.norm_first and spec.residual:
-            found |= {"norm1_weight", "norm1_bias"}
-        return frozenset(found & set(self.names)) if "query_weight" in self.names else frozenset()
+    # ---- chains of pieces of the batch ------------------------------------------------------
 
     @property
     def tokens_at_once(self) -> int:
@@ -352,46 +88,45 @@ class BlockDerivatives(DecomposedHessian):
             numbers += 12 * d * d
         return max(1, self.budget // (numbers * self.dtype.itemsize))
 
-    def pieces(self, tokens: int | None = None) -> list[tuple[slice, slice]]:
+    def pieces(self, tokens: int | None = None) -> Iterator[tuple[slice, slice]]:
         """The batch in pieces (samples, rows): whole samples where they fit, else rows of one."""
-        samples, length = self.samples, self.length
-        fit = tokens or self.tokens_at_once
-        if fit >= length:
-            # Equal pieces: a short last one would waste a pass over the output.
-            count = -(-samples // (fit // length))
-            step = -(-samples // count)
-            return [
-                (slice(i, min(i + step, samples)), slice(0, length))
-                for i in range(0, samples, step)
-            ]
-        return [
-            (slice(sample, sample + 1), slice(i, min(i + fit, length)))
-            for sample in range(samples)
-            for i in range(0, length, fit)
-        ]
+        samples, length, fit = self.samples, self.length, tokens or self.tokens_at_once
+        # Equal pieces: a short last one would waste a pass over the output.
+        count = -(-samples // max(1, fit // length))
+        step, rows = -(-samples // count), min(fit, length)
+        for i in range(0, samples, step):
+            for j in range(0, length, rows):
+                yield slice(i, min(i + step, samples)), slice(j, min(j + rows, length))
+
+    def chains(self, part: Part, tokens: int | None = None) -> Iterator[Chain]:
+        """The chains of all pieces; none of an outer part that is a factor."""
+        require_part(part)
+        if not (self.seeds.couples_tokens and part == "outer"):
+            yield from (self.chain(*piece, part) for piece in self.pieces(tokens))
 
     def chain(self, samples: slice, rows: slice, part: Part) -> Chain:
         """The chain of one piece, with the seeds of one part at its output."""
-        require_part(part)
-        length = self.length
         lam = delta = None
         if part != "functional" and self.seeds.blocks is not None:
             # Pieces are whole samples or rows of one sample: contiguous either way.
-            first = samples.start * length + rows.start
-            lam = self.seeds.blocks(slice(first, (samples.stop - 1) * length + rows.stop))
+            first = samples.start * self.length + rows.start
+            lam = self.seeds.blocks(slice(first, (samples.stop - 1) * self.length + rows.stop))
         if part != "outer":
             delta = self.seeds.delta[samples, rows].flatten(0, 1)
-        inputs = Inputs(x=self.x[samples, rows].flatten(0, 1))
-        if "query_weight" in self.weights:
-            bias, allowed = self._permission
-            inputs = Inputs(
-                x=inputs.x,
-                rows=self._base[samples, rows].flatten(0, 1),
-                front=self.spec.norm_first and self.spec.residual,
-                keys=self._keys_of(samples),
-                bias=self._rows_of(bias, samples, rows),
-                allowed=self._rows_of(allowed, samples, rows),
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return (
+                None if t is None else t.expand(self.samples, -1, self.length, -1)[samples, :, rows]
             )
+
+        bias, allowed = self._permission
+        inputs = Inputs(
+            x=self.x[samples, rows].flatten(0, 1),
+            rows=self._base[samples, rows].flatten(0, 1),
+            keys=self._keys_of(samples) if "query_weight" in self.weights else None,
+            bias=cut(bias),
+            allowed=cut(allowed),
+        )
         return block_chain(self.spec, self.weights, inputs).seeded(lam, delta)
 
     @cached_property
@@ -403,39 +138,49 @@ class BlockDerivatives(DecomposedHessian):
 
     @cached_property
     def _permission(self) -> tuple[Tensor | None, Tensor | None]:
-        bias, allowed = attention_mask(
-            self.spec,
-            self.mask,
-            samples=self.samples,
-            length=self.length,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        if "query_weight" not in self.weights:
+            return None, None
+        options: dict[str, Any] = {"samples": self.samples, "length": self.length}
+        options |= {"dtype": self.dtype, "device": self.device}
+        bias, allowed = attention_mask(self.spec, self.mask, **options)
         return bias, None if allowed is None else allowed.to(self.dtype)
 
     def _keys_of(self, samples: slice) -> Keys:
         if self._keys is None or self._keys[0] != samples:
-            spec, weights = self.spec, self.weights
-            hat = "key_bias" in weights or "value_bias" in weights
-            hat = hat or (not spec.softmax and spec.norm_first and "norm1_bias" in weights)
-            tokens, constant = self._base[samples], float(not spec.softmax)
-            centred = tokens
-            if spec.softmax and self.attention is not None:
+            tokens = centred = self._base[samples]
+            if self.spec.softmax and self.attention is not None:
                 # Any fixed shift is exact; this one, the mean of what is attended to, removes what
                 # cancels and never looks at padding.
                 received = self.attention[samples].mean((1, 2)).unsqueeze(1)
                 centred = tokens - received @ tokens
-            if hat:
-                tokens = torch.nn.functional.pad(tokens, (0, 1), value=1.0)
-                centred = torch.nn.functional.pad(centred, (0, 1), value=constant)
+            elif not self.spec.softmax:
+                tokens = centred = pad(tokens, (0, 1), value=1.0)  # the hat
             self._keys = samples, Keys(tokens, centred)
         return self._keys[1]
 
-    def _rows_of(self, t: Tensor | None, samples: slice, rows: slice) -> Tensor | None:
-        if t is None:
-            return None
-        full = t.expand(self.samples, -1, self.length, -1)
-        return full[samples, :, rows]
+    @cached_property
+    def _token(self) -> Chain:
+        """The chain of one token: which parameters act where."""
+        return self.chain(slice(0, 1), slice(0, 1), "outer")
+
+    @cached_property
+    def _whole(self) -> Chain:
+        """The chain of all tokens, for products; of H_o it reads only first derivatives."""
+        return self.chain(slice(0, self.samples), slice(0, self.length), "functional")
+
+    # ---- products ---------------------------------------------------------------------------
+
+    def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
+        def curvature(moved: Tensor) -> Tensor:  # (n, k, d)
+            shape = (*self.seeds.delta.shape[:2], *moved.shape[1:])
+            turned = self.seeds.product(moved.view(shape).permute(2, 0, 1, 3))
+            return turned.permute(1, 2, 0, 3).reshape(moved.shape)
+
+        numbers = self.samples * self.length * sum(node.width for node in self._whole.nodes)
+        at_once = max(1, self.budget // (2 * numbers * self.dtype.itemsize))
+        outer = None if part == "functional" else curvature
+        pieces = torch.split(columns, at_once, 1)
+        return torch.cat([self._whole.product(v, outer, bent=part != "outer") for v in pieces], 1)
 
     # ---- dense ------------------------------------------------------------------------------
 
@@ -447,22 +192,26 @@ class BlockDerivatives(DecomposedHessian):
         workspace: Workspace | None = None,
     ) -> Tensor:
         """The (P, P) matrix of one part, into ``out`` when given."""
+        require_part(part)
         out, workspace = self._output(out), workspace or Workspace()
         coupled = self.seeds.couples_tokens
-        if coupled and part == "outer":
-            factor = self.outer_factor()
-            return torch.mm(factor, factor.mT, out=out)
-        if self.tied:
+        once = not self._token.tied and self._token.covers(self.size)
+        if not once or (coupled and part == "outer"):
             out.zero_()
-        for number, piece in enumerate(self.pieces()):
-            chain = self.chain(*piece, "functional" if coupled else part)
-            if self.tied:
-                add_blocks(out, chain, workspace)
-            else:
-                write_blocks(out, chain, workspace, accumulate=number > 0)
-        if not self.tied:
-            mirror_blocks(out, chain.leaves, workspace)
-        if coupled and part == "total":
+        for number, chain in enumerate(self.chains(part)):
+            for pair in chain.pairs():
+                if once:  # the rows of H are written in place
+                    place = out[pair.f.rows, pair.g.rows]
+                    fold(place, pair, workspace, accumulate=number > 0)
+                else:
+                    shape = pair.f.size, pair.g.size
+                    cut = workspace.take("block", math.prod(shape), out).view(shape)
+                    for f, g, piece in _both(pair, fold(cut, pair, workspace)):
+                        out[f.rows, g.rows] += piece
+        if once:
+            for f, g in combinations(self._token.leaves, 2):
+                mirror(out[f.rows, g.rows], out[g.rows, f.rows], workspace)
+        if coupled and part != "functional":
             factor = self.outer_factor()
             out.addmm_(factor, factor.mT)
         return out
@@ -487,79 +236,85 @@ class BlockDerivatives(DecomposedHessian):
             raise ValueError("out must be contiguous: blocks are written in place.")
         return out
 
-    # ---- one block --------------------------------------------------------------------------
+    # ---- one block, low rank ----------------------------------------------------------------
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
         """Block (a, b) alone, (size of a, size of b), without the rest."""
+        require_part(part)
         (row, rows), (column, columns) = self.offset(a), self.offset(b)
-        if self.seeds.couples_tokens and part != "functional":
-            factor = self.outer_factor()
-            outer = factor[row : row + rows] @ factor[column : column + columns].mT
-            return outer if part == "outer" else outer + self.block(a, b, "functional")
         out = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
         workspace = Workspace()
-        for piece in self.pieces():
-            chain = self.chain(*piece, part)
-            for f, g, flipped in pairs_of(chain, a, b):
-                x = prepare(
-                    chain.pair(f, g), token_last(f.activation), token_last(g.activation), workspace
-                )
-                left, right = f.segment(b if flipped else a), g.segment(a if flipped else b)
-                assert left is not None
-                assert right is not None
-                cut = torch.empty(left.size, right.size, dtype=self.dtype, device=self.device)
-                fold(cut, left, right, x, workspace, accumulate=False)
-                place = slice(left.start - (column if flipped else row), None)
-                other = slice(right.start - (row if flipped else column), None)
-                target = out.mT if flipped else out
-                target[place, other][: left.size, : right.size] += cut
+        for pair in (pair for chain in self.chains(part) for pair in chain.pairs({a, b})):
+            cut = out.new_empty(pair.f.size, pair.g.size)
+            for f, g, piece in _both(pair, fold(cut, pair, workspace)):
+                if (f.name, g.name) == (a, b):
+                    i, j = f.start - row, g.start - column
+                    out[i : i + f.size, j : j + g.size] += piece
+        if self.seeds.couples_tokens and part != "functional":
+            factor = self.outer_factor()
+            out += factor[row : row + rows] @ factor[column : column + columns].mT
         return out
 
-    # ---- low rank ---------------------------------------------------------------------------
-
-    @cached_property
-    def _factor(self) -> Tensor:
-        return pulled_factor(self._seed_factor(), self.size, self._whole)
-
-    def _seed_factor(self) -> Tensor:
-        """φ (B, R, L, d) with Λ = Σ_r φ_r φ_rᵀ."""
+    def outer_factor(self) -> Tensor:
+        """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (derivations §10)."""
         if self.seeds.factor is None:
             raise ValueError(
                 "this loss is token-wise and its outer part has no low-rank factor: "
                 "use a pooled or class-token loss, or dense(part='outer')."
             )
-        return self.seeds.factor()
-
-    def outer_factor(self) -> Tensor:
-        """V (P, samples · R) with H_o = V Vᵀ, for losses whose Λ has a factor (derivations §10)."""
         return self._factor
 
-    # ---- diagonal, norms, products with one block -------------------------------------------
+    @cached_property
+    def _factor(self) -> Tensor:
+        """V = Jᵀφ = Σ_i α_i ⊗ (adjoint of φ_i) from φ (samples, R, L, d), Λ = Σ_r φ_r φ_rᵀ."""
+        assert self.seeds.factor is not None
+        phi = self.seeds.factor()
+        samples, rank, length, _ = phi.shape
+        seeds = phi.transpose(1, 2).reshape(samples * length, rank, -1)  # (n, R, d)
+        out, kept = phi.new_zeros(self.size, samples * rank), dict[int, Tensor]()
+        for leaf in self._whole.leaves:
+            adjoint = self._whole.adjoint(leaf.node, seeds, kept)[..., leaf.columns]
+            core = adjoint.reshape(samples, length, rank, -1)
+            alpha = leaf.alpha.reshape(samples, length, -1)
+            leaf.add(out, torch.einsum("blkr,bla->rabk", core, alpha).flatten(2))
+        return out
+
+    def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
+        """The operator of block (a, b), its per-token tensors kept where they fit in memory: far
+        cheaper than a full product."""
+        self.offset(a), self.offset(b)  # raises on unknown names
+        pairs, budget = list[Pair](), default_budget(self.device) // self.dtype.itemsize
+        for pair in (pair for chain in self.chains(part) for pair in chain.pairs({a, b})):
+            budget -= pair.core.numel() + (0 if pair.slope is None else entries(pair.slope).numel())
+            pairs.append(pair)
+            if budget < 0:
+                return super().block_product(a, b, part)
+        return BlockProduct(pairs, self, a, b, low_rank=part != "functional")
+
+    # ---- diagonal and norms -----------------------------------------------------------------
 
     def diagonal(self, part: Part = "total") -> Tensor:
         """The exact diagonal (P,); its sums over blocks are the exact traces."""
-        out = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        coupled = self.seeds.couples_tokens
+        require_part(part)
+        out = torch.zeros(self.size, 1, dtype=self.dtype, device=self.device)
         spec = self.spec
         # Few tokens at a time: their (n, d, d_ff) tensors stay in cache and off fresh pages.
         numbers = spec.d_model * max(spec.d_model, (spec.d_ff or 1) * (1 + spec.gated))
         tokens = min(self.tokens_at_once, max(1, _DIAGONAL_NUMBERS // numbers))
-        if not (coupled and part == "outer"):
-            for piece in self.pieces(tokens):
-                chain = self.chain(*piece, "functional" if coupled else part)
-                for i, f in enumerate(chain.leaves):
-                    core = chain.second_diagonal(f.node)[:, : f.size]
-                    core = core * f.alpha.square() if f.gain else core
-                    add_diagonal(out, f, core, f.activation.square())
-                    for g in chain.leaves[
-                        i + 1 :
-                    ]:  # places of one parameter: twice their cross block's
-                        if _same_place(f, g):
-                            core = 2.0 * chain.pair(f, g).core.diagonal(dim1=1, dim2=2)
-                            add_diagonal(out, f, core, f.activation * g.activation)
-        if coupled and part != "functional":
-            out += self.outer_factor().square().sum(1)
-        return out
+        for chain in self.chains(part, tokens):
+            for f in chain.leaves:
+                core = chain.second_diagonal(f.node)[:, f.columns]
+                f.add(out, _squares(core, f.alpha.square()))
+            for f, g in combinations(chain.leaves, 2):
+                if f.start == g.start:  # places of one parameter: twice their cross block's
+                    core = 2.0 * chain.pair(f, g).core.diagonal(dim1=1, dim2=2)
+                    f.add(out, _squares(core, f.alpha * g.alpha))
+        if self.seeds.couples_tokens and part != "functional":
+            out += self.outer_factor().square().sum(1, keepdim=True)
+        return out.squeeze(1)
+
+    def exact_diagonal(self, part: Part = "total") -> Tensor | None:
+        return self.diagonal(part)
 
     def traces(self, part: Part = "total") -> dict[str, float]:
         """The exact trace of every diagonal block."""
@@ -568,82 +323,110 @@ class BlockDerivatives(DecomposedHessian):
 
     def frobenius(self, part: Part = "total") -> Tensor:
         """Exact Frobenius norms of all blocks, a symmetric (names × names) matrix."""
-        count = len(self.names)
-        squares = torch.zeros(count, count, dtype=self.dtype, device=self.device)
-        coupled = self.seeds.couples_tokens
-        if not coupled:
-            place = {name: i for i, name in enumerate(self.names)}
-            pieces = self.pieces()
-            for i, piece in enumerate(pieces):
-                first = self.chain(*piece, part)
-                for other in pieces[i:]:
-                    second = first if other is piece else self.chain(*other, part)
-                    self._add_squares(squares, place, first, second)
-        for i, a in enumerate(self.names):
-            for j, b in enumerate(self.names[i:], i):
-                if coupled or a in self.tied or b in self.tied:
-                    # Sums of two kinds of terms, or of several places of one parameter.
-                    squares[i, j] = squares[j, i] = self.block(a, b, part).square().sum()
+        require_part(part)
+        place = {name: i for i, name in enumerate(self.names)}
+        squares = torch.zeros(len(place), len(place), dtype=self.dtype, device=self.device)
+        # Sums of two kinds of terms, or of several places of one parameter, are written out.
+        tied = set(self.names) if self.seeds.couples_tokens else self._token.tied
+        pieces = [] if self.seeds.couples_tokens else list(self.pieces())
+        for number, piece in enumerate(pieces):
+            first = self.chain(*piece, part)
+            for other in pieces[number:]:
+                second = first if other is piece else self.chain(*other, part)
+                for p, q in zip(first.pairs(), second.pairs(), strict=True):
+                    i, j = place[p.f.name], place[p.g.name]
+                    if not tied & {p.f.name, p.g.name}:
+                        share = inner(p, p) if second is first else 2.0 * inner(p, q)
+                        squares[i, j] += share
+                        squares[j, i] += share if p.f is not p.g else 0.0
+        for a, b in combinations_with_replacement(self.names, 2):
+            if tied & {a, b}:
+                square = self.block(a, b, part).square().sum()
+                squares[place[a], place[b]] = squares[place[b], place[a]] = square
         return squares.clamp_min(0).sqrt()
 
-    def _add_squares(
-        self, squares: Tensor, place: dict[str, int], first: Chain, second: Chain
+
+class BlockProduct(LinearOperator):
+    """One block (a, b) as an operator, from the pairs of its leaves."""
+
+    def __init__(
+        self, pairs: list[Pair], source: BlockDerivatives, a: str, b: str, *, low_rank: bool
     ) -> None:
-        weight = 1.0 if first is second else 2.0
-        for i, f in enumerate(first.leaves):
-            for j, g in enumerate(first.leaves[i:], i):
-                if self.tied & {s.name for s in (*f.segments, *g.segments)}:
-                    continue
-                pairs = [first.pair(f, g)]
-                others = second.leaves[i], second.leaves[j]
-                pairs.append(pairs[0] if second is first else second.pair(*others))
-                for left in f.segments:
-                    for right in g.segments:
-                        p = PairPart(pairs[0], f.activation, g.activation, left, right)
-                        q = p
-                        if second is not first:
-                            alpha, beta = (leaf.activation for leaf in others)
-                            q = PairPart(pairs[1], alpha, beta, left, right)
-                        share = weight * p.squared_norm(q)
-                        a, b = place[left.name], place[right.name]
-                        squares[a, b] += share
-                        if f is not g and a != b:
-                            squares[b, a] += share
-                        elif f is not g:
-                            squares[a, b] += share  # (head h, head h') and its mirror image
+        rows, columns = (slice(start, start + size) for start, size in map(source.offset, (a, b)))
+        shape, tags = (source.offset(a)[1], source.offset(b)[1]), Tags(symmetric=a == b)
+        super().__init__(shape, dtype=source.dtype, device=source.device, tags=tags)
+        self.pairs, self.names, self.rows, self.columns = pairs, (a, b), rows, columns
+        self.size, self.factor = source.size, None
+        if low_rank and source.seeds.couples_tokens:
+            self.factor = source.outer_factor()
 
-    def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
-        """The operator of block (a, b), its per-token tensors kept where they fit in memory: far
-        cheaper than a full product."""
-        self.offset(a), self.offset(b)  # raises on unknown names
-        tokens = self.samples * self.length
-        numbers = tokens * sum(f.size * g.size for f, g, _ in pairs_of(self._whole, a, b))
-        if numbers * self.dtype.itemsize > default_budget(self.device):
-            return super().block_product(a, b, part)
-        coupled = self.seeds.couples_tokens and part != "functional"
-        chosen: list[tuple[PairPart, bool]] = []
-        if not (coupled and part == "outer"):
-            for piece in self.pieces():
-                chain = self.chain(*piece, "functional" if coupled else part)
-                for f, g, flipped in pairs_of(chain, a, b):
-                    left, right = f.segment(b if flipped else a), g.segment(a if flipped else b)
-                    assert left is not None
-                    assert right is not None
-                    pair = PairPart(chain.pair(f, g), f.activation, g.activation, left, right)
-                    chosen.append((pair, flipped))
-        factor = self.outer_factor() if coupled else None
-        return BlockProduct(chosen, self, names=(a, b), factor=factor)
+    def content(self) -> Any:
+        return [[(pair.core, pair.slope, pair.delta) for pair in self.pairs], self.factor]
+
+    def _columns(self, columns: Tensor) -> Tensor:
+        return self._product(columns, self.names, self.rows, self.columns)
+
+    def _adjoint_columns(self, columns: Tensor) -> Tensor:
+        return self._product(columns, self.names[::-1], self.columns, self.rows)
+
+    def _product(self, v: Tensor, names: tuple[str, ...], rows: slice, columns: slice) -> Tensor:
+        whole, out = v.new_zeros(2, self.size, v.shape[1]).unbind()
+        whole[columns] = v
+        for pair in self.pairs:
+            f, g = pair.f, pair.g
+            if (f.name, g.name) == names:
+                f.add(out, pair.times(g.read(whole)))
+            if f is not g and (g.name, f.name) == names:
+                g.add(out, pair.transposed_times(f.read(whole)))
+        if self.factor is not None:
+            out[rows] += self.factor[rows] @ (self.factor[columns].mT @ v)
+        return out[rows]
 
 
-def pairs_of(chain: Chain, a: str, b: str) -> Iterator[tuple[Leaf, Leaf, bool]]:
-    """Leaves that hold a and b, in the order of the computation; True: b's comes first."""
-    for i, f in enumerate(chain.leaves):
-        for j, g in enumerate(chain.leaves):
-            if f.segment(a) is not None and g.segment(b) is not None:
-                yield (g, f, True) if i > j else (f, g, False)
+def _both(pair: Pair, block: Tensor) -> list[tuple[Leaf, Leaf, Tensor]]:
+    """A pair's block and its mirror image, each with the leaves of its rows and columns."""
+    f, g = pair.f, pair.g
+    return [(f, g, block)] if f is g else [(f, g, block), (g, f, block.mT)]
 
 
-_COLUMNS = 64
+def _squares(core: Tensor, alpha: Tensor) -> Tensor:
+    """Σ_i core_i[r] α_i[a], (n or 1, r) and (n, a) → (r, a, 1)."""
+    return (core.expand(len(alpha), -1).mT @ alpha).unsqueeze(-1)
+
+
+def inner(p: Pair, q: Pair) -> Tensor:
+    """The share of ‖H_fg‖² from tokens of p with tokens of q, by token × token Gram matrices:
+    Σ_ij (α_i·α_j) ⟨M_i ⊗ α'_i + K_i ⊗ δ'_i, M_j ⊗ α'_j + K_j ⊗ δ'_j⟩ (derivations §12)."""
+    M, N = (pair.core.expand(len(pair.f.alpha), -1, -1) for pair in (p, q))
+    if M.mT.is_contiguous() and N.mT.is_contiguous():  # the same order of entries, no copy
+        M, N = M.mT, N.mT
+    gram = (M.flatten(1) @ N.flatten(1).mT) * (p.g.alpha @ q.g.alpha.mT)
+    if p.slope is not None and q.slope is not None:
+        assert p.delta is not None
+        assert q.delta is not None
+        K, L = entries(p.slope).flatten(1), entries(q.slope).flatten(1)
+        crossed = _crossed(p, q)
+        gram = gram + (K @ L.mT) * (p.delta @ q.delta.mT) + crossed
+        gram = gram + (crossed if p is q else _crossed(q, p)).mT
+    return ((p.f.alpha @ q.f.alpha.mT) * gram).sum()
+
+
+def _crossed(p: Pair, q: Pair) -> Tensor:
+    """⟨M_i ⊗ α'_i, K_j ⊗ δ'_j⟩ (n, n'), a few core rows at a time."""
+    assert q.slope is not None
+    assert q.delta is not None
+    K, count = entries(q.slope), p.f.shape[0]
+    beta = p.g.alpha[:, q.columns]
+    result = beta.new_zeros(len(beta), len(q.delta))
+    step = max(1, _CROSS_NUMBERS // max(1, result.numel()))
+    for first in range(0, count, step):
+        rows = slice(first, first + step)
+        moved = p.core[:, rows] @ q.delta.mT  # (n, r, n')
+        if isinstance(q.slope, Diagonal):
+            result += (moved * beta[:, rows].unsqueeze(-1) * K[:, rows].mT).sum(1)
+        else:
+            result += (moved * (K[:, rows] @ beta.mT).permute(2, 1, 0)).sum(1)
+    return result
 
 
 class ColumnDerivatives(BlockDerivatives):
@@ -663,14 +446,6 @@ class ColumnDerivatives(BlockDerivatives):
     def _part_columns(self, columns: Tensor, part: Part) -> Tensor:
         return self._plain._part_columns(columns, part)
 
-    def _strips(self, first: int, last: int, part: Part) -> Iterator[tuple[int, int, Tensor]]:
-        """Columns [first, last) of the matrix, a few at a time: (start, stop, (P, k))."""
-        for start in track(range(first, last, _COLUMNS), "Hessian columns"):
-            stop = min(start + _COLUMNS, last)
-            units = torch.zeros(self.size, stop - start, dtype=self.dtype, device=self.device)
-            units[start:stop].fill_diagonal_(1.0)
-            yield start, stop, self._part_columns(units, part)
-
     def dense(
         self,
         part: Part = "total",
@@ -678,40 +453,33 @@ class ColumnDerivatives(BlockDerivatives):
         out: Tensor | None = None,
         workspace: Workspace | None = None,
     ) -> Tensor:
-        out = self._output(out)
-        for start, stop, strip in self._strips(0, self.size, part):
-            out[:, start:stop] = strip
-        return out
+        return self._output(out).copy_(self.operator(part)._dense())
 
     def block(self, a: str, b: str, part: Part = "total") -> Tensor:
-        (row, rows), (column, columns) = self.offset(a), self.offset(b)
-        strips = self._strips(column, column + columns, part)
-        return torch.cat([strip[row : row + rows] for _, _, strip in strips], 1)
-
-    def diagonal(self, part: Part = "total") -> Tensor:
-        strips = self._strips(0, self.size, part)
-        return torch.cat([strip[start:stop].diagonal() for start, stop, strip in strips])
-
-    def frobenius(self, part: Part = "total") -> Tensor:
-        count = len(self.names)
-        squares = torch.zeros(count, count, dtype=self.dtype, device=self.device)
-        for j, (start, size) in enumerate(self.offsets.values()):
-            for _, _, strip in self._strips(start, start + size, part):
-                for i, (row, rows) in enumerate(self.offsets.values()):
-                    squares[i, j] += strip[row : row + rows].square().sum()
-        return squares.sqrt()
-
-    @cached_property
-    def _factor(self) -> Tensor:
-        phi = self._seed_factor()  # (B, R, L, d)
-        samples, rank = phi.shape[:2]
-        seeds = phi.new_zeros(samples, rank, *phi.shape[:1], *phi.shape[2:])
-        index = torch.arange(samples, device=self.device)
-        seeds[index, :, index] = phi
-        return self._plain.adjoint(seeds.flatten(0, 1))
+        return self.block_product(a, b, part).dense()
 
     def block_product(self, a: str, b: str, part: Part = "total") -> LinearOperator:
         return DecomposedHessian.block_product(self, a, b, part)  # by full products
+
+    def diagonal(self, part: Part = "total") -> Tensor:
+        return torch.cat([self.block(name, name, part).diagonal() for name in self.names])
+
+    def frobenius(self, part: Part = "total") -> Tensor:
+        sizes = [size for _, size in self.offsets.values()]
+        strips = (self.operator(part)[:, name].dense() for name in self.names)
+        pieces = [torch.split(strip, sizes) for strip in strips]
+        norms = [torch.stack([torch.linalg.norm(t) for t in strip]) for strip in pieces]
+        return torch.stack(norms, 1)
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        assert self.seeds.factor is not None
+        phi = self.seeds.factor()  # (B, R, L, d)
+        samples, rank = phi.shape[:2]
+        seeds = phi.new_zeros(samples, rank, samples, *phi.shape[2:])
+        index = torch.arange(samples, device=self.device)
+        seeds[index, :, index] = phi
+        return self._plain.adjoint(seeds.flatten(0, 1))
 
     def exact_diagonal(self, part: Part = "total") -> Tensor | None:
         return None  # as dear as reading every column

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from curvatlas.closed_form.chain import Chain, Leaf, Pair
+from curvatlas.closed_form.chain import Chain, Diagonal, Leaf, Pair
 from curvatlas.closed_form.hessian import BlockDerivatives
 from curvatlas.layers.losses import OutputLoss, Seeds
 from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
@@ -369,16 +369,23 @@ def entry_bounds(
     return bounds
 
 
-def _entries(families: Sequence[Leaf]) -> dict[str, list[Leaf]]:
-    """Families that share their activations: queries of all heads, gate and up; no norms."""
+def _entries(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+    """Weights that share their activations: queries of all heads, gate and up; no norms."""
     letters = {"query": "Q", "output": "O", "gate": "up", "up": "up", "down": "down"}
     entries: dict[str, list[Leaf]] = {}
-    for f in families:
-        if f.kind == "norm":
-            continue
-        name = letters.get(f.kind) or f"{f.kind[0].upper()}{f.head}"
-        entries.setdefault(name, []).append(f)
+    for leaf in leaves:
+        role, _, end = leaf.name.rpartition("_")
+        if end == "weight" and not role.startswith("norm"):
+            name = letters.get(role) or f"{role[0].upper()}{leaf.head}"
+            entries.setdefault(name, []).append(leaf)
     return entries
+
+
+def _activation(terms: Chain, leaf: Leaf) -> Tensor:
+    """α of a weight, with the 1 of its bias (a key's is dead under softmax)."""
+    bias = leaf.name.removesuffix("weight") + "bias"
+    biased = any(other.name == bias for other in terms.leaves)
+    return torch.nn.functional.pad(leaf.alpha, (0, 1), value=1.0) if biased else leaf.alpha
 
 
 def _signed(terms: Chain, entry: list[Leaf]) -> SignedNorm:
@@ -387,31 +394,34 @@ def _signed(terms: Chain, entry: list[Leaf]) -> SignedNorm:
     for i, f in enumerate(entry):
         left = [terms.pair(g, f).core.mT for g in entry[:i]]
         rows.append(torch.cat([*left, *(terms.pair(f, g).core for g in entry[i:])], 2))
-    alpha = entry[0].activation
+    alpha = _activation(terms, entry[0])
     return symmetric_sum(alpha, torch.cat(rows, 1).expand(len(alpha), -1, -1))
 
 
 def _pair_bound(terms: Chain, left: list[Leaf], right: list[Leaf]) -> Tensor:
     """The bound of block (left, right): one sum over tokens, or two where an adjoint enters."""
-    alpha, beta = left[0].activation, right[0].activation
+    alpha, beta = _activation(terms, left[0]), _activation(terms, right[0])
     pairs = [[terms.pair(f, g) for g in right] for f in left]
     core = torch.cat([torch.cat([p.core for p in row], 2) for row in pairs], 1)
     core = core.expand(len(alpha), -1, -1)
     if all(p.delta is None for row in pairs for p in row):
         return plain_sum(alpha, beta, core)
     delta = torch.cat([_first(row[k].delta for row in pairs) for k in range(len(right))], 1)
-    kinds = (left[0].kind, right[0].kind)
-    if kinds == ("query", "key"):  # the second term is Γ ⊗ I
+    kinds = (left[0].name, right[0].name)
+    if kinds == ("query_weight", "key_weight"):  # the second term is Γ ⊗ I
         gamma: Tensor = torch.linalg.matrix_norm(alpha.T @ delta, 2)
         return plain_sum(alpha, beta, core) + gamma
-    cross = torch.cat([_slope(row[0], beta.shape[1]) for row in pairs], 1).mT
+    cross = torch.cat([_slope(row[0], beta) for row in pairs], 1).mT
     exact: Tensor | None = None
-    if kinds == ("value", "output"):  # Σ α δᵀ ⊗ I
+    if kinds == ("value_weight", "output_weight"):  # Σ α δᵀ ⊗ I
         exact = torch.linalg.matrix_norm(alpha.T @ delta, 2)
-    elif right[0].kind == "down" and left[0].kind in ("gate", "up"):
+    elif kinds[1] == "down_weight" and kinds[0] in ("gate_weight", "up_weight"):
         # block diagonal over hidden units: its norm is the largest one
-        slopes = [row[0].slope_diagonal for row in pairs]
-        units = [torch.einsum("nk,na,no->kao", s, alpha, delta) for s in slopes]
+        slopes = [row[0].slope for row in pairs]
+        values = [slope.values for slope in slopes if isinstance(slope, Diagonal)]
+        units = [
+            torch.einsum("nk,na,no->kao", v.expand(len(alpha), -1), alpha, delta) for v in values
+        ]
         exact = torch.linalg.matrix_norm(torch.cat(units, 1), 2).amax()
     return TwoTerms(alpha, beta, core, cross, delta, exact).norm()
 
@@ -420,17 +430,14 @@ def _first(tensors: Iterable[Tensor | None]) -> Tensor:
     return next(t for t in tensors if t is not None)
 
 
-def _slope(pair: Pair, columns: int) -> Tensor:
+def _slope(pair: Pair, beta: Tensor) -> Tensor:
     """K (N, core, activation) of a pair written out; zero where it has none."""
-    n, rows, _ = pair.core.shape
-    if pair.slope_diagonal is not None:
-        places = pair.slope_start + torch.arange(rows, device=pair.core.device)
-        unit = torch.nn.functional.one_hot(places, columns).to(pair.core.dtype)
-        return pair.slope_diagonal.unsqueeze(-1) * unit
     if pair.slope is None:
-        return pair.core.new_zeros(n, rows, columns)
-    after = columns - pair.slope_start - pair.slope.shape[-1]
-    return torch.nn.functional.pad(pair.slope, (pair.slope_start, after))
+        return beta.new_zeros(len(beta), pair.f.shape[0], beta.shape[1])
+    K = pair.slope
+    K = torch.diag_embed(K.values) if isinstance(K, Diagonal) else K
+    after = beta.shape[1] - pair.start - K.shape[-1]
+    return torch.nn.functional.pad(K, (pair.start, after)).expand(len(beta), -1, -1)
 
 
 # ---- stacks ----------------------------------------------------------------------------------
