@@ -161,7 +161,8 @@ def main() -> None:
         print(rows[-1], flush=True)
         store(rows, problem.size, options.tokens)
         if options.figures:
-            found.save_figures(os.path.join(options.figures, by))
+            os.makedirs(options.figures, exist_ok=True)
+            found.plot().savefig(os.path.join(options.figures, f"{by}.png"))
     if options.skip_propagation:
         return
     analyzer = ca.CurvaturePropagationAnalyzer(model, "cross_entropy", probes=4)

@@ -147,6 +147,12 @@ def in_a_word(value: Any) -> str:
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 
+def number_and_interval(value: Any, interval: Any) -> str:
+    """``2.5 [2, 3]``; an interval around no number stands alone."""
+    told = [] if value is None and interval is not None else [in_a_word(value)]
+    return " ".join([*told, *([in_a_word(list(interval))] if interval is not None else [])])
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Named columns, row by row: what terminal, notebook, page and data frame show of a result."""
@@ -167,26 +173,45 @@ class Table:
         """One column."""
         return [row[self.columns.index(column)] for row in self.rows]
 
-    def written(self, most: int = _ROWS) -> list[list[str]]:
-        """The heading and at most so many rows as texts: intervals in one column, a single row
-        from top to bottom."""
-        whole = self._joined()
-        if len(whole.rows) == 1:
-            pairs = list(zip(whole.columns, whole.rows[0], strict=True))
-            return [["", "value"], *([name, in_a_word(value)] for name, value in pairs[:most])]
-        shown = [[in_a_word(value) for value in row] for row in whole.rows[:most]]
-        return [list(whole.columns), *shown]
+    def written(
+        self,
+        most: int = _ROWS,
+        *,
+        only: Mapping[str, str] | None = None,
+        tell: Callable[[Any, Any], str] = number_and_interval,
+    ) -> list[list[str]]:
+        """The heading and at most so many rows as texts: an interval beside its number, a single
+        row from top to bottom.
 
-    def _joined(self) -> Table:
-        """With low and high of one number as one column, "[low, high]"."""
-        records = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-        for low in [c for c in self.columns if c == "low" or c.endswith("_low")]:
-            start = low.removesuffix("low")
-            if f"{start}high" in self.columns:
-                for record in records:
-                    ends = record.pop(low), record.pop(f"{start}high")
-                    record[f"{start.replace('_', ' ')}95 %"] = list(ends)
-        return Table.of(records)
+        only: heading → column, of the columns that are shown.  tell: a value and its interval or
+        None, as text.
+        """
+        begins = self._intervals()
+        ends = {f"{begin}{end}" for begin in begins.values() for end in ("low", "high")}
+        left = dict.fromkeys(name for name in (*self.columns, *begins) if name not in ends)
+        shown = only or {name.replace("_", " "): name for name in left}
+
+        def cell(record: Mapping[str, Any], name: str) -> str:
+            begin = begins.get(name)
+            low, high = (record.get(f"{begin}{end}") for end in ("low", "high"))
+            return tell(record.get(name), None if low is None or high is None else (low, high))
+
+        records = (dict(zip(self.columns, row, strict=True)) for row in self.rows[:most])
+        rows = [[cell(record, name) for name in shown.values()] for record in records]
+        if len(self.rows) == 1:
+            return [["", "value"], *map(list, list(zip(shown, rows[0], strict=True))[:most])]
+        return [list(shown), *rows]
+
+    def _intervals(self) -> dict[str, str]:
+        """Column → what the names of its interval's ends begin with; a name of its own for an
+        interval around no number."""
+        begins = {}
+        for begin in (name.removesuffix("low") for name in self.columns if name.endswith("low")):
+            if f"{begin}high" in self.columns:
+                name = begin.removesuffix("_").removesuffix("_interval")
+                around = (name, f"{begin}mean", f"{begin}value")
+                begins[next((c for c in around if c in self.columns), name)] = begin
+        return begins
 
     def __str__(self) -> str:
         """Aligned columns, all rows."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import curvatlas as ca
-from curvatlas.figures import visualize_hessian_spectrum, visualize_overview
+from curvatlas.figures import draw, visualize_hessian_spectrum
 from curvatlas.spectra.density_result import exact_density
 from report_samples import density, eigenpairs
 
@@ -106,15 +106,10 @@ def test_the_statistics_of_a_density_quote_its_own_negative_share() -> None:
     assert "negative 43.2%\n  [20.0%, 60.0%]" in texts[0]
 
 
-def test_the_overview_needs_something_to_draw() -> None:
-    with pytest.raises(ValueError, match="no density"):
-        visualize_overview(densities={})
-
-
-def test_the_overview_draws_as_many_eigenvalues_as_there_are() -> None:
+def test_a_density_draws_as_many_eigenvalues_as_there_are() -> None:
     values = torch.cat([torch.zeros(90), torch.linspace(1, 10, 10)]).double()
     density = exact_density(values, 0, psd=False)
-    (axes,) = visualize_overview(densities={"now": density}).axes
+    (axes,) = draw({"now": density}).axes
     line = axes.get_lines()[0]
     x, y = (np.asarray(side, dtype=float) for side in line.get_data())
     typical = float((density.weights * density.nodes.abs()).sum())

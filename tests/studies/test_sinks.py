@@ -174,7 +174,7 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert len(calls) == 4  # the first level was kept
     assert same(resumed, ca.sinks(small_gpt(), **{**options, "output": None}))
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "The spectrum along the sink" in page
+    assert "What does a sink do to the spectrum?" in page
 
 
 def test_a_rank_correlation_knows_order_and_its_doubt() -> None:

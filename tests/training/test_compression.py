@@ -210,8 +210,7 @@ def test_the_verbs_print_a_table_and_save_weights_that_load_again(
     for words_of_page in (
         'id="pruning"',
         "What does removing weights cost?",
-        "On the way to the pruned weights",
-        "What every part loses",
+        "the loss on the way to the pruned weights",
         "obs, layers by curvature",
         "magnitude, layers by curvature",
     ):

@@ -1,4 +1,4 @@
-"""One picture a kind of result, the article's three figures, and an overview of a run."""
+"""One picture a kind of result, and the article's three figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from curvatlas.figures import landscape, maps, papers, theory, training
 from curvatlas.figures.flow import visualize_curvature_flow
-from curvatlas.figures.overview import visualize_overview
 from curvatlas.figures.scaling import plot_scaling_law_predictions
 from curvatlas.figures.spectrum import visualize_hessian_spectrum
 from curvatlas.figures.style import DRAWINGS, STAGED
@@ -28,7 +27,6 @@ __all__ = [
     "training",
     "visualize_curvature_flow",
     "visualize_hessian_spectrum",
-    "visualize_overview",
 ]
 
 

@@ -62,7 +62,7 @@ def draw_expansion(expansion: TaylorExpansion) -> Figure:
 
 @draws("PredictedTrajectory")
 def draw_predicted(predicted: PredictedTrajectory) -> Figure:
-    """Predicted and real loss against steps."""
+    """Gradient descent, predicted and real: the loss over the steps."""
     figure, (axes,) = panels()
     end = len(predicted.losses) - 1 if predicted.horizon is None else predicted.horizon
     axes.plot(predicted.losses[: end + 1].tolist(), label="quadratic model", color=BLUE)
@@ -167,7 +167,7 @@ _RETRAINED = {
 
 @draws("RetrainedConvergence")
 def draw_retrained(found: RetrainedConvergence) -> Figure:
-    """Changes of the minimum with one more sample: a row an optimizer, a column a schedule."""
+    """The minimum, trained again: how one more sample moves it, by optimizer and schedule."""
     rows = list(dict.fromkeys(cell.optimizer for cell in found.cells))
     columns = list(dict.fromkeys(cell.schedule for cell in found.cells))
     figure, grid = panels(len(columns), len(rows), width=1.1, sharex=True, sharey=True)

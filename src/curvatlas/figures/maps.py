@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from curvatlas.figures.style import (
     heat_map,
     layers_of,
     legend,
-    lying_bars,
     name_axis,
     panels,
     power_label,
@@ -203,40 +200,6 @@ def _bars(stages: Mapping[str, AtlasMap]) -> Figure:
     axes.set_xlabel(maps[0].quantity + units)
     legend(axes)
     return figure
-
-
-def draw_shares(stages: Mapping[str, Atlas], *, most: int = 12) -> Figure:
-    """The share of ‖H‖² in the rows of every role, the largest of the last stage first."""
-    views = {words: one.view("role") for words, one in stages.items()}
-    last = list(views.values())[-1]
-    shares: dict[str, dict[str, float]] = {}
-    for words, one in views.items():
-        squares = one.values.double().numpy() ** 2
-        rows = 100 * squares.sum(1) / (squares.sum() or 1.0)
-        shares[words] = dict(zip(one.names, rows.tolist(), strict=True))
-    names = sorted(last.names, key=lambda name: -list(shares.values())[-1][name])[:most]
-    figure, (axes,) = panels(height=max(0.7, 0.3 + 0.07 * len(names)))
-    depth = 0.8 / len(shares)
-    for place, (words, share) in enumerate(shares.items()):
-        look: Any = {"color": SERIES[place % len(SERIES)], "label": words, "width": depth}
-        look["shift"] = depth * (place - (len(shares) - 1) / 2)
-        lying_bars(axes, names, [share.get(name, 0.0) for name in names], **look)
-    axes.set_xlabel("share of ‖H‖² in the role's rows, %")
-    legend(axes)
-    return finish(figure)
-
-
-def save_figures(atlas: Atlas, folder: str | os.PathLike[str]) -> list[str]:
-    """One PNG a view and quantity."""
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for view in ("block", "role", "layer"):
-        for quantity in ("frobenius", "coupling", "trace"):
-            path = target / f"atlas-{view}-{quantity}.png"
-            draw_atlas({"": atlas}, view=view, quantity=quantity).savefig(path, dpi=140)
-            paths.append(str(path))
-    return paths
 
 
 def draw_film(history: CurvatureHistory, *, view: str, part: str) -> Figure:

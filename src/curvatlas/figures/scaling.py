@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from curvatlas.studies.growth import Growth
     from curvatlas.studies.sinks import Sinks, SinkStudy
 
-_MOST_PANELS = 12
+_MOST_PANELS = 8
 _ATTENTION = {"query": BLUE, "key": ORANGE, "value": GREEN, "output": PINK}
 
 # quantity of a run → its axis and the field of its interval
@@ -287,10 +287,14 @@ def _title(law: PlanePowerLaw | ScalingLaw | None) -> str:
 @draws("Growth")
 def draw_growth(result: Growth, *, part: str = "outer") -> Figure:
     """‖H_bb‖_F against the scale, one panel a role and one line a layer, with the fitted laws."""
-    roles = [role for role in dict.fromkeys(result.roles) if not role.endswith("bias")]
-    roles = roles[:_MOST_PANELS]
+    steepest: dict[str, float] = {}
+    for name, role in zip(result.names, result.roles, strict=True):
+        law = result.laws[part][name]
+        if not role.endswith("bias"):
+            steepest[role] = max(steepest.get(role, 0.0), abs(law.exponent) if law else 0.0)
+    roles = sorted(steepest, key=lambda role: -steepest[role])[:_MOST_PANELS]
     columns = min(len(roles), 4)
-    figure, axes = panels(columns, -(-len(roles) // columns), width=0.8, height=0.9)
+    figure, axes = panels(columns, -(-len(roles) // columns), width=0.82, height=0.75)
     for panel, role in zip(axes, roles, strict=False):
         places = [i for i, own in enumerate(result.roles) if own == role]
         for index, place in enumerate(places):

@@ -96,10 +96,12 @@ def _mark_end(axes: Any, value: float, name: str, colour: str, row: int) -> None
     top = 0.98 - 0.085 * row
     across = axes.get_xaxis_transform()
     axes.plot([value, value], [0, top], ":", color=colour, linewidth=1, transform=across)
-    inwards = ("right", " ") if name == "λmax" else ("left", " ")
-    text = f"{name} {value:.3g}".replace("-", "−")
-    text = text + inwards[1] if inwards[0] == "right" else inwards[1] + text
-    axes.text(value, top, text, ha=inwards[0], va="top", color=INK, fontsize=9, transform=across)
+    right = name == "λmax"
+    axes.annotate(
+        f"{name} {value:.3g}".replace("-", "−"), (value, top), xycoords=across, color=INK,
+        xytext=(-4 if right else 4, 0), textcoords="offset points", va="top", fontsize=9,
+        ha="right" if right else "left",
+    )  # fmt: skip
 
 
 @draws("CurvatureSummary", stages=True)
@@ -120,10 +122,10 @@ def draw_eigenvalues(stages: Mapping[str, Eigenpairs]) -> Figure:
         ends = pairs.data_interval or pairs.interval  # certified: narrower than other samples say
         intervals = list(zip(*(end.tolist() for end in ends), strict=True))
         points(axes, ranks, pairs.values, intervals, color=colour, label=words, joined=False)
-    values = np.concatenate([pairs.values.double().numpy() for pairs in stages.values()])
-    if values.size and values.min() > 0 and values.max() > 30 * values.min():
-        axes.set_yscale("log")
-    axes.set(xlabel="rank", ylabel="eigenvalue")
+    sizes = np.concatenate([pairs.values.double().abs().numpy() for pairs in stages.values()])
+    if sizes.size and sizes.max() > 30 * sizes.min() > 0:
+        axes.set_yscale("symlog", linthresh=max(sizes.min(), sizes.max() / 1e3))
+    axes.set(xlabel="eigenvalues that were computed, in order", ylabel="eigenvalue")
     legend(axes)
     return figure
 

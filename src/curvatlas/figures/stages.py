@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvatlas.figures.flow import draw_flow
-from curvatlas.figures.maps import draw_atlas, draw_shares, name_map
-from curvatlas.figures.spectrum import draw_density, draw_eigenvalues
+from curvatlas.figures.maps import name_map
 from curvatlas.figures.style import (
     GREEN,
     INK,
     PINK,
+    SERIES,
     colour_bar,
     finish,
     heat_map,
@@ -30,29 +29,29 @@ if TYPE_CHECKING:
 
     Interval = tuple[float, float]
 
-stage_eigenvalues, stage_flow, stage_roles = draw_eigenvalues, draw_flow, draw_shares
 
-
-def stage_spectra(
-    densities: Mapping[str, Any], *, first_colour: int = 0, width: float = 4.4, height: float = 3.1
-) -> Figure:
-    """Densities of eigenvalues, a colour a stage or part; width and height in inches."""
-    figure = draw_density(densities, first_colour=first_colour)
-    figure.set_size_inches(width, height)
+def draw_shares(stages: Mapping[str, Atlas], *, most: int = 12) -> Figure:
+    """The share of ‖H‖² in the rows of every role, the largest of the last stage first."""
+    shares: dict[str, dict[str, float]] = {}
+    for words, atlas in stages.items():
+        one = atlas.view("role")
+        squares = one.values.double() ** 2
+        rows = 100 * squares.sum(1) / (float(squares.sum()) or 1.0)
+        shares[words] = dict(zip(one.names, rows.tolist(), strict=True))
+    last = list(shares.values())[-1]
+    names = sorted(last, key=lambda name: -last[name])[:most]
+    figure, (axes,) = panels(height=max(0.7, 0.3 + 0.07 * len(names)))
+    width = 0.8 / len(shares)
+    for place, (words, share) in enumerate(shares.items()):
+        look: Any = {"color": SERIES[place % len(SERIES)], "label": words, "width": width}
+        shift = width * (place - (len(shares) - 1) / 2)
+        lying_bars(axes, names, [share.get(name, 0.0) for name in names], shift=shift, **look)
+    axes.set_xlabel("share of ‖H‖² in the role's rows, %")
+    legend(axes)
     return finish(figure)
 
 
-def stage_map(atlas: Atlas, *, part: str = "total") -> Figure:
-    """Which weights curve with which others: Frobenius norms of the blocks, or of the roles."""
-    return draw_atlas({"": atlas}, part=part)
-
-
-def stage_terms(flows: Mapping[str, Any]) -> Figure:
-    """What every sublayer creates (filled) and passes on (hollow), a colour a stage."""
-    return draw_flow(flows, quantity="both")
-
-
-def map_change(before: Atlas, after: Atlas) -> Figure:
+def draw_change(before: Atlas, after: Atlas) -> Figure:
     """The factor by which every pair of roles changed; white where the intervals overlap."""
     one, two = before.view("role"), after.view("role")
     names = [name for name in one.names if name in two.names]
@@ -76,23 +75,20 @@ def map_change(before: Atlas, after: Atlas) -> Figure:
     return finish(figure)
 
 
-def both_errors(
-    rows: Sequence[tuple[str, float, Interval | None, Interval | None]],
-) -> Figure:
+def draw_errors(rows: Sequence[tuple[str, float, Interval | None, Interval | None]]) -> Figure:
     """The error of the measurement and of the data, in percent of each number."""
     figure, (axes,) = panels(height=max(0.8, 0.35 + 0.09 * len(rows)))
-    names = [row[0] for row in rows]
-    for kind, (index, words) in enumerate(((2, "of the measurement"), (3, "of the data"))):
-        halves = []
-        for row in rows:
-            interval: Any = row[index]
-            half = 0.0 if interval is None else (interval[1] - interval[0]) / 2 / abs(row[1] or 1)
-            halves.append(100 * half if half > 1e-7 else np.nan)
-        if np.isfinite(halves).any():
-            look: Any = {"color": (GREEN, PINK)[kind], "label": f"error {words}"}
-            lying_bars(axes, names, halves, shift=0.36 * (kind - 0.5), width=0.34, **look)
-            for bar, name, half in zip(axes.containers[-1], names, halves, strict=True):
-                tooltip(bar, f"{name}: ± {half:.2g} % {words}")
+    names, numbers, *intervals = (list(column) for column in zip(*rows, strict=True))
+    looks = ("of the measurement", GREEN, -0.18), ("of the data", PINK, 0.18)
+    for (words, colour, shift), ends in zip(looks, intervals, strict=True):
+        halves = [0.0 if one is None else (one[1] - one[0]) / 2 for one in ends]
+        shares = [100 * half / abs(v or 1) for half, v in zip(halves, numbers, strict=True)]
+        shown = [share if share > 1e-5 else np.nan for share in shares]
+        if np.isfinite(shown).any():
+            look: Any = {"color": colour, "label": f"error {words}", "shift": shift, "width": 0.34}
+            lying_bars(axes, names, shown, **look)
+            for bar, name, share in zip(axes.containers[-1], names, shown, strict=True):
+                tooltip(bar, f"{name}: ± {share:.2g} % {words}")
     axes.set(xscale="log", xlabel="half the 95 % interval, in % of the number")
     axes.axvline(100, color=INK, linewidth=0.8, linestyle=":")
     legend(axes)

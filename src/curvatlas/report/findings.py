@@ -169,7 +169,7 @@ def _readings(
 ) -> tuple[tuple[Reading, ...], str]:
     """A reading a stage that says something, and how the last compares to the first."""
     told = [
-        Reading(stage=stage.label, value=number(m.value), interval=brackets(m.value, m.widest))
+        Reading(stage=stage.label, value=number(m.value), interval=brackets(m.widest))
         for stage, m in zip(stages, values, strict=True)
         if m.value is not None and not sign_unknown(m.value, m.interval)
     ]
@@ -339,7 +339,7 @@ def _travels(stages: Sequence[Stage]) -> Card | None:
         Reading(
             stage=stage.label,
             value=f"× {number(flow.amplification)}",
-            interval=brackets(flow.amplification, wider(flow.amplification_interval)),
+            interval=brackets(wider(flow.amplification_interval)),
         )
         for stage, flow in known
         if len(flow.activations) > 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from curvatlas import __version__
-from curvatlas.report.words import shown
+from curvatlas.report.words import shown, told
 from curvatlas.results import BY_CONTENT, Result
 
 if TYPE_CHECKING:
@@ -107,7 +107,11 @@ class Section:
     picture: Picture | None = None
     table: Table | None = None
     folds: tuple[Fold, ...] = ()
-    short: str = ""  # in the list of links
+
+    @property
+    def short(self) -> str:
+        """In the list of links."""
+        return self.key.replace("-", " ").title().replace(" ", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,13 @@ class Page:
     folds: tuple[Fold, ...]
     warnings: tuple[str, ...]
     urgent: bool = False  # the first warning belongs on the first screen
+
+    def every_picture(self) -> list[Picture]:
+        """Those of the first screen, of the sections, and what folds away."""
+        folds = [fold for section in self.sections for fold in section.folds]
+        own = [section.picture for section in self.sections if section.picture is not None]
+        folded = [picture for fold in (*folds, *self.folds) for picture in fold.pictures]
+        return [*self.pictures, *own, *folded]
 
     def lines(self) -> list[str]:
         """The verdict and the cards for a terminal: at most eight lines."""
@@ -225,7 +236,9 @@ def cut(whole: Table | None) -> tuple[Table | None, tuple[Fold, ...]]:
     return first, (Fold(title=f"{len(rest)} more rows", tables=(more,), text=text),)
 
 
-def rows_of(result: Result) -> Table | None:
-    """The table of a result."""
-    head, *rows = result.table().written(_FOLDED_ROWS)
-    return table("", head, rows)
+def rows_of(
+    result: Result, only: Mapping[str, str] | None = None, *, caption: str = ""
+) -> Table | None:
+    """The table of a result, or those columns of it that ``only`` names: heading → column."""
+    head, *rows = result.table().written(_FOLDED_ROWS, only=only, tell=told)
+    return table(caption, head, rows)

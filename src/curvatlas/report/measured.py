@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from curvatlas.analysis.atlas.result import Atlas
 from curvatlas.report.reading import Stage
-from curvatlas.report.words import says_nothing, sign_unknown, wider
+from curvatlas.report.words import says_nothing, sign_unknown, wider, with_interval
 from curvatlas.results import Interval, Result
 from curvatlas.spectra.density_result import SpectralDensity
 from curvatlas.spectra.eigen_result import Eigenpairs
@@ -26,6 +26,9 @@ class Measured(Result):
     def widest(self) -> Interval | None:
         """The larger of both errors."""
         return wider(self.interval, self.data_interval)
+
+    def __str__(self) -> str:
+        return with_interval(self.value, self.widest)
 
 
 _NOTHING = Measured(value=None, interval=None)

@@ -22,16 +22,15 @@ from curvatlas.report.layout import (
     Card,
     Fold,
     Page,
-    Picture,
-    Section,
-    Table,
+    Verdict,
     attempted,
     rows_of,
     table,
 )
+from curvatlas.report.paper import write_figures
 from curvatlas.report.reading import MEASURED, Stage, sentence, stages_of
 from curvatlas.report.survey import survey
-from curvatlas.report.words import capitalised, listed, number, with_interval
+from curvatlas.report.words import listed, shown
 from curvatlas.results import Result
 from curvatlas.runs.loading import FINDINGS, LoadedRun, load
 from curvatlas.runs.manifest import Manifest
@@ -41,7 +40,7 @@ from curvatlas.training.snapshot import CurvatureHistory
 
 _CARDS, _PICTURES = 5, 3  # on the first screen
 _MISSED = 0.06  # above this the bound on an overlooked eigenvalue is worth a word
-_MOST_OTHERS = 40  # results of unknown kinds that are written out
+_MOST_RESULTS, _MOST_LINES = 200, 12  # that are shown as they print themselves
 
 
 def write_report(
@@ -67,8 +66,6 @@ def write_report(
         for name, content in _spreadsheets(page):
             write_bytes(loaded.path / "tables" / f"{name}.csv", content)
     if figures:
-        from curvatlas.report.paper import write_figures
-
         write_figures(page, target.parent / "figures")
     return target
 
@@ -98,13 +95,14 @@ def page_of(run: LoadedRun) -> Page:
     stages = stages_of(run.results)
     accounts, faults = attempted([*experiments.accounts(run.results), lambda: survey(stages)])
     subjects = [stage.subject for stage in stages if stage.subject is not None]
-    title = f"Curvature of {subjects[0].name}" if subjects else _title(run)
+    command = run.manifest.options.get("command")
+    title = f"Results of curvatlas {command}" if command else "Results of a run"
     state = list(_state(run.manifest))
     return _assembled(
-        title,
+        f"Curvature of {subjects[0].name}" if subjects else title,
         sentence(stages),
         accounts,
-        folds=(*_trials(stages), *_others(run.results), *_computed(run.manifest, stages)),
+        folds=(*_others(run.results), _printed(run.results), _computed(run.manifest, stages)),
         warnings=[*state, *faults, *run.manifest.warnings, *_cautions(run.results)],
         urgent=bool(state or faults),
     )
@@ -119,15 +117,10 @@ def comparison_page(comparison: Comparison, states: Sequence[Stage], last: Loade
         f"Comparison of {listed(comparison.states)}",
         sentence(states),
         accounts,
-        folds=tuple(_computed(last.manifest, states)),
+        folds=(_computed(last.manifest, states),),
         warnings=faults,
         urgent=bool(faults),
     )
-
-
-def _title(run: LoadedRun) -> str:
-    command = run.manifest.options.get("command")
-    return f"Results of curvatlas {command}" if isinstance(command, str) else "Results of a run"
 
 
 def _assembled(
@@ -144,11 +137,16 @@ def _assembled(
     Cards come in the order of the accounts; the pictures of other accounts go to their sections.
     """
     verdicts = [account.verdict for account in accounts if account.verdict is not None]
+    verdicts += [Verdict("unsure", one.answer) for account in accounts for one in account.sections]
     drawn = [account for account in accounts if account.pictures]
     by_title: dict[str, Card] = {}  # two accounts may find the same: the first one says it
     for card in (card for account in accounts for card in account.cards):
         by_title.setdefault(card.title, card)
-    sections = [s for one in accounts for s in _with_picture(one, later=one in drawn[1:])]
+    sections = []
+    for account in accounts:
+        for place, one in enumerate(account.sections):
+            later = place == 0 and account in drawn[1:] and one.picture is None
+            sections.append(replace(one, picture=account.pictures[0]) if later else one)
     return Page(
         title=title,
         subject=subject,
@@ -160,14 +158,6 @@ def _assembled(
         warnings=tuple(warnings),
         urgent=urgent,
     )
-
-
-def _with_picture(account: Account, *, later: bool) -> tuple[Section, ...]:
-    """The sections; the first one with the account's picture, where it is on no first screen."""
-    if not later or not account.sections or account.sections[0].picture is not None:
-        return account.sections
-    first, *others = account.sections
-    return replace(first, picture=account.pictures[0]), *others
 
 
 # --- what folds away ------------------------------------------------------------------------------
@@ -201,35 +191,32 @@ def _cautions(results: Mapping[str, Result]) -> Iterator[str]:
 
 
 def _others(results: Mapping[str, Result]) -> Iterator[Fold]:
-    """Results that no section speaks of: what they print, their picture and their table."""
-    spoken = (*MEASURED, Advice)
-    left = {
-        name: result
-        for name, result in results.items()
-        if (result.kind not in experiments.ACCOUNTS and not isinstance(result, spoken))
-        or (isinstance(result, Estimate) and result.quantity != "trace")
-    }
-    for name, result in list(left.items())[:_MOST_OTHERS]:
-        shown = result.history if isinstance(result, TrainedWeights) else result
-        text = str(shown).split("\n")
-        rows = rows_of(shown) if not isinstance(result, TrainedWeights) else None
-        kept = rows if rows is not None and len(rows.rows) <= _MOST_OTHERS else None
+    """Picture and table of results that no section speaks of."""
+    for name, result in list(results.items())[:_MOST_RESULTS]:
+        trace = isinstance(result, Estimate) and result.quantity == "trace"
+        silent = (Advice, TrainedWeights, *(k for k in MEASURED if k is not Estimate))
+        if trace or result.kind in experiments.SECTIONS or isinstance(result, silent):
+            continue
+        picture = drawing_of(type(result)) is not None
+        rows = rows_of(result)
         yield Fold(
-            title=f"{name.replace('.', ', ').replace('_', ' ')}",
-            text=tuple(text[:8]),
-            pictures=(_drawn(name, shown),) if drawing_of(type(shown)) is not None else (),
-            tables=(kept,) if kept is not None else (),
+            title=name.replace(".", ", ").replace("_", " "),
+            pictures=(experiments.picture_of(result),) if picture else (),
+            tables=(rows,) if rows is not None else (),
         )
-    if len(left) > _MOST_OTHERS:
-        names = list(left)[_MOST_OTHERS:]
-        yield Fold(title=f"{len(names)} more results", text=(", ".join(names[:200]),))
 
 
-def _drawn(name: str, result: Result) -> Picture:
-    return Picture(name, f"Picture of the result {name}.", result.plot)
+def _printed(results: Mapping[str, Result]) -> Fold:
+    """Every result as it prints itself in a terminal."""
+    told = []
+    for name, result in list(results.items())[:_MOST_RESULTS]:
+        lines = str(result).split("\n")
+        more = [f"… {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+        told.append("\n  ".join([name, *lines[:_MOST_LINES], *more]))
+    return Fold(title=f"Every result as it prints itself ({len(results)})", code="\n".join(told))
 
 
-def _computed(manifest: Manifest, stages: Sequence[Stage]) -> Iterator[Fold]:
+def _computed(manifest: Manifest, stages: Sequence[Stage]) -> Fold:
     """How the numbers were made, and how to make them again."""
     subjects = [stage.subject for stage in stages if stage.subject is not None]
     text = []
@@ -252,57 +239,17 @@ def _computed(manifest: Manifest, stages: Sequence[Stage]) -> Iterator[Fold]:
         "last written": manifest.updated,
     }
     steps = [[name, step.kind, f"{step.seconds:.2f}"] for name, step in manifest.steps.items()]
-    rows = [[key, "–" if value is None else str(value)] for key, value in settings.items()]
+    rows = [[key, shown(value)] for key, value in settings.items()]
     tables = [
         table("Steps and their time", ["step", "result", "seconds"], steps),
         table("Settings and versions", ["setting", "value"], rows),
-        _roles(stages),
     ]
-    yield Fold(
+    return Fold(
         title="How this was computed, and how to repeat it",
         text=tuple(text),
         code=shlex.join(manifest.command) if manifest.command else "(run from Python)",
         tables=tuple(one for one in tables if one is not None),
     )
-
-
-def _trials(stages: Sequence[Stage]) -> Iterator[Fold]:
-    """The steps that were taken before something was advised, or not."""
-    for stage in stages:
-        if stage.advice is None:
-            continue
-        given = [item.trial for item in stage.advice.recommendations if item.trial is not None]
-        for trial in (*given, *stage.advice.ruled_out):
-            columns = [trial.lengths, trial.predicted, trial.measured]
-            head = ["length of the step", "predicted", "measured"]
-            if trial.held_out:
-                pairs = zip(trial.held_out, trial.held_out_intervals, strict=True)
-                columns.append([with_interval(*pair) for pair in pairs])  # type: ignore[arg-type]
-                head.append("on held-out data")
-            columns.append(trial.instead_measured)
-            rows = [[number(cells[0]), *cells[1:]] for cells in zip(*columns, strict=False)]
-            steps = table("Change of the loss", [*head, trial.instead], rows)
-            where = f", {stage.label}" if stage.label else ""
-            yield Fold(
-                title=f"What was tried{where}: {trial.direction}",
-                text=(f"{capitalised(trial.verdict)}. Rounding: ± {number(trial.rounding)}.",),
-                tables=(steps,) if steps is not None else (),
-            )
-
-
-def _roles(stages: Sequence[Stage]) -> Table | None:
-    subject = next((stage.subject for stage in stages if stage.subject is not None), None)
-    if subject is None:
-        return None
-    sizes: dict[str, int] = {}
-    for entry in subject.roles:
-        role = entry.role.removesuffix("_bias")
-        sizes[role] = sizes.get(role, 0) + entry.parameters
-    total = max(sum(sizes.values()), 1)
-    ranked = sorted(sizes.items(), key=lambda item: -item[1])[:60]
-    rows = [[role, size, f"{size / total:.1%}"] for role, size in ranked]
-    caption = "Parameters by role, biases with their weights"
-    return table(caption, ["role", "parameters", "share"], rows)
 
 
 # --- tables as files ------------------------------------------------------------------------------
@@ -316,8 +263,7 @@ def _spreadsheets(page: Page) -> Iterator[tuple[str, bytes]]:
         for index, one in enumerate(tables):
             buffer = io.StringIO()
             writer = csv.writer(buffer)
-            writer.writerow([_inert(cell) for cell in one.head])
-            writer.writerows([_inert(cell) for cell in row] for row in one.rows)
+            writer.writerows([_inert(cell) for cell in row] for row in (one.head, *one.rows))
             name = section.key + (f"-{index + 1}" if index else "")
             yield name, buffer.getvalue().encode("utf-8-sig")
 

@@ -46,6 +46,9 @@ class Stage:
                     return result
         return None
 
+    def density(self) -> SpectralDensity | None:
+        return self.first(SpectralDensity)
+
     @property
     def subject(self) -> Subject | None:
         return self.first(Subject)

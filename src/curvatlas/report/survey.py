@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
-from curvatlas.figures import stages as drawing
-from curvatlas.report.comparing import REAL, Comparison, compared
+from curvatlas.figures import draw, stages as drawing
+from curvatlas.report.comparing import REAL, Comparison, StateChange, compared
 from curvatlas.report.findings import block_name, cards, gauss_newton_words, short_names, verdict
 from curvatlas.report.layout import Account, Fold, Picture, Section, Table, cut, table
 from curvatlas.report.measured import (
@@ -26,47 +27,44 @@ from curvatlas.report.words import (
     PARTS,
     brackets,
     capitalised,
-    listed,
     number,
     percent,
     ratio,
     with_interval,
 )
 from curvatlas.spectra.density_result import SpectralDensity
-from curvatlas.spectra.eigen_result import Eigenpairs
 
 T = TypeVar("T")
-_LABELLED = 8  # rows of a table of blocks
+_LABELLED = 8  # rows of a table of blocks or changes
 
 
 def survey(
     stages: Sequence[Stage], *, same_data: bool = True, comparison: Comparison | None = None
 ) -> Account | None:
     """What was measured of the Hessian at one or several states of a model."""
-    measured = [stage for stage in stages if stage.results]
-    if not any(_holds_curvature(stage) for stage in measured):
+    if not any(_holds_curvature(stage) for stage in stages):
         return None
     makers = (_sharpness, _weights, _depth, _gauss_newton)
-    sections = [section for make in makers if (section := make(measured)) is not None]
-    if len(measured) > 1:
-        comparison = comparison or compared(measured, same_data=same_data)
-        sections += _changes(comparison, measured)
-    sections += _certainty(measured)
+    sections = [section for make in makers if (section := make(stages)) is not None]
+    if len(stages) > 1:
+        comparison = comparison or compared(stages, same_data=same_data)
+        sections += _changes(comparison, stages)
+    sections += _certainty(stages[-1])
     return Account(
-        verdict=verdict(measured),
-        cards=cards(measured),
-        pictures=tuple(_overview(measured)),
+        verdict=verdict(stages),
+        cards=cards(stages),
+        pictures=tuple(_overview(stages)),
         sections=tuple(sections),
     )
 
 
 def _holds_curvature(stage: Stage) -> bool:
-    kinds = (stage.ends, stage.atlas, stage.flow, stage.trace(), stage.first(SpectralDensity))
+    kinds = (stage.ends, stage.atlas, stage.flow, stage.trace(), stage.density())
     return any(kind is not None for kind in kinds)
 
 
 def _by_label(
-    stages: Sequence[Stage], read: Callable[[Stage], T | None], otherwise: str
+    stages: Sequence[Stage], read: Callable[[Stage], T | None], otherwise: str = ""
 ) -> dict[str, T]:
     """What the stages that have it hold, by the stage's words."""
     there = [(stage.label or otherwise, read(stage)) for stage in stages]
@@ -75,39 +73,35 @@ def _by_label(
 
 def _overview(stages: Sequence[Stage]) -> Iterator[Picture]:
     """The pictures of the first screen."""
-    densities = _by_label(stages, lambda s: s.first(SpectralDensity), "H")
+    densities = _by_label(stages, lambda s: s.density(), "H")
     if densities:
-        tops = ", ".join(
-            f"{label} up to {number(float(d.nodes[-1]))}" for label, d in densities.items()
-        )
+        tops = (f"{label} up to {number(float(d.nodes[-1]))}" for label, d in densities.items())
         yield Picture(
-            title="Spectrum of the Hessian",
-            caption="A few large outliers, a bulk at zero",
-            alt=f"Density of the eigenvalues of H: {tops}; most eigenvalues lie near zero.",
-            draw=lambda: drawing.stage_spectra(densities),
+            "Spectrum of the Hessian",
+            f"Density of the eigenvalues of H: {', '.join(tops)}; most eigenvalues lie near zero.",
+            partial(draw, densities),
+            "A few large outliers, a bulk at zero",
         )
-    mapped = [stage for stage in stages if stage.atlas is not None]
-    if mapped:
-        last, atlas = mapped[-1], mapped[-1].atlas
-        assert atlas is not None
-        first = atlas.ranking(1)
-        block = block_name(atlas, first[0]) if first else "–"
+    atlases = _by_label(stages, lambda s: s.atlas)
+    if atlases:
+        label, atlas = list(atlases.items())[-1]
+        block = [block_name(atlas, one) for one in atlas.ranking(1)] or ["–"]
         yield Picture(
-            title=f"Where it lives{f', {last.label}' if last.label else ''}",
-            caption="Which weights curve with which others",
-            alt=f"Map of the Frobenius norms of the blocks of H; the largest is {block}.",
-            draw=lambda: drawing.stage_map(atlas),
+            f"Where it lives, {label}" if label else "Where it lives",
+            f"Map of the Frobenius norms of the blocks of H; the largest is {block[0]}.",
+            partial(atlas.plot, part="total"),
+            "Which weights curve with which others",
         )
-    flows = _by_label(stages, lambda s: s.flow, "")
+    flows = _by_label(stages, lambda s: s.flow)
     if flows:
         factor = list(flows.values())[-1].amplification
         grown = f"× {number(factor)}" if math.isfinite(factor) else "from nothing"
         yield Picture(
-            title="How it travels back",
-            caption=f"{grown} from the head to the embedding",
-            alt="Curvature at the input of every sublayer, from the embedding to the head: "
+            "How it travels back",
+            "Curvature at the input of every sublayer, from the embedding to the head: "
             f"it grows {grown} on the way back.",
-            draw=lambda: drawing.stage_flow(flows),
+            partial(draw, flows),
+            f"{grown} from the head to the embedding",
         )
 
 
@@ -118,31 +112,27 @@ def stage_table(
     caption: str,
     stages: Sequence[Stage],
     rows: Mapping[str, Callable[[Stage], Measured]],
-    show: Callable[[Measured], str] | None = None,
+    show: Callable[[Measured], str] = lambda measured: with_interval(
+        measured.value, measured.widest
+    ),
 ) -> Table | None:
     """One row a quantity, one column a stage, and how the last compares to the first."""
-    cells: list[list[object]] = []
+    several = len(stages) > 1
+    cells = []
     for name, read in rows.items():
         values = [read(stage) for stage in stages]
-        if all(value.value is None for value in values):
-            continue
-        said = [(show or _shown)(value) for value in values]
-        compare = [ratio(values[0].value, values[-1].value)] if len(stages) > 1 else []
-        cells.append([name, *said, *compare])
-    head = ["", *(stage.label or "measured" for stage in stages)]
-    return table(caption, [*head, *(["ratio"] if len(stages) > 1 else [])], cells)
-
-
-def _shown(measured: Measured) -> str:
-    return with_interval(measured.value, measured.widest)
+        if any(value.value is not None for value in values):
+            compare = [ratio(values[0].value, values[-1].value)] if several else []
+            cells.append([name, *map(show, values), *compare])
+    head = ["", *(stage.label or "measured" for stage in stages), *(["ratio"] if several else [])]
+    return table(caption, head, cells)
 
 
 def _as_share(measured: Measured) -> str:
     if measured.value is None:
         return "–"
-    low, high = measured.interval or (measured.value, measured.value)
-    within = "" if percent(low) == percent(high) else f" [{percent(low)}, {percent(high)}]"
-    return f"{percent(measured.value)}{within}"
+    low, high = (percent(end) for end in measured.interval or (measured.value, measured.value))
+    return percent(measured.value) + ("" if low == high else f" [{low}, {high}]")
 
 
 # --- one section a question -----------------------------------------------------------------------
@@ -150,274 +140,199 @@ def _as_share(measured: Measured) -> str:
 
 def _sharpness(stages: Sequence[Stage]) -> Section | None:
     ends = _by_label(stages, lambda s: s.ends, "H")
-    densities = [stage.first(SpectralDensity) for stage in stages]
-    traces = [stage.trace() for stage in stages]
-    if not ends and not any(densities) and not any(traces):
+    rows = stage_table(
+        "Curvature of the loss",
+        stages,
+        {
+            "λmax": largest,
+            "λmin": smallest,
+            "total curvature tr H": trace("total"),
+            "‖H‖_F": norm("total"),
+            "effective rank of H": HEADLINES["effective rank of H"],
+        },
+    )
+    if rows is None:
         return None
-    rows = {
-        "λmax": largest,
-        "λmin": smallest,
-        "total curvature tr H": trace("total"),
-        "‖H‖_F": norm("total"),
-        "effective rank of H": HEADLINES["effective rank of H"],
-    }
+    tops = [(stage.label, top) for stage in stages if (top := largest(stage).value) is not None]
+    answer = "The ends of the spectrum were not measured in this run."
+    if tops:
+        (label, first), (_, last) = tops[0], tops[-1]
+        factor = ratio(first, last) if len(tops) > 1 else ""
+        answer = f"The sharpest direction has curvature {number(last)}"
+        answer += f" ({number(first)} {label}, {factor})" if factor else ""
+        if last > 0:
+            answer += (
+                f"; plain gradient descent is stable along it for steps below 2/λmax = "
+                f"{number(2 / last)}"
+            )
+        answer += "."
+    told = [f"{number(top)} {label}".strip() for label, top in tops]
     picture = Picture(
-        title="The outermost eigenvalues",
-        caption="Bars: 95 % over the data where that was measured",
-        alt=f"The largest and smallest eigenvalues of H: {_tops(stages)}.",
-        draw=lambda: drawing.stage_eigenvalues(ends),
+        "The outermost eigenvalues",
+        f"The largest and smallest eigenvalues of H; the largest: {', '.join(told)}.",
+        partial(draw, ends),
+        "Bars: 95 % over the data where that was measured",
     )
     return Section(
         key="sharpness",
         question="How sharp is it?",
-        short="Sharpness",
-        answer=_sharpness_answer(stages),
+        answer=answer,
         picture=picture if ends else None,
-        table=stage_table("Curvature of the loss", stages, rows),
-        folds=tuple(_eigenvalue_folds(stages)),
+        table=rows,
     )
-
-
-def _tops(stages: Sequence[Stage]) -> str:
-    values = [(stage.label, largest(stage).value) for stage in stages]
-    return listed([f"{number(v)} {label}".strip() for label, v in values if v is not None] or ["–"])
-
-
-def _sharpness_answer(stages: Sequence[Stage]) -> str:
-    tops = [largest(stage) for stage in stages]
-    known = [top.value for top in tops if top.value is not None]
-    if not known:
-        return "The ends of the spectrum were not measured in this run."
-    factor = ratio(known[0], known[-1]) if len(known) > 1 else ""
-    changed = f" ({number(known[0])} {stages[0].label}, {factor})" if factor else ""
-    step = (
-        f"; plain gradient descent is stable along it for steps below 2/λmax = "
-        f"{number(2 / known[-1])}"
-        if known[-1] > 0
-        else ""
-    )
-    return f"The sharpest direction has curvature {number(known[-1])}{changed}{step}."
-
-
-def _eigenvalue_folds(stages: Sequence[Stage]) -> Iterator[Fold]:
-    rows: list[list[object]] = []
-    for part, symbol in PARTS.items():
-        for stage in stages:
-            pairs = stage.first(Eigenpairs, part)
-            if pairs is None:
-                continue
-            order = pairs.values.double().argsort(descending=True)
-            low, high = pairs.interval
-            shown = " · ".join(
-                with_interval(float(pairs.values[i]), (float(low[i]), float(high[i])))
-                for i in order
-            )
-            name = f"{symbol} {stage.label}".strip()
-            rows.append([name, shown, pairs.products, pairs.completeness])
-    head = ["matrix", "eigenvalues", "products", "certainty"]
-    every = table("Each interval contains an eigenvalue for certain", head, rows)
-    if every is not None:
-        yield Fold(title="Every eigenvalue that was computed", tables=(every,))
 
 
 def _weights(stages: Sequence[Stage]) -> Section | None:
     atlases = _by_label(stages, lambda s: s.atlas, "H")
     if not atlases:
         return None
-    last = list(atlases.values())[-1]
+    label, last = list(atlases.items())[-1]
+    when = f" {label}" if len(atlases) > 1 else ""
+    shares = [{(b.row, b.column): b.share for b in one.ranking(None)} for one in atlases.values()]
     ranked = last.ranking(_LABELLED)
-    several = len(atlases) > 1
-    shares = {
-        label: {(b.row, b.column): b for b in atlas.ranking(None)}
-        for label, atlas in atlases.items()
-    }
-    rows: list[list[object]] = []
+    rows = []
     for block in ranked:
-        key = (block.row, block.column)
-        there = [shares[label].get(key) for label in atlases]
-        cells = ["–" if one is None else percent(one.share) for one in there]
-        norm_words = with_interval(block.frobenius, block.interval)
-        rows.append([block_name(last, block), *cells, norm_words])
-    labels = [label if several else "share of ‖H‖²" for label in atlases]
-    head = ["block", *labels, "norm" + (f" {list(atlases)[-1]}" if several else "")]
-    top = ranked[0] if ranked else None
-    roles = "–" if top is None else block_name(last, top)
-    diagonal = HEADLINES["share of ‖H‖² on diagonal blocks"](
-        next(stage for stage in reversed(stages) if stage.atlas is not None)
-    )
-    rest = ""
-    if informative("share of ‖H‖² on diagonal blocks", diagonal):
-        rest = (
-            f"; {_as_share(diagonal)} lies on diagonal blocks, the rest couples different weights"
+        there = [one.get((block.row, block.column)) for one in shares]
+        cells = ["–" if share is None else percent(share) for share in there]
+        rows.append(
+            [block_name(last, block), *cells, with_interval(block.frobenius, block.interval)]
         )
-    where = f" {list(atlases)[-1]}" if several else ""
+    answer = "No block of H can be told from zero."
+    if ranked:
+        top, share = block_name(last, ranked[0]), percent(ranked[0].share)
+        answer = f"{capitalised(top)} carries the most{when}: {share} of ‖H‖²"
+        name = "share of ‖H‖² on diagonal blocks"
+        diagonal = next(HEADLINES[name](s) for s in reversed(stages) if s.atlas is not None)
+        if informative(name, diagonal):
+            answer += f"; {_as_share(diagonal)} lies on diagonal blocks, the rest couples different"
+            answer += " weights"
+        answer += "."
+    maps = [
+        Picture(
+            f"{symbol} {label}".strip(),
+            f"Map of the blocks of {symbol} over pairs of roles {label}".strip(),
+            partial(one.plot, part=part),
+        )
+        for part, symbol in PARTS.items()
+        for label, one in atlases.items()
+        if f"role/frobenius/{part}" in one.maps and (one is last) != (part == "total")
+    ]
+    title = "The maps of H and of its parts: H_o, at fixed slopes of the network, and H_f, from its"
     return Section(
         key="weights",
         question="Which weights carry it?",
-        short="Weights",
-        answer=f"{capitalised(roles)} carries the most{where}: "
-        f"{percent(top.share) if top else '–'} of ‖H‖²{rest}.",
+        answer=answer,
         picture=Picture(
-            title="What every role takes part in",
-            caption="Rows of a role over ‖H‖²; biases count with their weights",
-            alt=f"Share of the squared norm of H by role; the largest block is {roles}.",
-            draw=lambda: drawing.stage_roles(atlases),
+            "What every role takes part in",
+            "Share of the squared norm of H by role.",
+            partial(drawing.draw_shares, atlases),
+            "Rows of a role over ‖H‖²; biases count with their weights",
         ),
-        table=table("The largest blocks, as shares of ‖H‖² (a pair counts twice)", head, rows),
-        folds=tuple(_map_folds(stages)),
+        table=table(
+            "The largest blocks, as shares of ‖H‖² (a pair counts twice)",
+            ["block", *(atlases if when else ["share of ‖H‖²"]), f"norm{when}"],
+            rows,
+        ),
+        folds=(Fold(f"{title} own bending", pictures=tuple(maps)),) if maps else (),
     )
 
 
-def _map_folds(stages: Sequence[Stage]) -> Iterator[Fold]:
-    atlases = _by_label(stages, lambda s: s.atlas, "H")
-    last = list(atlases)[-1]
-    pictures = []
-    for part, symbol in PARTS.items():
-        for label, atlas in atlases.items():
-            if f"role/frobenius/{part}" in atlas.maps and (label == last) != (part == "total"):
-                title = f"{symbol} {label}" if len(atlases) > 1 else symbol
-                pictures.append(
-                    Picture(
-                        title=title,
-                        alt=f"Map of the blocks of {title} over pairs of roles.",
-                        draw=lambda atlas=atlas, part=part: drawing.stage_map(atlas, part=part),  # type: ignore[misc]
-                    )
-                )
-    if pictures:
-        yield Fold(
-            title="The maps of H and of its parts: H_o, at fixed slopes of the network, and H_f, "
-            "from its own bending",
-            pictures=tuple(pictures),
-        )
-    traces = [_role_traces(stage) for stage in stages]
-    tables = tuple(one for one in traces if one is not None)
-    if tables:
-        yield Fold(title="Traces by role", tables=tables)
-
-
-def _role_traces(stage: Stage) -> Table | None:
-    if stage.atlas is None:
-        return None
-    maps = {part: stage.atlas.maps.get(f"role/trace/{part}") for part in PARTS}
-    known = {part: chosen for part, chosen in maps.items() if chosen is not None}
-    if not known:
-        return None
-    names = next(iter(known.values())).names
-    rows = [
-        [name, *(with_interval(m[name], m.interval_of(name)) for m in known.values())]
-        for name in names
-    ]
-    head = ["role", *(f"tr {PARTS[part]}" for part in known)]
-    return table(f"Traces by role {stage.label}".strip(), head, rows)
-
-
 def _depth(stages: Sequence[Stage]) -> Section | None:
-    flows = _by_label(stages, lambda s: s.flow, "")
+    flows = _by_label(stages, lambda s: s.flow)
     if not flows:
         return None
-    last = list(flows.values())[-1]
-    peak = max(last.sublayers, key=lambda entry: entry.measures["created_here"].norm)
+    label, last = list(flows.items())[-1]
     names = short_names([entry.name for entry in last.sublayers])
-    rows: list[list[object]] = []
+    norms = [{entry.name: entry.norm for entry in flow.sublayers} for flow in flows.values()]
+    rows = []
     for entry in last.sublayers:
-        cells: list[object] = [names[entry.name]]
-        norms = [
-            flow[entry.name].norm if _has(flow, entry.name) else None for flow in flows.values()
-        ]
-        cells += [None if n is None else number(n) for n in norms]
-        cells += [ratio(norms[0], norms[-1])] if len(norms) > 1 else []
+        values = [one.get(entry.name) for one in norms]
+        compare = [ratio(values[0], values[-1])] if len(flows) > 1 else []
         created = entry.measures["created_here"].norm
-        cells.append(percent(created / entry.norm) if entry.norm > 0 else "–")
-        rows.append(cells)
+        share = percent(created / entry.norm) if entry.norm > 0 else "–"
+        rows.append([names[entry.name], *values, *compare, share])
     head = ["input of", *((label or "curvature") for label in flows)]
     head += ["ratio"] if len(flows) > 1 else []
     whole, folds = cut(table("Curvature at each sublayer's input", [*head, "created there"], rows))
-    within = brackets(last.amplification, last.amplification_interval)
-    within = f" {within}" if within else ""
-    label = list(flows)[-1]
-    grown = f"Curvature at the embedding is {number(last.amplification)}{within} times that at"
+    within = brackets(last.amplification_interval)
+    peak = max(last.sublayers, key=lambda entry: entry.measures["created_here"].norm)
+    factor = " ".join(filter(None, [number(last.amplification), within]))
+    grown = f"Curvature at the embedding is {factor} times that at"
     if not math.isfinite(last.amplification):
         grown = "There is no curvature at"
     return Section(
         key="depth",
         question="Where in depth?",
-        short="Depth",
         answer=f"{grown} the last activation{f' {label}' if label else ''}; {names[peak.name]} "
         "creates the most by its own bending.",
         picture=Picture(
-            title="Created and passed on",
-            caption="What a sublayer creates by its own bending, and what it passes on",
-            alt=f"Curvature created and passed on by every sublayer; {peak.name} creates most.",
-            draw=lambda: drawing.stage_terms(flows),
+            "Created and passed on",
+            f"Curvature created and passed on by every sublayer; {peak.name} creates most.",
+            partial(draw, flows, quantity="both"),
+            "What a sublayer creates by its own bending, and what it passes on",
         ),
         table=whole,
         folds=folds,
     )
 
 
-def _has(flow: Any, name: str) -> bool:
-    return any(entry.name == name for entry in flow.sublayers)
-
-
 def _gauss_newton(stages: Sequence[Stage]) -> Section | None:
-    words = gauss_newton_words(stages[-1])
+    last = stages[-1]
+    words, when = gauss_newton_words(last), f", {last.label}" if last.label else ""
     if not words:
         return None
-    rows = {
+    shares = {
         "λmax of H_o, as a share of that of H": outer_sharpness,
         "‖H_f‖ / ‖H‖, what is left out": missed_share,
     }
-    shares = stage_table("", stages, rows, _as_share)
-    traces = stage_table(
-        "", stages, {f"tr {symbol}": trace(part) for part, symbol in PARTS.items()}
+    traces = {f"tr {symbol}": trace(part) for part, symbol in PARTS.items()}
+    caption = "H = H_o + H_f: H_o is the Gauss-Newton part, H_f the network's own bending"
+    both = [stage_table(caption, stages, shares, _as_share), stage_table(caption, stages, traces)]
+    known = [one for one in both if one is not None]
+    densities = {symbol: last.first(SpectralDensity, part) for part, symbol in PARTS.items()}
+    measured = {symbol: one for symbol, one in densities.items() if one is not None}
+    picture = Picture(
+        f"The parts of H{when}",
+        "Densities of the eigenvalues of H, of its Gauss-Newton part H_o and of H_f.",
+        partial(draw, measured, first_colour=2),
+        "Where H and H_o lie on each other, Gauss-Newton says it all",
     )
-    both = [one for one in (shares, traces) if one is not None]
-    merged = Table(
-        caption="H = H_o + H_f: H_o is the Gauss-Newton part, H_f the network's own bending",
-        head=both[0].head,
-        rows=tuple(row for one in both for row in one.rows),
-    )
-    last = stages[-1]
-    densities = {
-        symbol: density
-        for part, symbol in PARTS.items()
-        if (density := last.first(SpectralDensity, part)) is not None
-    }
     return Section(
         key="gauss-newton",
         question="Is Gauss-Newton enough?",
-        short="Gauss-Newton",
-        answer=f"{words}{f' ({last.label})' if last.label else ''}.",
-        picture=Picture(
-            title=f"The parts of H{f', {last.label}' if last.label else ''}",
-            caption="Where H and H_o lie on each other, Gauss-Newton says it all",
-            alt="Densities of the eigenvalues of H, of its Gauss-Newton part H_o and of H_f.",
-            draw=lambda: drawing.stage_spectra(densities, first_colour=2),
-        )
-        if densities
-        else None,
-        table=merged,
+        answer=f"{words}{when}.",
+        picture=picture if measured else None,
+        table=Table(
+            caption=caption,
+            head=known[0].head,
+            rows=tuple(row for one in known for row in one.rows),
+        ),
     )
 
 
 def _changes(comparison: Comparison, stages: Sequence[Stage]) -> Iterator[Section]:
-    if not comparison.changes:
-        return
-    real = [change for change in comparison.changes if change.verdict == REAL]
     first, last = stages[0], stages[-1]
-    rows: list[list[object]] = []
-    for change in comparison.changes:
-        if all(informative(change.name, one) for one in (change.before, change.after)):
-            before, after = change.before, change.after
-            cells = [_shown(before), _shown(after), ratio(before.value, after.value)]
-            rows.append([change.name, *cells, change.verdict])
     head = ["", first.label, last.label, "ratio", "verdict"]
-    whole = table("Every change, the largest first", head, rows)
-    top = (
-        Table(caption="The largest changes", head=tuple(head), rows=whole.rows[:7])
-        if whole
-        else None
-    )
+
+    def cells(change: StateChange) -> list[str]:
+        ends = (change.before, change.after)
+        factor = ratio(*(end.value for end in ends))
+        return [change.name, *map(str, ends), factor, change.verdict]
+
+    telling = [
+        cells(change)
+        for change in comparison.changes
+        if all(informative(change.name, one) for one in (change.before, change.after))
+    ]
+    if not telling:
+        return
+    differ = [[name, *pair] for name, pair in comparison.options.items()]
+    more = {
+        "Every change": table("", head, telling),
+        "Settings that differ": table("", ["setting", "first", "last"], differ),
+        "Every state side by side": stage_table("", stages, HEADLINES) if stages[2:] else None,
+    }
+    real = [change for change in comparison.changes if change.verdict == REAL]
     data = (
         "on the same data, so a change is real when it exceeds what both intervals allow"
         if comparison.same_data
@@ -425,30 +340,20 @@ def _changes(comparison: Comparison, stages: Sequence[Stage]) -> Iterator[Sectio
     )
     picture = None
     if first.atlas is not None and last.atlas is not None:
-        one, two = first.atlas, last.atlas
         picture = Picture(
-            title=f"Factor of change, {first.label} → {last.label}",
-            caption="White: within error",
-            alt="Factor by which the block of every pair of roles changed.",
-            draw=lambda: drawing.map_change(one, two),
+            f"Factor of change, {first.label} → {last.label}",
+            "Factor by which the block of every pair of roles changed.",
+            partial(drawing.draw_change, first.atlas, last.atlas),
+            "White: within error",
         )
-    folds = [Fold(title="Every change", tables=(whole,))] if whole else []
-    if comparison.options:
-        differ = [[name, *pair] for name, pair in comparison.options.items()]
-        settings = table("Settings that differ", ["setting", "first", "last"], differ)
-        folds += [Fold(title="Settings that differ", tables=(settings,))] if settings else []
-    if len(stages) > 2:
-        every = stage_table("Every state", stages, HEADLINES)
-        folds += [Fold(title="Every state side by side", tables=(every,))] if every else []
     yield Section(
         key="changes",
         question="What changed?",
-        short="What changed",
         answer=f"{len(real)} of {len(comparison.changes)} numbers really changed between "
         f"“{first.label}” and “{last.label}”, measured {data}.",
         picture=picture,
-        table=top,
-        folds=tuple(folds),
+        table=table("The largest changes", head, telling[:_LABELLED]),
+        folds=tuple(Fold(title, tables=(one,)) for title, one in more.items() if one is not None),
     )
 
 
@@ -463,62 +368,52 @@ _CHECKED: dict[str, Callable[[Stage], Measured]] = {
 }
 
 
-def _certainty(stages: Sequence[Stage]) -> Iterator[Section]:
-    stage = stages[-1]
-    read = {name: reader(stage) for name, reader in _CHECKED.items()}
-    known = {name: m for name, m in read.items() if m.value is not None}
+def _certainty(stage: Stage) -> Iterator[Section]:
+    known = {name: m for name, read in _CHECKED.items() if (m := read(stage)).value is not None}
     if not known:
         return
-    rows = [
-        [name, number(m.value or 0.0), _half(m, m.interval), _half(m, m.data_interval)]
-        for name, m in known.items()
-    ]
-    errors = [
-        (name, m.value or 0.0, m.interval, m.data_interval)
-        for name, m in known.items()
-        if any(_half(m, ends) not in ("–", "exact") for ends in (m.interval, m.data_interval))
-    ]
-    data = [m for m in known.values() if m.data_interval is not None]
+    rows, errors = [], []
+    for name, m in known.items():
+        halves = [_half(m.value or 0.0, ends) for ends in (m.interval, m.data_interval)]
+        rows.append([name, number(m.value or 0.0), *halves])
+        if set(halves) - {"–", "exact"}:
+            errors.append((name, m.value or 0.0, m.interval, m.data_interval))
     subject = stage.subject
-    used = f"{subject.data}" if subject is not None else "the data of this run"
     why = f" {capitalised(subject.basis)}" if subject is not None and subject.basis else ""
-    if data:
+    told = "how far other samples would move these numbers was not measured"
+    if any(m.data_interval is not None for m in known.values()):
         told = "both are given below; the larger one is shown everywhere on this page"
     elif subject is not None and subject.batches < 2:
         told = (
             "all samples came in one batch, so their scatter was not measured: other samples would "
             "move every number further than the brackets say"
         )
-    else:
-        told = "how far other samples would move these numbers was not measured"
-    where = f" {stage.label}" if stage.label else ""
+    when = f" {stage.label}" if stage.label else ""
+    picture = Picture(
+        f"Both errors{when}",
+        "Half-widths of the 95 % intervals of the measurement and of the data, in percent.",
+        partial(drawing.draw_errors, errors),
+        "Right of the dotted line a number is not known",
+    )
     yield Section(
         key="certainty",
         question="How sure is this?",
-        short="How sure",
-        answer=f"Measured on {used}.{why} An estimate has the error of its probes and that of "
-        f"the data: {told}.",
-        picture=Picture(
-            title=f"Both errors{where}",
-            caption="Right of the dotted line a number is not known",
-            alt="Half-widths of the 95 % intervals of the measurement and of the data, in percent.",
-            draw=lambda: drawing.both_errors(errors),
-        )
-        if errors
-        else None,
+        answer=f"Measured on {subject.data if subject is not None else 'the data of this run'}."
+        f"{why} An estimate has the error of its probes and that of the data: {told}.",
+        picture=picture if errors else None,
         table=table(
-            f"Half the 95 % interval{where}",
+            f"Half the 95 % interval{when}",
             ["", "value", "of the measurement", "of the data"],
             rows,
         ),
     )
 
 
-def _half(measured: Measured, interval: tuple[float, float] | None) -> str:
+def _half(value: float, interval: tuple[float, float] | None) -> str:
     if interval is None:
         return "–"
     half = (interval[1] - interval[0]) / 2
-    if half <= 1e-6 * abs(measured.value or 1.0):
+    if half <= 1e-6 * abs(value or 1.0):
         return "exact"
-    share = half / abs(measured.value) if measured.value else float("inf")
+    share = half / abs(value) if value else float("inf")
     return f"± {number(half, 2)} ({percent(share)})"

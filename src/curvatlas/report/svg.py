@@ -12,6 +12,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -40,26 +41,11 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
 
     The same figure gives the same text. ``classes`` are added to the element's own, ``picture``.
     """
-    import matplotlib
-
     cells = _prepared(figure)
     buffer = io.StringIO()
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "curvatlas",
-        "figure.autolayout": False,
-        "figure.constrained_layout.use": False,
-    }
-    engine = figure.get_layout_engine()
-    with matplotlib.rc_context(settings):
-        if engine is not None:  # laid out here: while a figure has an engine it is drawn twice
-            engine.execute(figure)
-            figure.set_layout_engine(None)
-        # dpi is that of the parts that are raster
-        figure.savefig(
-            buffer, format="svg", transparent=True, dpi=144, metadata={"Date": None, "Creator": ""}
-        )
-    figure.set_layout_engine(engine)
+    options: Any = {"format": "svg", "transparent": True, "metadata": {"Date": None, "Creator": ""}}
+    with laid_out(figure):
+        figure.savefig(buffer, dpi=144, **options)  # dpi is that of the parts that are raster
     root = ElementTree.fromstring(buffer.getvalue())
     _without_namespaces(root)
     for child in list(root):
@@ -78,6 +64,7 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
     root.attrib = {
         "class": f"picture {classes}".strip(),
         "viewBox": f"0 0 {width:g} {height:g}",
+        "preserveAspectRatio": "xMinYMin",
         "width": f"{_SHOWN_SIZE * width:.0f}",
         "height": f"{_SHOWN_SIZE * height:.0f}",
         "role": "img",
@@ -87,6 +74,29 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
     root.tail = None
     # made by a serialiser that escapes every text and attribute
     return Markup(ElementTree.tostring(root, encoding="unicode"))
+
+
+@contextmanager
+def laid_out(figure: Figure) -> Iterator[None]:
+    """The figure laid out once for all files: while it has an engine it is drawn twice to be saved.
+
+    Text stays text, and the same numbers give the same file: no dates, no random identifiers.
+    """
+    import matplotlib
+
+    settings: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "curvatlas",
+        "figure.autolayout": False,
+        "figure.constrained_layout.use": False,
+    }
+    engine = figure.get_layout_engine()
+    with matplotlib.rc_context(settings):
+        if engine is not None:
+            engine.execute(figure)
+            figure.set_layout_engine(None)
+        yield
+    figure.set_layout_engine(engine)
 
 
 # --- before matplotlib writes -------------------------------------------------------------------

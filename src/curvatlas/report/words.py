@@ -49,7 +49,14 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def brackets(value: float, interval: Interval | None) -> str:
+def told(value: object, interval: Interval | None) -> str:
+    """A cell of a table with the interval around it."""
+    if interval is None or isinstance(value, str):
+        return shown(value)
+    return with_interval(value, interval) if value is not None else brackets(interval)  # type: ignore[arg-type]
+
+
+def brackets(interval: Interval | None) -> str:
     """``[12.1, 12.5]``; empty where the interval is that of rounding."""
     if interval is None:
         return ""
@@ -65,7 +72,7 @@ def with_interval(value: float | None, interval: Interval | None) -> str:
     """``12.3 [12.1, 12.5]``."""
     if value is None:
         return "–"
-    return f"{number(value)} {brackets(value, interval)}".strip()
+    return f"{number(value)} {brackets(interval)}".strip()
 
 
 def percent(share: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from curvatlas.anatomy import Anatomy, Slice
-from curvatlas.figures.maps import save_figures
 from curvatlas.linear_operator import PARTS
 from curvatlas.results import Number, Result
 
@@ -385,10 +383,6 @@ class Atlas(Result):
             for m in self.maps.values()
             for row in m._rows()
         ]
-
-    def save_figures(self, folder: str | os.PathLike[str]) -> list[str]:
-        """Write a PNG of every view; returns the paths."""
-        return save_figures(self, folder)
 
     def __str__(self) -> str:
         model = self.view("model")

@@ -258,6 +258,12 @@ class CriticalLearningRate(Result):
         """Deviations shrink at every rate below and grow at every rate above."""
         return all((g > 1) == (r > 1) for r, g in zip(self.ratios, self.growth, strict=True))
 
+    def _rows(self) -> list[dict[str, Any]]:
+        """A row a rate that was tried."""
+        columns = {"rate / critical": self.ratios, "growth a step": self.growth,
+                   "predicted": self.expected}  # fmt: skip
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
     def __str__(self) -> str:
         tried = ", ".join(
             f"{r:.2f}×: ×{g:.3f} a step (expected ×{e:.3f})"
