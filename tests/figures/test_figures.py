@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 import curvatlas as ca
-from curvatlas.figures import draw, visualize_hessian_spectrum
+from curvatlas.figures import draw
 from curvatlas.spectra.density_result import exact_density
-from report_samples import density, eigenpairs
+from result_samples import sample
 
 
 def test_the_spectrum_shows_every_eigenvalue_and_its_statistics(tmp_path: Path) -> None:
@@ -30,22 +29,9 @@ def test_the_spectrum_shows_every_eigenvalue_and_its_statistics(tmp_path: Path) 
     assert (tmp_path / "s.png").stat().st_size > 1000
 
 
-def test_density_and_eigenvalues_are_drawn_together(tmp_path: Path) -> None:
-    found = density(0)
-    figure = ca.visualize_hessian_spectrum((found, eigenpairs(0, both=True)))
-    curve = figure.axes[0].lines[0]
-    assert curve.get_xdata() == pytest.approx(found.grid.numpy())
-    assert curve.get_ydata() == pytest.approx(found.density.numpy())
-    said = figure.axes[2].texts[0].get_text()
-    assert "of the whole spectrum" in said
-    assert f"{found.mean:.4g}" in said
-
-
 def test_a_spectrum_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="no eigenvalues"):
         ca.visualize_hessian_spectrum([])
-    with pytest.raises(ValueError, match="no eigenvalues and no density"):
-        ca.visualize_hessian_spectrum({"something": 1})
 
 
 def _flow(step: int, scale: float) -> Any:
@@ -71,39 +57,27 @@ def test_curvature_flow_has_two_maps_lines_and_bars(tmp_path: Path) -> None:
     assert (tmp_path / "flow.svg").read_text().startswith("<?xml")
 
 
-def test_curvature_flow_takes_matrices_and_refuses_others() -> None:
-    ca.visualize_curvature_flow({"curvature": torch.rand(3, 4) + 0.1, "gradient": torch.rand(3, 4)})
-    with pytest.raises(ValueError, match="gradient"):
-        ca.visualize_curvature_flow({"curvature": [[1.0]], "gradient": [[1.0, 2.0]]})
-    with pytest.raises(ValueError, match="no 'gradient'"):
-        ca.visualize_curvature_flow({"curvature": [[1.0]]})
+def test_flows_of_different_models_are_refused() -> None:
     other = SimpleNamespace(stream=_flow(0, 1.0).stream[:2], step=1)
-    with pytest.raises(ValueError, match="different models"):
+    with pytest.raises(ValueError, match="different layers"):
         ca.visualize_curvature_flow([_flow(0, 1.0), other])
 
 
-def test_scaling_shows_the_fit_of_the_rows(tmp_path: Path) -> None:
-    rows = [
-        {"parameters": n, "samples": d, "hessian_norm": 2.0 * n**0.3 * d**-0.5}
-        for n in (100, 1000, 10000) for d in (64, 256)
-    ]  # fmt: skip
-    figure = ca.plot_scaling_law_predictions({"rows": rows}, path=tmp_path / "scaling.png")
+def test_scaling_shows_the_fit_of_both_sizes(tmp_path: Path) -> None:
+    sizes, data = np.array([100.0, 1000, 10000]), np.array([64.0, 256])
+    norms = 2.0 * sizes[:, None] ** 0.3 * data**-0.5
+    figure = ca.plot_scaling_law_predictions(sizes, norms, data, path=tmp_path / "scaling.png")
     labels = [text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()]
     assert any("N^0.30" in label for label in labels)
     assert any("D^-0.50" in label for label in labels)
     assert "guide 1/√D" in labels
-    with pytest.raises(ValueError, match="hessian_trace"):
-        ca.plot_scaling_law_predictions(rows, quantity="hessian_trace")
-    with pytest.raises(ValueError, match="no rows"):
-        ca.plot_scaling_law_predictions([])
 
 
-def test_the_statistics_of_a_density_quote_its_own_negative_share() -> None:
-    values = torch.linspace(-1.0, 3.0, 40, dtype=torch.float64)
-    density = exact_density(values, 40, psd=False)
-    told = dataclasses.replace(density, negative_mass=0.4321, negative_mass_interval=(0.2, 0.6))
-    texts = [t.get_text() for t in visualize_hessian_spectrum(told).axes[2].texts]
-    assert "negative 43.2%\n  [20.0%, 60.0%]" in texts[0]
+def test_the_cells_of_a_scaling_grid_stand_for_the_three_lists() -> None:
+    grid = sample("ScalingGrid")
+    left, _ = ca.plot_scaling_law_predictions(grid, quantity="trace").axes
+    drawn = sorted(y for line in left.lines for y in line.get_ydata() if line.get_marker() == "o")
+    assert drawn == pytest.approx(sorted(cell.trace for cell in grid.trained))
 
 
 def test_a_density_draws_as_many_eigenvalues_as_there_are() -> None:

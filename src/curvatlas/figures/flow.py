@@ -22,12 +22,10 @@ from curvatlas.figures.style import (
     lying_bars,
     name_axis,
     panels,
-    plain_numbers,
     saved,
     shade,
     short_names,
 )
-from curvatlas.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,125 +129,80 @@ def draw_layers(curvature: LayerWiseCurvature) -> Figure:
 
 # --- the article's figure ------------------------------------------------------------------------
 
+# what the rows of a run are read by: curvature, the second map and its title, the layer's name
+_ROWS = (
+    ("attn_curvature", "gradient_scale", "gradient norm", "layer"),
+    ("curvature", "output_norm", "norm of the output", "name"),
+)
+_STREAM = ("norm", "gradient_scale", "gradient norm", "name")  # of a flow's residual stream
 
-def visualize_curvature_flow(
-    flow: Result | Sequence[Any] | Mapping[str, Any], *, path: PathLike | None = None
-) -> Figure:
+
+def visualize_curvature_flow(flow: Any, *, path: PathLike | None = None) -> Figure:
     """Curvature and gradient scale over layers and steps: two heat maps, lines, final bars.
 
-    flow: a ``CurvatureFlow`` or several of one model (``analyzer.history``): then the layers are
-    the residual stream, the embedding and every block's output. Or a mapping with ``curvature`` and
-    ``gradient`` (steps, layers), and optionally ``layers`` (names), ``steps`` (numbers) and
-    ``interval`` ((steps, layers), (steps, layers)). Or, as in the article, a list of runs, each a
-    list of mappings: with ``attn_curvature`` and ``gradient_scale`` (``compute_layer_curvature``),
-    or with ``name``, ``output_norm`` and ``curvature`` (``analyze_layer_wise_curvature``, and so
-    ``analyzer.history["layer_curvatures"]``), whose second map is the output's norm.
+    flow: a run or a list of runs of one model, each a list of mappings: with ``attn_curvature`` and
+    ``gradient_scale`` (``compute_layer_curvature``), or with ``name``, ``output_norm`` and
+    ``curvature`` (``analyze_layer_wise_curvature``, whose second map is the output's norm). Or a
+    ``CurvatureFlow`` or several (``analyzer.history``): then the layers are the residual stream,
+    the embedding and every block's output.
     """
-    content = flow if isinstance(flow, Mapping) else _of_rows(flow) or _stream_of(flow)
-    curvature = _matrix(content, "curvature")
-    gradient = _matrix(content, "gradient")
-    if gradient.shape != curvature.shape:
-        raise ValueError(
-            f"curvature is {curvature.shape}, gradient {gradient.shape}: make them one."
+    flows = list(flow) if isinstance(flow, (list, tuple)) else [flow]
+    runs = _runs_of(flows)
+    keys = next((keys for keys in _ROWS if keys[0] in runs[0][0]), _ROWS[0])
+    keys = _STREAM if hasattr(flows[0], "stream") else keys
+    for place, row in ((i, row) for run in runs for i, row in enumerate(run)):
+        missing = [key for key in keys[:2] if key not in row]
+        if missing:
+            raise ValueError(f"row {place} has no {missing[0]!r}: it has {sorted(row)}.")
+    names = [str(row.get(keys[3], i)) or "model" for i, row in enumerate(runs[0])]
+    if any([str(row.get(keys[3], i)) or "model" for i, row in enumerate(r)] != names for r in runs):
+        raise ValueError("the runs have rows of different layers: draw runs of one model.")
+    curvature, second = (
+        np.array(
+            [[math.nan if row[key] is None else float(row[key]) for row in run] for run in runs]
         )
-    count, layers = curvature.shape
-    names = [str(name) for name in content.get("layers") or range(layers)]
-    steps = [float(step) for step in content.get("steps") or range(count)]
+        for key in keys[:2]
+    )
+    given = [getattr(one, "step", None) for one in flows[: len(runs)]]
+    steps = [float(i if step is None else step) for i, step in enumerate(given)]
     figure, (a, b, c, d) = panels(2, 2)
-    second = content.get("second", "gradient norm")
-    for axes, matrix, label in ((a, curvature, "curvature"), (b, gradient, second)):
+    for axes, matrix, label in ((a, curvature, "curvature"), (b, second, keys[2])):
         _draw_map(figure, axes, matrix, names, steps, label)
-    for index in range(layers):
-        marker = "o" if count < 20 else None
-        line: Any = {"color": shade(index, layers), "marker": marker, "label": names[index]}
-        c.plot(steps, curvature[:, index], markersize=4, **line)
+    for index, name in enumerate(names):
+        colour, marker = shade(index, len(names)), "o" if len(steps) < 20 else None
+        c.plot(steps, curvature[:, index], color=colour, marker=marker, label=name, markersize=4)
     c.set(xlabel="step", ylabel="curvature")
     if (curvature > 0).all():
         c.set_yscale("log")
     legend(c, "curvature of each layer")
-    error = None
-    if content.get("interval") is not None:
-        low, high = (plain_numbers(end)[-1] for end in content["interval"])
-        error = error_bars(curvature[-1], list(zip(low, high, strict=True)))
-    d.bar(range(layers), curvature[-1], color=BLUE, yerr=error)
+    ends = [row["interval"] for row in runs[-1] if "interval" in row]
+    error = error_bars(curvature[-1].tolist(), ends) if len(ends) == len(names) else None
+    d.bar(range(len(names)), curvature[-1], color=BLUE, yerr=error)
     d.set(ylabel="curvature", title=f"at step {steps[-1]:g}")
-    name_axis(d.xaxis, names, turned=45 if layers > 6 else 0, most=20)
+    name_axis(d.xaxis, names, turned=45 if len(names) > 6 else 0, most=20)
     return saved(figure, path)
 
 
-# what a run's rows are read by: curvature, the second map, the layer's name; the second's title
-_ROWS = (
-    ("attn_curvature", "gradient_scale", "layer", "gradient norm"),
-    ("curvature", "output_norm", "name", "norm of the output"),
-)
-
-
-def _of_rows(runs: Any) -> Mapping[str, Any] | None:
-    """Runs of one row a layer as matrices; one run may stand alone. None: no such rows."""
-
-    def is_row(item: Any) -> bool:
-        return isinstance(item, Mapping) or hasattr(item, "attn_curvature")
-
-    def is_run(item: Any) -> bool:
-        rows = isinstance(item, (list, tuple)) or hasattr(item, "activations")
-        return rows and len(item) > 0 and all(map(is_row, item))
-
-    if is_run(runs):
+def _runs_of(runs: list[Any]) -> list[list[dict[str, Any]]]:
+    """Runs as lists of one mapping a layer; one run may stand alone."""
+    if runs and (isinstance(runs[0], Mapping) or hasattr(runs[0], "attn_curvature")):
         runs = [runs]
-    if not isinstance(runs, (list, tuple)) or not runs or not all(map(is_run, runs)):
-        return None
-    if all(hasattr(run, "stream") for run in runs):
-        return None  # a flow has more rows than layers
-    kind = next((kind for kind in _ROWS if kind[0] in runs[0][0]), _ROWS[0])
-    names = [
-        [str(dict(row).get(kind[2], i)) or "model" for i, row in enumerate(run)] for run in runs
-    ]
-    if any(row != names[0] for row in names):
-        raise ValueError("the runs have rows of different layers: draw runs of one model.")
-    for key in kind[:2]:
-        missing = [i for run in runs for i, row in enumerate(run) if key not in row]
-        if missing:
-            raise ValueError(
-                f"row {missing[0]} has no {key!r}: it has {sorted(runs[0][0].keys())}."
-            )
-    curvature, second = (
-        [[float("nan") if row[key] is None else row[key] for row in run] for run in runs]
-        for key in kind[:2]
-    )
-    return {"curvature": curvature, "gradient": second, "layers": names[0], "second": kind[3]}
-
-
-def _stream_of(flow: Any) -> Mapping[str, Any]:
-    """The residual stream of one or several ``CurvatureFlow`` as matrices."""
-    flows = list(flow) if isinstance(flow, (list, tuple)) else [flow]
-    if not flows or not all(hasattr(one, "stream") for one in flows):
+    keys = ("name", "norm", "gradient_scale", "interval")
+    try:
+        rows = [
+            [{key: getattr(entry, key) for key in keys} for entry in run.stream]
+            if hasattr(run, "stream")
+            else [dict(row) for row in run]
+            for run in runs
+        ]
+    except (TypeError, ValueError):
+        rows = []
+    if not rows or not all(rows):
         raise ValueError(
-            "give a CurvatureFlow, a list of them, a mapping of matrices, or a list of runs, each "
-            "a list of mappings with 'attn_curvature' and 'gradient_scale'."
+            "give a CurvatureFlow, a list of them, or a list of runs, each a list of mappings with "
+            "'attn_curvature' and 'gradient_scale'."
         )
-    streams = [one.stream for one in flows]
-    if len({tuple(entry.name for entry in stream) for stream in streams}) != 1:
-        raise ValueError("the flows are of different models: their layers have other names.")
-    return {
-        "curvature": [[entry.norm for entry in stream] for stream in streams],
-        "gradient": [[entry.gradient_scale for entry in stream] for stream in streams],
-        "layers": [entry.name for entry in streams[0]],
-        "steps": [index if one.step is None else one.step for index, one in enumerate(flows)],
-        "interval": [
-            [[entry.interval[end] for entry in stream] for stream in streams] for end in (0, 1)
-        ],
-    }
-
-
-def _matrix(content: Mapping[str, Any], key: str) -> Array:
-    if key not in content:
-        raise ValueError(f"the curvature flow has no {key!r}: it has {sorted(content)}.")
-    matrix = np.asarray(plain_numbers(content[key]), dtype=np.float64)
-    if matrix.ndim == 1:
-        matrix = matrix[None]
-    if matrix.ndim != 2 or not matrix.size:
-        raise ValueError(f"{key} must be a (steps, layers) matrix, got shape {matrix.shape}.")
-    return matrix
+    return rows
 
 
 def _draw_map(

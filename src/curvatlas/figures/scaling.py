@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from curvatlas.figures.style import (
     draws,
     legend,
     lying_bars,
-    mapping,
     panels,
     plain_numbers,
     points,
@@ -32,7 +30,6 @@ from curvatlas.fits import (
     ScalingLaw,
     plane_power_law,
     power_law,
-    scaling_law,
 )
 from curvatlas.linear_operator import SYMBOLS
 from curvatlas.results import Result
@@ -60,46 +57,32 @@ QUANTITIES = {
 
 
 def plot_scaling_law_predictions(
-    results: Result | Mapping[str, Any] | Sequence[Any] | None = None,
+    model_sizes: Any = None,
     hessian_norms: Any = None,
-    dataset_sizes: Sequence[float] | None = None,
+    dataset_sizes: Any = None,
     *,
-    model_sizes: Sequence[float] | None = None,
     path: PathLike | None = None,
     quantity: str = "hessian_norm",
 ) -> Figure:
-    """``quantity`` against model size and against data size, with the law fitted to both at once.
+    """Norms against model size and against data size, with the law C Nᵃ Dᵇ fitted to both at once.
 
-    results: rows with ``parameters``, ``samples`` and ``quantity`` (a result or mapping holds them
-    in ``rows``); rows that say why they are ``left_out`` are. One law, C Nᵃ Dᵇ, or E + A/N^α +
-    B/D^β of a validation loss where the sizes suffice, is drawn for every size in its colour; its
-    exponents' 95 % intervals are in the legends. The 1/√D guide is only a guide.
-
-    As in the article, also ``plot_scaling_law_predictions(model_sizes, hessian_norms,
-    dataset_sizes)``: norms of every pair, (models, data sizes), or one a model, each measured with
-    the data size at the same place; where the lists differ in length, norms of models alone, with
-    the guide over the data sizes.
+    hessian_norms: of every pair, (models, data sizes), or one a model, each measured with the data
+    size at the same place; where the lists differ in length, norms of models alone, with the guide
+    over the data sizes. The law is drawn for every size in its colour; its exponents' 95 %
+    intervals are in the legends. The 1/√D guide is only a guide. A ``ScalingGrid`` may stand for
+    all three, ``quantity`` for the norm.
     """
-    if results is None:
-        results = model_sizes
-    if hessian_norms is not None or dataset_sizes is not None:
-        results = _listed(results, hessian_norms, dataset_sizes, quantity)
-    rows = [row for row in _rows(results) if not row.get("left_out")]
-    if not rows:
-        raise ValueError("every row of the scaling grid is left out: there is nothing to draw.")
-    try:
-        sizes, samples, values = (
-            np.array([float(row[key]) for row in rows])
-            for key in ("parameters", "samples", quantity)
-        )
-    except KeyError as error:
-        raise ValueError(f"the rows have no {error}: they have {sorted(rows[0])}.") from None
-    usable = np.isfinite(values)
-    sizes, samples, values = sizes[usable], samples[usable], values[usable]
+    if isinstance(model_sizes, Result):
+        cells = [one for one in model_sizes["cells"] if one.trained and one.get(quantity, 1) > 0]
+        columns = ("parameters", quantity, "samples")
+        model_sizes, hessian_norms, dataset_sizes = ([c[k] for c in cells] for k in columns)
+    sizes, samples, values = _paired(model_sizes, hessian_norms, dataset_sizes)
     figure, (left, right) = panels(2, width=1.2)
-    known = np.isfinite(samples).all()  # which data every norm was measured with
-    if known:
-        law = _joint(sizes, samples, values, quantity)
+    if np.isfinite(samples).all():  # which data every norm was measured with
+        try:
+            law = plane_power_law(sizes, samples, values)
+        except ValueError:  # too few sizes, or N and D grow together
+            law = None
         _draw_against(left, sizes, values, samples, law, "N")
         _draw_against(right, samples, values, sizes, law, "D")
     else:
@@ -108,7 +91,7 @@ def plot_scaling_law_predictions(
         right.set(xlabel=_AXES["D"], xscale="log", yscale="log")
         values = np.full_like(samples, values[-1]) * np.sqrt(samples.min() / samples)
     grid = np.geomspace(samples.min(), samples.max(), 50)
-    anchor = np.exp(np.mean(np.log(np.abs(values)) + 0.5 * np.log(samples)))
+    anchor = np.exp(np.mean(np.log(values) + 0.5 * np.log(samples)))
     right.plot(grid, anchor / np.sqrt(grid), color=MUTED, linestyle=":", label="guide 1/√D")
     for axes in (left, right):
         axes.set_ylabel(quantity.replace("_", " "))
@@ -117,19 +100,6 @@ def plot_scaling_law_predictions(
 
 
 _AXES = {"N": "parameters N", "D": "samples D"}
-
-
-def _joint(sizes: Array, samples: Array, values: Array, quantity: str) -> Any:
-    """One law for both sizes, or None where they do not suffice for one."""
-    if not (values > 0).all():
-        return None
-    fits = (scaling_law, plane_power_law) if quantity == "validation_loss" else (plane_power_law,)
-    for fit in fits:
-        try:
-            return fit(sizes, samples, values)
-        except ValueError:  # too few sizes, or N and D grow together
-            continue
-    return None
 
 
 def _draw_against(axes: Any, x: Array, y: Array, groups: Array, law: Any, axis: str) -> None:
@@ -145,7 +115,10 @@ def _draw_against(axes: Any, x: Array, y: Array, groups: Array, law: Any, axis: 
             curve = law(grid, group) if axis == "N" else law(group, grid)
             axes.plot(grid, curve, color=colour, linewidth=1.0)
     if law is not None:
-        axes.plot([], [], color=MUTED, linewidth=1.0, label=f"joint fit {_exponent(law, axis)}")
+        exponent = law.by_parameters if axis == "N" else law.by_samples
+        low, high = law.parameters_interval if axis == "N" else law.samples_interval
+        words = f"joint fit ∝ {axis}^{exponent:.2f} [{low:.2f}, {high:.2f}]"
+        axes.plot([], [], color=MUTED, linewidth=1.0, label=words)
     elif len(x) > 2 and len(np.unique(x)) > 1 and (y > 0).all():
         fit = power_law(x, y)
         low, high = fit.interval
@@ -154,20 +127,8 @@ def _draw_against(axes: Any, x: Array, y: Array, groups: Array, law: Any, axis: 
     axes.set(xlabel=_AXES[axis], xscale="log", yscale="log")
 
 
-def _exponent(law: PlanePowerLaw | ScalingLaw, axis: str) -> str:
-    """One exponent of a law with its 95 % interval."""
-    if isinstance(law, ScalingLaw):
-        sign, letter = ("−α", "A") if axis == "N" else ("−β", "B")
-        value = law.alpha if axis == "N" else law.beta
-        low, high = law.alpha_interval if axis == "N" else law.beta_interval
-        return f"{letter} {axis}^{sign}, {sign[1]} = {value:.2f} [{low:.2f}, {high:.2f}]"
-    value = law.by_parameters if axis == "N" else law.by_samples
-    low, high = law.parameters_interval if axis == "N" else law.samples_interval
-    return f"∝ {axis}^{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _listed(sizes: Any, norms: Any, samples: Any, quantity: str) -> list[dict[str, float]]:
-    """The rows of three lists; ``samples`` is nan where a norm belongs to no one data size."""
+def _paired(sizes: Any, norms: Any, samples: Any) -> tuple[Array, Array, Array]:
+    """Model and data size of every norm; data sizes are nan where a norm belongs to no one."""
     if sizes is None or norms is None or samples is None:
         raise ValueError("give all three: model_sizes, hessian_norms and dataset_sizes.")
     sizes, norms, samples = (
@@ -178,26 +139,14 @@ def _listed(sizes: Any, norms: Any, samples: Any, quantity: str) -> list[dict[st
     if not all((part > 0).all() for part in (sizes, norms, samples)):
         raise ValueError("sizes and norms must be positive: they are drawn on logarithmic axes.")
     if norms.shape == (len(sizes), len(samples)):
-        places = [(n, d, norms[i, j]) for i, n in enumerate(sizes) for j, d in enumerate(samples)]
-    elif norms.shape != sizes.shape:
+        pairs = np.meshgrid(sizes, samples, indexing="ij")
+        return pairs[0].ravel(), pairs[1].ravel(), norms.ravel()
+    if norms.shape != sizes.shape:
         raise ValueError(
             f"hessian_norms has shape {norms.shape}: expected ({len(sizes)},), one a model, or "
             f"({len(sizes)}, {len(samples)}), one for every pair of sizes."
         )
-    else:
-        paired = samples if len(samples) == len(sizes) else np.full_like(sizes, np.nan)
-        places = list(zip(sizes, paired, norms, strict=True))
-    keys = ("parameters", "samples", quantity)
-    return [dict(zip(keys, map(float, place), strict=True)) for place in places]
-
-
-def _rows(results: Any) -> Sequence[Mapping[str, Any]]:
-    rows = results
-    if isinstance(results, (Result, Mapping)):
-        rows = mapping(results).get("rows", ())
-    if not isinstance(rows, Sequence) or not rows:
-        raise ValueError("there are no rows of a scaling grid to draw.")
-    return rows
+    return sizes, samples if len(samples) == len(sizes) else np.full_like(sizes, np.nan), norms
 
 
 @draws("ScalingGrid")

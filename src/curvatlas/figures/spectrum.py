@@ -19,7 +19,6 @@ from curvatlas.figures.style import (
     band,
     draws,
     legend,
-    mapping,
     name_axis,
     panels,
     plain_numbers,
@@ -167,116 +166,41 @@ def draw_diagonal(found: DiagonalEstimate) -> Figure:
 def visualize_hessian_spectrum(
     spectrum: Any, *, path: PathLike | None = None, title: str = "Hessian spectrum"
 ) -> Figure:
-    """Density (or histogram), sorted magnitudes on a log axis, cumulative energy with statistics.
+    """Histogram, sorted magnitudes on a logarithmic axis, cumulative energy with statistics.
 
-    spectrum: eigenvalues as numbers, an ``Eigenpairs``, a ``SpectralDensity``, or a pair
-    (``SpectralDensity``, ``Eigenpairs``) of one matrix, drawn together.
+    spectrum: eigenvalues as numbers, or an ``Eigenpairs``; a ``SpectralDensity`` has its own
+    picture.
     """
-    density, values = _density_and_values(spectrum)
+    given = spectrum["values"] if isinstance(spectrum, Result) else spectrum
+    values = np.asarray(plain_numbers(given), dtype=np.float64).reshape(-1)
+    if not len(values):
+        raise ValueError("there are no eigenvalues to draw.")
     figure, (left, middle, right) = panels(3)
-    if density is not None:
-        _draw_curve(left, density, values)
-    elif values is not None:
-        left.hist(values.tolist(), bins=min(60, max(10, len(values) // 4)), color=BLUE)
-        left.set(xlabel="eigenvalue", ylabel="count", yscale="log")
-    legend(left, title)
-    sizes, weights = (values, np.ones(len(values))) if values is not None else _measure(density)
-    _draw_sorted(middle, sizes)
-    _draw_energy(right, sizes, weights, counted=values is not None)
-    lines = _statistics(density, values)
+    left.hist(values.tolist(), bins=min(60, max(10, len(values) // 4)), color=BLUE)
+    left.set(xlabel="eigenvalue", ylabel="count", yscale="log", title=title)
+    sizes = np.sort(np.abs(values))[::-1]
+    order = values[np.argsort(-np.abs(values))]
+    ranks = np.arange(1, len(values) + 1)
+    heights = np.maximum(sizes, max(sizes[0] * 1e-12, 1e-300))
+    for chosen, colour, label in ((order >= 0, BLUE, "positive"), (order < 0, ORANGE, "negative")):
+        if chosen.any():
+            look: Any = {"color": colour, "label": label, "markersize": 3 if len(ranks) > 40 else 5}
+            middle.plot(ranks[chosen], heights[chosen], "o", **look)
+    middle.set(xlabel="rank", ylabel="|eigenvalue|", yscale="log")
+    legend(middle, "sorted by magnitude")
+    energy = np.cumsum(sizes**2)
+    marker = "o" if len(ranks) <= 40 else ""
+    right.plot(ranks, 100 * energy / (energy[-1] or 1.0), color=BLUE, marker=marker, markersize=3)
+    right.axhline(100, color=MUTED, linewidth=0.7, linestyle=":")
+    right.set(xlabel="largest eigenvalues", ylabel="cumulative energy, % of Σλ²", ylim=(0, 106))
+    right.set_title("cumulative energy")
+    ends = np.sort(values)[::-1]
+    numbers = {"largest": ends[0], "smallest": ends[-1], "mean": values.mean()}
+    numbers |= {"gap": ends[0] - ends[1]} if len(ends) > 1 else {}
+    lines = [f"{name:8s} {number:.4g}" for name, number in numbers.items()]
+    lines += [f"{'spread':8s} {values.std():.4g}", f"{'negative':8s} {np.mean(values < 0):.1%}"]
     right.text(
         0.98, 0.03, "\n".join(lines), va="bottom", ha="right", family="monospace", fontsize=8,
         transform=right.transAxes, linespacing=1.1,
     )  # fmt: skip
     return saved(figure, path)
-
-
-def _density_and_values(spectrum: Any) -> tuple[Mapping[str, Any] | None, Array | None]:
-    together = isinstance(spectrum, tuple) and all(
-        isinstance(piece, (Result, Mapping)) for piece in spectrum
-    )
-    density, values = None, None
-    for piece in spectrum if together else (spectrum,):
-        content = mapping(piece) if isinstance(piece, (Result, Mapping)) else {"values": piece}
-        if "grid" in content and "density" in content:
-            density = content
-        elif "values" in content:
-            values = np.asarray(plain_numbers(content["values"]), dtype=np.float64).reshape(-1)
-        else:
-            raise ValueError(f"a {type(piece).__name__} holds no eigenvalues and no density.")
-    if density is None and (values is None or not len(values)):
-        raise ValueError("there are no eigenvalues to draw.")
-    return density, values
-
-
-def _draw_curve(axes: Any, density: Mapping[str, Any], values: Array | None) -> None:
-    grid, height = np.asarray(density["grid"]), np.asarray(density["density"])
-    (line,) = axes.plot(grid, height, color=BLUE, linewidth=1.1, label="density")
-    line.shading = axes.fill_between(grid, height, color=BLUE, alpha=SHADING, linewidth=0)
-    axes.set(xlabel="eigenvalue", ylabel="density", yscale="log")
-    top = max(float(height.max()), 1e-290)
-    axes.set_ylim(top * 1e-6, top * 3)
-    if values is not None:
-        heights = np.full(len(values), height.max() * 1e-5)
-        axes.plot(values, heights, "|", color=ORANGE, markersize=12, label="eigenvalues")
-
-
-def _measure(density: Any) -> tuple[Array, Array]:
-    """Nodes and weights of a density, the weights summing to one."""
-    nodes, weights = (np.asarray(density[name]).reshape(-1) for name in ("nodes", "weights"))
-    return nodes, weights / weights.sum()
-
-
-def _draw_sorted(axes: Any, values: Array) -> None:
-    order = np.argsort(-np.abs(values))
-    ordered, negative = np.abs(values)[order], values[order] < 0
-    ranks = np.arange(1, len(ordered) + 1)
-    floor = max(ordered.max() * 1e-12, 1e-300)
-    size = 3 if len(ranks) > 40 else 5
-    for chosen, colour, label in ((~negative, BLUE, "positive"), (negative, ORANGE, "negative")):
-        if chosen.any():
-            heights = np.maximum(ordered[chosen], floor)
-            axes.plot(ranks[chosen], heights, "o", color=colour, markersize=size, label=label)
-    axes.set(xlabel="rank", ylabel="|eigenvalue|", yscale="log")
-    legend(axes, "sorted by magnitude")
-
-
-def _draw_energy(axes: Any, values: Array, weights: Array, *, counted: bool) -> None:
-    """The share of Σλ² in the largest eigenvalues, against how many they are."""
-    order = np.argsort(-np.abs(values))
-    energy = np.cumsum((weights * values**2)[order])
-    share = energy / (energy[-1] or 1.0)
-    among = np.cumsum(weights[order])
-    axes.plot(among, 100 * share, color=BLUE, marker="o" if len(share) <= 40 else "", markersize=3)
-    axes.axhline(100, color=MUTED, linewidth=0.7, linestyle=":")
-    what = "eigenvalues" if counted else "share of the eigenvalues"
-    axes.set(xlabel=f"largest {what}", ylabel="cumulative energy, % of Σλ²", ylim=(0, 106))
-    axes.set_title("cumulative energy", color=INK)
-
-
-def _statistics(density: Mapping[str, Any] | None, values: Array | None) -> list[str]:
-    lines = []
-    if values is not None:
-        ordered = np.sort(values)[::-1]
-        lines += [f"largest  {ordered[0]:.4g}", f"smallest {ordered[-1]:.4g}"]
-        if len(ordered) > 1:
-            lines.append(f"gap      {ordered[0] - ordered[1]:.4g}")
-        if density is None:  # with a density, mean and share are told of the whole spectrum
-            lines += ["", f"of these {len(values)} values", f"mean     {values.mean():.4g}"]
-            lines += [f"spread   {values.std():.4g}", f"negative {np.mean(values < 0):.1%}"]
-    if density is not None:
-        nodes, weights = _measure(density)
-        mean = float(nodes @ weights)
-        spread = float(np.sqrt(((nodes - mean) ** 2) @ weights))
-        lines += ["", "of the whole spectrum", f"mean     {mean:.4g}", f"spread   {spread:.4g}"]
-        lines.append(_negative_share(density, nodes, weights))
-    return lines
-
-
-def _negative_share(density: Mapping[str, Any], nodes: Array, weights: Array) -> str:
-    """As the density itself says it, with its interval; its nodes alone know only one of both."""
-    share, interval = density.get("negative_mass"), density.get("negative_mass_interval")
-    if share is None or interval is None:
-        return f"negative {float(weights[nodes < 0].sum()):.1%}"
-    low, high = interval
-    return f"negative {share:.1%}\n  [{low:.1%}, {high:.1%}]"
