@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +150,10 @@ def _account(kind: str, results: Sequence[Result]) -> Account:
             folds=(*rest, *one.folds),
         )
         sections.append(section)
+    verdicts = [one.verdict for one in told if one.verdict is not None]
+    others = tuple(one.says for one in verdicts[1:_CARDS])
     return Account(
-        verdict=told[0].verdict,
+        verdict=replace(verdicts[0], more=verdicts[0].more or others) if verdicts else None,
         cards=tuple(told[0].cards[:_CARDS]),
         pictures=(picture_of(results[0]),) if pictured else (),
         sections=tuple(sections),
@@ -697,19 +699,18 @@ def verification(parts: Sequence[Verification]) -> Told:
 @tells("Reproduction")
 def reproduction(one: Reproduction) -> Told:
     """A figure or claim of a paper: its numbers beside ours."""
-    columns = {"number": "what", "where": "where", "here": "value", "paper": "paper",
-               "verdict": "verdict"}  # fmt: skip
+    tone: Any = "good" if one.verdict == "confirmed" else "unsure"
+    head = ["number", "where", "here", "paper", "verdict"]
+    rows = [[f.what, f.where or None, f.ours, f.paper, f.verdict] for f in one.findings]
     text = (*(f"Smaller than the paper: {line}." for line in one.smaller), *one.notes)
     return Told(
-        verdict=Verdict(
-            "good" if one.verdict == "confirmed" else "unsure", f"{one.id}: {one.verdict}.", one.claim
-        ),
+        verdict=Verdict(tone, f"{one.id}: {one.verdict}.", one.claim),
         cards=[
             card(f.what, Reading("here", f.ours), Reading("paper", f.paper), note=f.verdict)
             for f in one.findings
         ],
         question=one.shows,
         answer=f"{capitalised(one.verdict)}. The paper ({one.source}): {one.claim}",
-        rows=rows_of(one, columns, caption=one.setting),
+        rows=table(one.setting, head, rows),
         folds=[Fold("What was made smaller, and what to know", text=text)] if text else (),
     )
