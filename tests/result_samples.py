@@ -273,6 +273,7 @@ _SHAPED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         )
     },
     "Reproduction": _reproduction,
+    "ScalarAttentionSpectrum": lambda draw: {"outliers": _numbers(draw, 3)},
     "ScalingGrid": _scaling,
     "SinkStudy": lambda draw: {"seeds": (0, 1, 2)},
     "Sinks": _sinks,

@@ -259,6 +259,10 @@ from .surveying import (
     plan_survey as plan_survey,
     survey as survey,
 )
+from .theory.scalar_attention import (
+    ScalarAttentionSpectrum as ScalarAttentionSpectrum,
+    scalar_attention_spectrum as scalar_attention_spectrum,
+)
 from .training.alarms import Thresholds as Thresholds
 from .training.compression import (
     BitAllocation as BitAllocation,

@@ -12,7 +12,7 @@ from curvatlas.layers.losses import PooledCrossEntropy, resolve_loss
 from curvatlas.layers.structure import BlockSpec
 from curvatlas.results import load
 from curvatlas.theory import reference
-from curvatlas.theory.checks.block import head_hessian
+from curvatlas.theory.papers.bounds import head_hessian
 from curvatlas.theory.reference import KINDS, SingleHead, draw_case, head_as_block
 from curvatlas.theory.token_bound import (
     entry_bounds,

@@ -40,6 +40,10 @@ REQUIRED = {
     "layer-norm-bounds-curvature", "norm-and-condition-against-data-size",
     "extension-cross-entropy", "extension-multi-head", "extension-causal", "extension-rms-swiglu",
     "third-order-normalisation", "third-order-attention", "taylor-remainder",
+    "attention-one-matrix", "attention-two-matrices", "attention-rank",
+    "attention-second-derivative", "layer-norm-norm-bounds", "theorem-1-published",
+    "theorem-1-lines", "theorem-6-residual", "block-sublayer-norms", "linear-pair-spectrum",
+    "relu-pair-spectrum",
 }  # fmt: skip
 
 
@@ -69,7 +73,10 @@ def test_statements_are_complete_and_uniquely_named() -> None:
 def test_every_number_of_the_papers_leads_to_its_statements() -> None:
     table = statements_by_paper_id()
     assert [s.name for s in table["petrov-thm3"]] == ["layer-norm-hessian"]
-    assert {f"petrov-thm{n}" for n in range(2, 11)} <= set(table)
+    assert {f"petrov-thm{n}" for n in range(1, 11)} <= set(table)
+    assert {"petrov-lemma2", "petrov-lemma4", "petrov-prop10"} <= set(table)
+    assert {f"ormaniec-{n}" for n in ("lemma-4.1", "remark-d.1", "lemma-d.2")} <= set(table)
+    assert {f"cracking-thm-3.{n}" for n in (1, 4, 5)} <= set(table)
     for paper_id, statements in table.items():
         assert re.fullmatch(r"(petrov|ormaniec|cracking)(-[a-z0-9.]+)+", paper_id)
         assert all(paper_id in s.papers for s in statements)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from curvatlas.theory.norm_bounds import CurvatureBounds
+    from curvatlas.theory.scalar_attention import ScalarAttentionSpectrum
     from curvatlas.theory.statements import Outcome
 
 _COLOURS = (*SERIES, MUTED)
@@ -98,6 +99,24 @@ def spectrum_figure(outcome: Outcome) -> Figure:
     axis.set_yscale("symlog", linthresh=max(abs(v) for v in computed) * 1e-3)
     legend(axis, outcome.series.get("title", ""))
     return finish(figure)
+
+
+@draws("ScalarAttentionSpectrum")
+def draw_scalar_attention(spectrum: ScalarAttentionSpectrum) -> Figure:
+    """Every eigenvalue by its rank: the bulk as a band of two lines, the outliers apart."""
+    figure, (axis,) = panels()
+    values = spectrum.eigenvalues
+    bulk = (values.abs() - spectrum.bulk).abs() <= 1e-12 * values.abs().max()
+    places = range(1, len(values) + 1)
+    for chosen, name, colour in ((bulk, "bulk ±g", _COLOURS[0]), (~bulk, "outliers", _COLOURS[1])):
+        ranks = [place for place, kept in zip(places, chosen.tolist(), strict=True) if kept]
+        axis.plot(ranks, values[chosen].tolist(), "o", color=colour, markersize=5, label=name)
+    axis.axhline(0.0, color=MUTED, linewidth=0.8)
+    axis.set_xlabel("rank")
+    axis.set_ylabel("eigenvalue")
+    axis.set_yscale("symlog", linthresh=max(float(values.abs().max()) * 1e-3, 1e-300))
+    legend(axis, f"bulk {spectrum.bulk_ratio:.2g} of the largest outlier")
+    return figure
 
 
 def lines_figure(outcome: Outcome) -> Figure:

@@ -15,6 +15,7 @@ from curvatlas.layers.norms import normalize
 from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 from curvatlas.results import Result
 from curvatlas.theory import reference
+from curvatlas.theory.attention_bounds import corrected_bound, draft_theorem_1
 from curvatlas.theory.reference import SingleHead
 from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
 from curvatlas.zoo.block import forward_pass
@@ -243,61 +244,6 @@ def through_block(
     return y if spec.d_ff is None else norm(y + feed(y), "norm2")
 
 
-def _norm(matrix: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.matrix_norm(matrix, 2)
-    return norm
-
-
-def printed_theorem_1(head: SingleHead) -> dict[str, Tensor]:
-    """The four terms of the draft's Theorem 1; its bound is their maximum. Not valid: see verify.
-
-    Xmax = ‖X‖₂, Wmax = max‖W‖₂, Rmax = ‖F − Y‖_F, Smax = √d_v.
-    """
-    length, d = head.target.shape
-    d_k = head.query.shape[1]
-    x = _norm(head.x)
-    w = torch.stack([_norm(p) for p in head.parameters]).amax()
-    r, s = (head.output() - head.target).norm(), float(d) ** 0.5
-    qq = 2.0 * (w**4 * x**6 + r * w**3 * x**5) / (length * d * d_k)
-    return {
-        "VV": 2.0 * x**2 / (length * d),
-        "QQ": qq,
-        "VQ": 2.0 * (x**4 * w**2 + r * s * x**3 * w) / (length * d * d_k**0.5),
-        "QK": qq + 2.0 * r * w * x**3 * s / (length * d * d_k**0.5),
-    }
-
-
-def corrected_blocks(head: SingleHead) -> Tensor:
-    """Corrected block bounds (derivations §13) as the symmetric 3×3 matrix over (Q, K, V).
-
-    Uses ‖M2_i‖ ≤ r² with r the largest distance of a token from the mean token, |e_ij| ≤ 2r‖u_i‖.
-    """
-    c, s = head.reduction, head.scale
-    x = head.x
-    q, k, v = (_norm(p) for p in head.parameters)
-    residual = c * (head.output() - head.target)
-    u = (residual @ head.value.T).norm(dim=1)
-    size = _norm(x)
-    r = (x - x.mean(0)).norm(dim=1).amax()
-    # ‖A X‖ ≤ √L max‖x_j‖: rows of A are averages, but ‖A‖₂ may exceed 1
-    mu = x.norm(dim=1).amax() * float(len(x)) ** 0.5
-    omega = torch.linalg.eigvalsh((x * u.unsqueeze(1)).T @ x)[-1]
-    inner = c * size**2 * v**2 * r**2 + 2.0 * omega * r
-    side = r**2 * size * (c * mu * v + residual.norm())
-    qq = s**2 * k**2 * r**2 * inner
-    kk = s**2 * q**2 * r**2 * inner
-    qk = s**2 * q * k * r**2 * inner + s * size * u.norm() * r**2
-    vv = c * mu**2
-    rows = [[qq, qk, s * k * side], [qk, kk, s * q * side], [s * k * side, s * q * side, vv]]
-    return torch.stack([torch.stack(row) for row in rows])
-
-
-def corrected_bound(head: SingleHead) -> Tensor:
-    """‖H‖ ≤ the norm of the matrix of block bounds (≤ 3 times the largest block)."""
-    bound: Tensor = torch.linalg.eigvalsh(corrected_blocks(head))[-1]
-    return bound
-
-
 _ATTENTION = frozenset({"query", "key", "value", "output"})
 
 
@@ -396,7 +342,7 @@ def bounds(
     head = as_single_head(layers, x, target, loss, mask)
     if head is not None:
         data_free = min(data_free, float(corrected_bound(head)))
-        printed = max(float(v) for v in printed_theorem_1(head).values())
+        printed = max(float(v) for v in draft_theorem_1(head).values())
         source, valid = "Petrov et al., draft, Theorem 1", False
     return CurvatureBounds(
         exact=exact,

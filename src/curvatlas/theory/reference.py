@@ -9,7 +9,7 @@ at the end, calls what is under test.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,45 +57,6 @@ def commutation(m: int, n: int) -> Tensor:
         for j in range(n):
             matrix[j + n * i, i + m * j] = 1.0
     return matrix
-
-
-@dataclass(frozen=True)
-class RowMoments:
-    """Central moments of the tokens under each row of A: M1 (L, d), M2 (L, d, d), M3 (L, d², d)."""
-
-    first: Tensor
-    second: Tensor
-    third: Tensor
-
-
-def moments(attention: Tensor, x: Tensor) -> RowMoments:
-    """M1_i = Σ_j A_ij x_j, M2_i = Σ_j A_ij x̃x̃ᵀ, M3_i = Σ_j A_ij x̃⊗x̃x̃ᵀ with x̃ = x_j − M1_i.
-
-    attention: (L, L), x: (L, d)
-    """
-    first = attention @ x
-    centred = x.unsqueeze(0) - first.unsqueeze(1)  # (i, j, d)
-    second = torch.einsum("ij,ija,ijb->iab", attention, centred, centred)
-    third = torch.einsum("ij,ija,ijb,ijc->iabc", attention, centred, centred, centred)
-    d = x.shape[1]
-    return RowMoments(first, second, third.reshape(len(x), d * d, d))
-
-
-def first_factor(x: Tensor, m: RowMoments) -> Tensor:
-    """Z1 (L d, d²): block row i is x_iᵀ ⊗ M2_i."""
-    return torch.cat([kron(x[i : i + 1], m.second[i]) for i in range(len(x))])
-
-
-def second_factor(x: Tensor, m: RowMoments) -> Tensor:
-    """Z2 (L d³, d²) = (I_L ⊗ K_{d,d} ⊗ I_d)(block rows x_iᵀ ⊗ x_i ⊗ M3_i)."""
-    length, d = x.shape
-    rows = [kron(x[i : i + 1], x[i : i + 1].T, m.third[i]) for i in range(length)]
-    return kron(eye(length), commutation(d, d), eye(d)) @ torch.cat(rows)
-
-
-def shuffle(d: int) -> Tensor:
-    """S (d³, d) = (I_d ⊗ K_{d,d})(vec_r I_d ⊗ I_d)."""
-    return kron(eye(d), commutation(d, d)) @ kron(eye(d).reshape(-1, 1), eye(d))
 
 
 @dataclass(frozen=True)
@@ -377,29 +338,36 @@ def head_as_block(head: SingleHead) -> tuple[BlockSpec, dict[str, Tensor]]:
     """The papers' single head as a block: weights in (out, in) layout, no W_O, no residual."""
     d, d_k = head.query.shape
     spec = BlockSpec(d_model=d, d_k=d_k, d_v=d, residual=False)
-    weights = {
-        "query_weight": head.query.detach().T.contiguous(),
-        "key_weight": head.key.detach().T.contiguous(),
-        "value_weight": head.value.detach().T.contiguous(),
-    }
-    return spec, weights
+    named = zip(("query_weight", "key_weight", "value_weight"), head.parameters, strict=True)
+    return spec, {name: w.detach().T.contiguous() for name, w in named}
 
 
-def attention_hessian_blocks(head: SingleHead, part: Part) -> dict[str, Tensor]:
-    """Blocks VV, QQ, QK, KK, VQ, VK of ``part``, in the papers' (in, out) row-major layout."""
-    spec, weights = head_as_block(head)
-    result = block_hessian(spec, weights, head.x.unsqueeze(0), head.target.unsqueeze(0))
-    letters = {"Q": "query_weight", "K": "key_weight", "V": "value_weight"}
+def in_papers_layout(
+    result: BlockHessian, weights: Weights, letters: Mapping[str, str], part: Part
+) -> dict[tuple[str, str], Tensor]:
+    """All blocks of ``part`` between these weights, rows and columns (in, out) in row-major order.
+
+    letters: the papers' name of a weight → ours
+    """
 
     def turned(name: str) -> Tensor:
         out, inputs = weights[name].shape
         return torch.arange(out * inputs).reshape(out, inputs).T.reshape(-1)
 
-    blocks = {}
-    for a, b in ("VV", "QQ", "QK", "KK", "VQ", "VK"):
-        first, second = letters[a], letters[b]
-        blocks[a + b] = result.block(first, second, part)[turned(first)][:, turned(second)]
-    return blocks
+    return {
+        (a, b): result.block(first, second, part)[turned(first)][:, turned(second)]
+        for a, first in letters.items()
+        for b, second in letters.items()
+    }
+
+
+def attention_hessian_blocks(head: SingleHead, part: Part) -> dict[str, Tensor]:
+    """Blocks VV, VQ, … of ``part`` from the chain, in the papers' layout."""
+    spec, weights = head_as_block(head)
+    result = block_hessian(spec, weights, head.x.unsqueeze(0), head.target.unsqueeze(0))
+    letters = {"Q": "query_weight", "K": "key_weight", "V": "value_weight"}
+    blocks = in_papers_layout(result, weights, letters, part)
+    return {a + b: block for (a, b), block in blocks.items()}
 
 
 Objective = Callable[[Sequence[Tensor]], Tensor]

@@ -1,32 +1,45 @@
-"""Statements of the sources as objects: what is claimed, how it is tested, what was measured.
+"""Statements of the papers as objects: what is claimed, how it is tested, what was measured.
 
-``statements.json`` is the table of what is claimed, with the verdict the project stands for; a
-function of ``checks/`` measures and judges, and the recorded verdict never enters it:
+Each lives in a file of ``papers/`` as one function, whose docstring is the statement as printed and
+whose body is the check. The recorded verdict never enters it:
 
-    @check("softmax-jacobian-norm")
-    def softmax_jacobian_norm(effort: CheckEffort) -> Outcome: ...
+    @statement("layer-norm-jacobian", HOLDS)
+    def layer_norm_jacobian(effort: CheckEffort) -> Rows:
+        \"""Jacobian of LayerNorm in the P(X)·M(X) form
 
-``curvatlas verify``, the tests and the docs page all read the same table.
+        ∂LN/∂X = (P⊗I_d)G + (I_L⊗Mᵀ)∂P/∂X
+        Source: Petrov et al., Theorem 2 [petrov-thm2]
+        Assumptions: σ > 0
+        Tested by: automatic differentiation
+        \"""
+        for trial in effort.trials(9, 60):
+            ...
+            yield formula, truth  # or: printed, truth, corrected
+
+``curvatlas verify``, the tests and the docs page all read the same registry.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from curvatlas.budget import one_thread
 from curvatlas.progress import bar
 from curvatlas.results import Result
+from curvatlas.theory.reference import relative_error
 
 HOLDS = "holds"
 CORRECTED = "holds corrected"
@@ -34,17 +47,18 @@ FALSE = "false as printed"
 UNCONFIRMED = "not confirmed"  # never recorded: a check that ends here is a failure
 VERDICTS = (HOLDS, CORRECTED, FALSE)
 
-# Modules of checks in the order a reader meets them → the section of the derivations they rest on.
+# Files of ``papers/`` in the order a reader meets them → the section of the derivations they use.
 TOPICS = {
     "attention": "4-attention",
     "layer_norm": "5-normalisation",
     "block": "7-the-block",
-    "own_results": "13-bounds",
+    "bounds": "13-bounds",
     "convergence": "14-one-more-sample",
     "growth": "15-growth",
     "scalar_model": "16-spectra",
     "symmetries": "17-invariants",
     "article": "18-the-articles-claims",
+    "own_results": "13-bounds",
 }
 
 
@@ -55,8 +69,11 @@ class CheckEffort:
     full: bool = False
     seed: int = 0
 
-    def trials(self, short: int, full: int) -> int:
+    def choose(self, short: int, full: int) -> int:
         return full if self.full else short
+
+    def trials(self, short: int, full: int) -> range:
+        return range(self.choose(short, full))
 
     def generator(self, stream: int = 0) -> torch.Generator:
         """An independent stream of random numbers for one use within a check."""
@@ -76,6 +93,7 @@ class Outcome(Result):
         return f"{self.verdict}: {self.figure}"
 
 
+Rows = Iterator[tuple[Tensor, ...]]  # (formula, truth), or (printed, truth, corrected)
 Check = Callable[[CheckEffort], Outcome]
 Plot = Callable[[Outcome], Any]
 
@@ -113,39 +131,66 @@ class Statement:
         return self.check(CheckEffort(full=full, seed=seed))
 
 
-_checks: dict[str, tuple[Check, Plot | None]] = {}
+_registered: dict[str, Statement] = {}
+_LABELS = re.compile(r"^(Source|Assumptions|Tested by|Counterexample): ", re.MULTILINE)
+_PAPERS = re.compile(r" \[([\w.\- ]+)\]$")
 
 
-def check(name: str, *, plot: Plot | None = None) -> Callable[[Check], Check]:
-    """Let the decorated function be the check of the statement ``name``."""
+def statement(
+    name: str,
+    verdict: str,
+    *,
+    derivation: str = "",
+    plot: Plot | None = None,
+    limit: float = 1e-12,
+) -> Callable[[Callable[[CheckEffort], Outcome | Rows]], Check]:
+    """Register the decorated check; its docstring is title, formula and labelled lines.
 
-    def register(function: Check) -> Check:
-        if name in _checks and _checks[name][0].__module__ != function.__module__:
+    The source ends with the ids of the papers in brackets. derivation: a section other than the
+    topic's. limit: of the relative errors of a check that yields rows.
+    """
+
+    def register(function: Callable[[CheckEffort], Outcome | Rows]) -> Check:
+        title, text = (inspect.getdoc(function) or "").split("\n\n")
+        pieces = [" ".join(piece.split()) for piece in _LABELS.split(text)]
+        fields = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+        source, *ids = _PAPERS.split(fields["Source"])
+        if name in _registered:
             raise ValueError(f"{name}: two functions check this statement.")
-        _checks[name] = (function, plot)
-        return function
+
+        @functools.wraps(function)
+        def check(effort: CheckEffort) -> Outcome:
+            measured = function(effort)
+            return measured if isinstance(measured, Outcome) else compared(measured, limit)
+
+        topic = function.__module__.rpartition(".")[2]
+        _registered[name] = Statement(
+            name=name,
+            papers=tuple(ids[0].split()) if ids else (),
+            topic=topic,
+            verdict=verdict,
+            source=source,
+            title=title,
+            formula=pieces[0],
+            assumptions=fields.get("Assumptions", "none"),
+            tested_by=fields["Tested by"],
+            counterexample=fields.get("Counterexample", ""),
+            derivation=f"docs/theory/derivations.md#{derivation or TOPICS[topic]}",
+            check=check,
+            plot=plot,
+        )
+        return check
 
     return register
 
 
 @functools.cache
 def all_statements() -> tuple[Statement, ...]:
-    """Every statement of ``statements.json`` with its check, in reading order."""
+    """Every statement of ``papers/``, in reading order."""
     for topic in TOPICS:
-        importlib.import_module(f"curvatlas.theory.checks.{topic}")
-    text = resources.files("curvatlas.theory").joinpath("statements.json").read_text("utf-8")
-    rows: list[dict[str, Any]] = json.loads(text)
-    unknown = _checks.keys() ^ {row["name"] for row in rows}
-    if unknown:
-        raise ValueError(f"{min(unknown)}: stands in statements.json or has a check, not both.")
-    statements = []
-    for row in sorted(rows, key=lambda row: list(TOPICS).index(row["topic"])):
-        function, plot = _checks[row["name"]]
-        section = row.pop("derivation", TOPICS[row["topic"]])
-        row |= {"papers": tuple(row.get("papers", ()))}
-        path = f"docs/theory/derivations.md#{section}"
-        statements.append(Statement(**row, derivation=path, check=function, plot=plot))
-    return tuple(statements)
+        importlib.import_module(f"curvatlas.theory.papers.{topic}")
+    order = list(TOPICS)
+    return tuple(sorted(_registered.values(), key=lambda item: order.index(item.topic)))
 
 
 def statements_by_paper_id() -> dict[str, tuple[Statement, ...]]:
@@ -197,15 +242,37 @@ def worst(errors: Mapping[str, float] | Sequence[float]) -> float:
     return max(float("inf") if v != v else float(v) for v in values)
 
 
-def agreement(
-    errors: Mapping[str, float] | Sequence[float], limit: float, over: str = ""
+def outcome(
+    figure: str,
+    *,
+    printed: bool,
+    corrected: bool | None = None,
+    numbers: Mapping[str, Any],
+    series: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Two ways to one quantity agree: every relative error lies below ``limit``."""
-    counted = f" over {len(errors)} {over}" if over else ""
-    return Outcome(
-        verdict=judge(printed=worst(errors) < limit),
-        figure=f"largest relative error {worst(errors):.0e}{counted}",
-        numbers={"error": worst(errors)},
+    """What a check measured, with the verdict that follows (``judge``)."""
+    verdict = judge(printed=printed, corrected=corrected)
+    return Outcome(verdict=verdict, figure=figure, numbers=dict(numbers), series=dict(series or {}))
+
+
+def compared(rows: Rows, limit: float) -> Outcome:
+    """Two ways to one quantity, row by row: every relative error lies below ``limit``."""
+    errors = [[relative_error(formula, row[1]) for formula in (row[0], *row[2:])] for row in rows]
+    printed = worst([row[0] for row in errors])
+    corrected = [error for row in errors for error in row[1:]]
+    numbers = {"error": printed, "comparisons": len(errors)}
+    if not corrected:
+        return outcome(
+            f"largest relative error {printed:.0e} in {len(errors)} comparisons",
+            printed=printed < limit,
+            numbers=numbers,
+        )
+    return outcome(
+        f"printed off by {min(row[0] for row in errors):.2g} to {printed:.2g}; corrected exact to "
+        f"{worst(corrected):.0e}",
+        printed=printed < limit,
+        corrected=worst(corrected) < limit,
+        numbers=numbers | {"corrected_error": worst(corrected)},
     )
 
 
