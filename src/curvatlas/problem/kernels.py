@@ -114,6 +114,9 @@ def same_operations() -> contextlib.AbstractContextManager[Any]:
     return _active[-1] if _active else contextlib.nullcontext()
 
 
+_FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)  # while recording
+
+
 def unwatched(function: Callable[P, T]) -> Callable[P, T]:
     """A function of ours that calls no model, for which the open scope's mode has nothing to do.
 
@@ -123,7 +126,7 @@ def unwatched(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE):
             return function(*args, **kwargs)
 
     return called
@@ -554,7 +557,7 @@ def warn_once(model: nn.Module | None, subject: str, message: str, *, deeper: in
         warnings.warn(message, stacklevel=4 + deeper)
 
 
-class _Replaced:
+class Replaced:
     """``owner.name`` does ``instead`` inside our scopes, in their own thread; elsewhere the usual.
 
     module: where the owner is, replaced only if loaded;  owner: a class in it, or "" for itself.
@@ -613,16 +616,16 @@ def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
 # computes its block again in the backward pass, where no mode is active, and would find other
 # kernels there. A graph that is kept for products holds the activations with or without them.
 _CHECKPOINTS = (
-    _Replaced("torch.utils.checkpoint", "CheckpointFunction", "apply", _called_directly),
-    _Replaced(
+    Replaced("torch.utils.checkpoint", "CheckpointFunction", "apply", _called_directly),
+    Replaced(
         "torch.utils.checkpoint", "", "_checkpoint_without_reentrant_generator", _nothing_around
     ),
 )
-_COMPILE = _Replaced("torch", "", "compile", _not_compiled)
+_COMPILE = Replaced("torch", "", "compile", _not_compiled)
 # Flex attention refuses inputs that carry gradients where its own kernel has no backward pass, and
 # warns that it runs uncompiled.
 _FLEX = tuple(
-    _Replaced("torch.nn.attention.flex_attention", "", name, lambda *_, **__: None)
+    Replaced("torch.nn.attention.flex_attention", "", name, lambda *_, **__: None)
     for name in ("_validate_device", "_warn_once")
 )
 

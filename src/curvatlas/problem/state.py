@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.dlpack import from_dlpack
 
 from curvatlas.errors import ProblemError
+from curvatlas.problem.kernels import unwatched
 
 # Attributes every module has, and those that a scope of ours may hold patched.
 _MODULE_FIELDS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
@@ -111,6 +112,7 @@ class CallState:
         self._start: list[_Holder] = []  # the same with what can be differentiated in its place
         self._tensors: dict[str, Tensor] = {}
 
+    @unwatched
     def _remember(self) -> None:
         self._own = list(_holders(self.model))
         for name, module in self.model.named_modules():
@@ -154,7 +156,7 @@ class CallState:
         for holder in self._start:
             holder.fill(copies)
         if new or _INPUTS in learned.written:
-            inputs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
+            inputs = _cloned(inputs)
         yield inputs
         if new and any(getattr(leaf, "_version", 0) for leaf in tree_flatten(inputs)[0]):
             learned.written.add(_INPUTS)
@@ -192,6 +194,11 @@ class CallState:
         """The state as it was before the first call."""
         for holder in self._own:
             holder.fill({})
+
+
+@unwatched
+def _cloned(inputs: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
 
 
 open_scopes: list[CallState] = []  # that are open, innermost last
@@ -290,6 +297,7 @@ def _kind_of(inputs: Any) -> object:
     )
 
 
+@unwatched
 def _copies(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """id → a copy; views of the same memory stay views of the same memory."""
     memories: dict[int, list[Tensor]] = {}
@@ -310,6 +318,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
     return copies
 
 
+@unwatched
 def _differ(copy: Tensor, tensor: Tensor) -> bool:
     """Whether a call has written into the copy of a tensor."""
     if copy._version > 0 or copy.layout != torch.strided:

@@ -88,7 +88,10 @@ class Tape:
         everything = set(range(len(self._shapes)))
         bars: Bars = {self.loss: torch.ones_like(self.value).unsqueeze(0)}
 
+        kept: set[Rule] = set()
+
         def keep(step: _Step, bar: Any) -> None:
+            kept.add(step.rule)
             if step.rule.bends:
                 step.rule.keep(
                     tuple(None if b is None else b.squeeze(0) for b in bar)
@@ -97,6 +100,9 @@ class Tape:
                 )
 
         self._backward(self._steps, bars, {}, everything, keep=keep, bend=False)
+        for step in self._steps:
+            if step.rule not in kept:
+                step.rule.bends = False  # ȳ = 0
         self.gradient = {
             name: bars[slot].squeeze(0) for name, slot in self.leaves.items() if slot in bars
         }

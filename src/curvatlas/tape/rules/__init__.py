@@ -21,9 +21,14 @@ def rule_for(node: Node, values: Sequence[Tensor], used: frozenset[int]) -> Rule
     call = Call(node, values)
     maker = RULES.get(node.operation)
     beside = [slot for slot in node.outputs[1:] if slot is not None and slot in used]
-    if maker is None or (beside and not getattr(maker, "all_results", False)):
+    if maker is None or _complex(call) or (beside and not getattr(maker, "all_results", False)):
         return Default(call)
     try:
         return maker(call)
     except Unruled:
         return Default(call)
+
+
+def _complex(call: Call) -> bool:
+    """Whether complex numbers take part: all rules but the default one are of real numbers."""
+    return any(isinstance(a, Tensor) and a.is_complex() for a in (*call.args, call.y))

@@ -159,6 +159,7 @@ class Pieces(Rule):
     """split, chunk, unbind: several results, each a part of the source."""
 
     bends = False
+    all_results = True
 
     def __init__(self, call: Call, dim: int, *, keeps_axis: bool, sizes: Sequence[int]) -> None:
         super().__init__(call)
