@@ -94,3 +94,24 @@ def test_a_direction_of_the_wrong_size_is_refused() -> None:
         directional_derivatives(layers, x, y, torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="as many directions"):
         directional_derivatives(layers, x, y, {"up_weight": layers[0][1]["up_weight"]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"rope_base": 100.0}, {"eps": 0.0}], ids=["rotary positions", "no epsilon"]
+)
+def test_rotary_positions_and_norms_without_epsilon_have_their_derivatives(
+    options: dict[str, float],
+) -> None:
+    g = torch.Generator().manual_seed(3)
+    spec = BlockSpec(d_model=4, n_heads=2, d_k=2, d_ff=5, **options)  # type: ignore[arg-type]
+    weights = reference.draw_weights(spec, g, bias=True)
+    x, y = torch.randn(2, 1, 3, 4, generator=g, dtype=torch.float64)
+    move = {n: torch.randn(w.shape, generator=g, dtype=torch.float64) for n, w in weights.items()}
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    moved = {n: w + t * move[n] for n, w in weights.items()}
+    truth = [reference.loss_of("mse", y)(reference.block_output(spec, moved, x))]
+    for _ in range(3):
+        truth += torch.autograd.grad(truth[-1], t, create_graph=True)
+    found = directional_derivatives((spec, weights), x, y, move)
+    for got, want in zip((found.first, found.second, found.third), truth[1:], strict=True):
+        assert got == pytest.approx(float(want.detach()), rel=1e-9)

@@ -9,7 +9,8 @@ found.predict(t)    # ℓ + tℓ' + t²ℓ''/2 (+ t³ℓ'''/6)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,30 +23,22 @@ from curvatlas.layers.losses import (
     TokenSquaredError,
     resolve_loss,
 )
-from curvatlas.layers.masks import attention_mask
-from curvatlas.layers.structure import (
-    WEIGHT_NAMES,
-    Activation,
-    BlockSpec,
-    Norm,
-    Weights,
-    require_plain,
-)
+from curvatlas.layers.structure import WEIGHT_NAMES, Activation, BlockSpec, Weights
 from curvatlas.results import Result
 from curvatlas.theory.norm_bounds import as_layers
+from curvatlas.zoo.block import forward_pass
+
+# Linear maps, which every order passes alike, and what a jet says of its tensors.
+_LINEAR = {"view", "reshape", "transpose", "repeat_interleave", "mean"}
+_SHAPE = {"shape", "ndim", "numel", "dtype", "device"}
 
 
 @dataclass(frozen=True)
 class Jet:
     """f, f', f'', f''' along a straight line θ + t v at t = 0, all of one shape.
 
-    Every rule is the closed form of one operation, no automatic differentiation (derivations §19):
-
-        product        (fg)''' = f'''g + 3f''g' + 3f'g'' + fg'''
-        normalisation  σ² = m, σ n = c:  σ''' = (m'''/2 − 3σ'σ'')/σ,
-                       n''' = (c''' − 3σ'n'' − 3σ''n' − σ'''n)/σ
-        softmax        cumulants: (log Σ e^T)''' = ⟨T'''⟩ + 3Cov(T', T'') + κ₃(T')
-        activation     f(h)''' = f'h''' + 3f''h'h'' + f'''h'³
+    A plain forward pass takes jets for tensors: each operation it uses has its closed form in
+    ``_RULES``, no automatic differentiation (derivations §19).
     """
 
     value: Tensor
@@ -54,15 +47,10 @@ class Jet:
     third: Tensor
 
     @classmethod
-    def constant(cls, value: Tensor) -> Jet:
+    def line(cls, value: Tensor, direction: Tensor | None = None) -> Jet:
+        """value + t · direction; a constant without one."""
         zero = torch.zeros_like(value)
-        return cls(value, zero, zero, zero)
-
-    @classmethod
-    def line(cls, value: Tensor, direction: Tensor) -> Jet:
-        """value + t · direction."""
-        zero = torch.zeros_like(value)
-        return cls(value, direction, zero, zero)
+        return cls(value, zero if direction is None else direction, zero, zero)
 
     @property
     def orders(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,80 +60,131 @@ class Jet:
         """A linear map applied to every order."""
         return Jet(*(linear(order) for order in self.orders))
 
-    def __add__(self, other: Jet) -> Jet:
-        return Jet(*(a + b for a, b in zip(self.orders, other.orders, strict=True)))
+    @property
+    def mT(self) -> Jet:
+        return self.map(lambda t: t.mT)
 
-    def __sub__(self, other: Jet) -> Jet:
-        return Jet(*(a - b for a, b in zip(self.orders, other.orders, strict=True)))
+    def __getattr__(self, name: str) -> Any:
+        if name in _SHAPE:
+            return getattr(self.value, name)
+        if name in _LINEAR:
+            return lambda *args, **options: self.map(lambda t: getattr(t, name)(*args, **options))
+        if name in _RULES:
+            return partial(_RULES[name], self)
+        raise AttributeError(f"third derivatives have no rule for {name}.")
 
-    def _product(self, other: Jet, times: Callable[[Tensor, Tensor], Tensor]) -> Jet:
-        f0, f1, f2, f3 = self.orders
-        g0, g1, g2, g3 = other.orders
-        return Jet(
-            times(f0, g0),
-            times(f1, g0) + times(f0, g1),
-            times(f2, g0) + 2.0 * times(f1, g1) + times(f0, g2),
-            times(f3, g0) + 3.0 * times(f2, g1) + 3.0 * times(f1, g2) + times(f0, g3),
-        )
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        rule = _RULES.get(function.__name__)
+        if rule is None:
+            raise TypeError(f"third derivatives have no rule for {function.__name__}.")
+        return rule(*args, **(kwargs or {}))
 
-    def __mul__(self, other: Jet) -> Jet:
-        return self._product(other, torch.mul)
+    def __add__(self, other: Jet | Tensor | float) -> Jet:
+        return Jet(*(a + b for a, b in zip(self.orders, _jet(other).orders, strict=True)))
+
+    def __sub__(self, other: Jet | Tensor) -> Jet:
+        return self + _jet(other) * -1.0
+
+    def __mul__(self, other: Jet | Tensor | float) -> Jet:
+        return _product(self, other, torch.mul)
+
+    __rmul__ = __mul__
 
     def __matmul__(self, other: Jet) -> Jet:
-        return self._product(other, torch.matmul)
+        return _product(self, other, torch.matmul)
+
+    def __getitem__(self, place: Any) -> Jet:
+        return self.map(lambda t: t[place])
 
 
-def normalize_jet(x: Jet, *, eps: float, norm: Norm) -> Jet:
-    """n(x(t)) of every token, (…, d); from σ² = m and σ n = c, differentiated three times."""
-    if norm == "none":
-        return x
-    c = x.map(lambda t: t - t.mean(-1, keepdim=True)) if norm == "layer" else x
-    m = (c * c).map(lambda t: t.mean(-1, keepdim=True))
-    s0 = (m.value + eps).sqrt()
-    s1 = 0.5 * m.first / s0
-    s2 = (0.5 * m.second - s1**2) / s0
-    s3 = (0.5 * m.third - 3.0 * s1 * s2) / s0
-    n0 = c.value / s0
-    n1 = (c.first - s1 * n0) / s0
-    n2 = (c.second - 2.0 * s1 * n1 - s2 * n0) / s0
-    n3 = (c.third - 3.0 * s1 * n2 - 3.0 * s2 * n1 - s3 * n0) / s0
-    return Jet(n0, n1, n2, n3)
+def _jet(value: Jet | Tensor | float) -> Jet:
+    if isinstance(value, float):  # without dimensions: does not decide the dtype of a result
+        value = torch.tensor(value, dtype=torch.float64)
+    return value if isinstance(value, Jet) else Jet.line(value)
 
 
-def log_sum_exp_jet(logits: Jet) -> Jet:
-    """log Σ_j exp T_j over the last axis (kept): derivatives are cumulants under softmax."""
-    a = torch.softmax(logits.value, -1)
-
-    def mean(values: Tensor) -> Tensor:
-        return (a * values).sum(-1, keepdim=True)
-
-    t1, t2, t3 = logits.first, logits.second, logits.third
-    centred = t1 - mean(t1)
+def _product(
+    left: Jet, right: Jet | Tensor | float, times: Callable[[Tensor, Tensor], Tensor]
+) -> Jet:
+    """(fg)''' = f'''g + 3f''g' + 3f'g'' + fg'''."""
+    (f0, f1, f2, f3), (g0, g1, g2, g3) = left.orders, _jet(right).orders
     return Jet(
-        torch.logsumexp(logits.value, -1, keepdim=True),
-        mean(t1),
-        mean(t2) + mean(centred**2),
-        mean(t3) + 3.0 * mean(centred * t2) + mean(centred**3),
+        times(f0, g0),
+        times(f1, g0) + times(f0, g1),
+        times(f2, g0) + 2.0 * times(f1, g1) + times(f0, g2),
+        times(f3, g0) + 3.0 * times(f2, g1) + 3.0 * times(f1, g2) + times(f0, g3),
     )
 
 
-def softmax_jet(logits: Jet) -> Jet:
-    """A = exp(T − log Σ e^T) over the last axis; −∞ logits (masks) stay exactly zero."""
-    log = log_sum_exp_jet(logits)
-    a = torch.softmax(logits.value, -1)
-    p1, p2, p3 = (t - l for t, l in zip(logits.orders[1:], log.orders[1:], strict=True))
-    return Jet(a, a * p1, a * (p2 + p1**2), a * (p3 + 3.0 * p1 * p2 + p1**3))
-
-
-def activation_jet(h: Jet, name: Activation) -> Jet:
-    """f(h(t)) elementwise."""
-    f0, f1, f2, f3 = activation_derivatives(name, h.value, order=3)
+def _composed(h: Jet, f0: Tensor, f1: Tensor, f2: Tensor, f3: Tensor) -> Jet:
+    """f(h(t)) elementwise: f(h)''' = f'h''' + 3f''h'h'' + f'''h'³."""
     return Jet(
         f0,
         f1 * h.first,
         f1 * h.second + f2 * h.first**2,
         f1 * h.third + 3.0 * f2 * h.first * h.second + f3 * h.first**3,
     )
+
+
+def _activation(name: Activation, h: Jet, **_: Any) -> Jet:
+    f0, f1, f2, f3 = activation_derivatives(name, h.value, order=3)
+    return _composed(h, f0, f1, f2, f3)
+
+
+def _gelu(h: Jet, approximate: str = "none") -> Jet:
+    return _activation("gelu_tanh" if approximate == "tanh" else "gelu", h)
+
+
+def _rsqrt(m: Jet) -> Jet:
+    root = m.value.rsqrt()
+    return _composed(m, root, -0.5 * root**3, 0.75 * root**5, -1.875 * root**7)
+
+
+def _log_softmax(logits: Jet, dim: int = -1) -> Jet:
+    """T − log Σ e^T: (log Σ e^T)''' = ⟨T'''⟩ + 3Cov(T', T'') + κ₃(T') under softmax."""
+    a = torch.softmax(logits.value, dim)
+
+    def mean(values: Tensor) -> Tensor:
+        return (a * values).sum(dim, keepdim=True)
+
+    t1, t2, t3 = logits.first, logits.second, logits.third
+    centred = t1 - mean(t1)
+    return Jet(
+        torch.log_softmax(logits.value, dim),
+        centred,
+        t2 - mean(t2) - mean(centred**2),
+        t3 - mean(t3) - 3.0 * mean(centred * t2) - mean(centred**3),
+    )
+
+
+def _softmax(logits: Jet, dim: int = -1) -> Jet:
+    """exp of the above; −∞ logits (masks) stay exactly zero."""
+    a = torch.softmax(logits.value, dim)
+    return _composed(_log_softmax(logits, dim), a, a, a, a)
+
+
+def _linear(x: Jet, weight: Jet, bias: Jet | None = None) -> Jet:
+    y = x @ weight.mT
+    return y if bias is None else y + bias
+
+
+def _cat(parts: Sequence[Jet], dim: int = 0) -> Jet:
+    return Jet(*(torch.cat(order, dim) for order in zip(*(p.orders for p in parts), strict=True)))
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "rsqrt": _rsqrt,
+    "relu": partial(_activation, "relu"),
+    "gelu": _gelu,
+    "silu": partial(_activation, "silu"),
+    "square": lambda x: x * x,
+    "cat": _cat,
+    "ones_like": lambda x: torch.ones_like(x.value),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +228,7 @@ def directional_derivatives(
     if x.ndim == 2:
         x, target = x.unsqueeze(0), target.unsqueeze(0)
     moves = _directions(layers, direction)
-    if input_direction is not None:
-        z = Jet.line(x, input_direction.reshape(x.shape))
-    else:
-        z = Jet.constant(x)
+    z = Jet.line(x, None if input_direction is None else input_direction.reshape(x.shape))
     for (spec, weights), move in zip(layers, moves, strict=True):
         z = block_jet(spec, weights, move, z, mask)
     jet = loss_jet(resolve_loss(loss), z, target)
@@ -231,72 +267,6 @@ def _directions(
     return moves
 
 
-class _Lines:
-    """The block's weights as lines W + t V."""
-
-    def __init__(self, weights: Weights, move: Mapping[str, Tensor]) -> None:
-        self.weights, self.move = weights, move
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.weights
-
-    def __getitem__(self, name: str) -> Jet:
-        weight = self.weights[name]
-        return Jet.line(weight, self.move.get(name, torch.zeros_like(weight)))
-
-    def linear(self, x: Jet, which: str) -> Jet:
-        y = x @ self[f"{which}_weight"].map(lambda w: w.transpose(-1, -2))
-        return self.shift(y, f"{which}_bias")
-
-    def shift(self, y: Jet, name: str) -> Jet:
-        if name not in self:
-            return y
-        bias = self[name]
-        return Jet(y.value + bias.value, y.first + bias.first, y.second, y.third)
-
-    def norm(self, x: Jet, which: str, spec: BlockSpec) -> Jet:
-        y = normalize_jet(x, eps=spec.eps, norm=spec.norm)
-        if f"{which}_weight" in self:
-            y = y * self[f"{which}_weight"]
-        return self.shift(y, f"{which}_bias")
-
-
-def attention_jet(
-    spec: BlockSpec,
-    weights: Weights,
-    move: Mapping[str, Tensor],
-    x: Jet,
-    mask: Tensor | None = None,
-) -> Jet:
-    """Attention of x (n, L, d) along the line: T = sQKᵀ is quartic at most in t, A by cumulants."""
-    if spec.rope_base is not None:
-        raise ValueError("third derivatives cover attention without rotary embedding.")
-    lines = _Lines(weights, move)
-    n, length, _ = x.value.shape
-    heads, groups = spec.n_heads, spec.kv_heads
-
-    def split(which: str, count: int, size: int) -> Jet:
-        y = lines.linear(x, which)
-        y = y.map(lambda t: t.reshape(n, length, count, size).transpose(1, 2))
-        return y.map(lambda t: t.repeat_interleave(heads // count, 1))
-
-    q = split("query", heads, spec.key_size)
-    k = split("key", groups, spec.key_size)
-    v = split("value", groups, spec.value_size)
-    bias, allowed = attention_mask(
-        spec, mask, samples=n, length=length, dtype=x.value.dtype, device=x.value.device
-    )
-    logits = (q @ k.map(lambda t: t.transpose(-1, -2))).map(lambda t: spec.logit_scale * t)
-    if spec.softmax:
-        if bias is not None:
-            logits = Jet(logits.value + bias, logits.first, logits.second, logits.third)
-        logits = softmax_jet(logits)
-    elif allowed is not None:
-        logits = logits.map(lambda t: t * allowed)
-    mixed = (logits @ v).map(lambda t: t.transpose(1, 2).reshape(n, length, -1))
-    return lines.linear(mixed, "output") if "output_weight" in lines else mixed
-
-
 def block_jet(
     spec: BlockSpec,
     weights: Weights,
@@ -304,38 +274,27 @@ def block_jet(
     x: Jet,
     mask: Tensor | None = None,
 ) -> Jet:
-    """A whole block along the line."""
-    require_plain(spec, "the third derivative")
-    lines = _Lines(weights, move)
-
-    def feed(v: Jet) -> Jet:
-        up = lines.linear(v, "up")
-        if spec.gated:
-            return lines.linear(
-                activation_jet(lines.linear(v, "gate"), spec.activation) * up, "down"
-            )
-        return lines.linear(activation_jet(up, spec.activation), "down")
-
-    if not spec.residual:
-        return attention_jet(spec, weights, move, x, mask)
-    if spec.norm_first:
-        u = x + attention_jet(spec, weights, move, lines.norm(x, "norm1", spec), mask)
-        return u if spec.d_ff is None else u + feed(lines.norm(u, "norm2", spec))
-    y = lines.norm(x + attention_jet(spec, weights, move, x, mask), "norm1", spec)
-    return y if spec.d_ff is None else lines.norm(y + feed(y), "norm2", spec)
+    """A whole block along the line W + t V: its plain forward pass on jets."""
+    if spec.eps == 0:
+        forward_pass(spec, weights, x.value, mask)  # refuses tokens without variance
+        spec = replace(spec, eps=1e-300)  # the same numbers, and no test of tokens left
+    lines: Any = {name: Jet.line(weight, move.get(name)) for name, weight in weights.items()}
+    tokens: Any = x
+    jet: Any = forward_pass(spec, lines, tokens, mask)[0]
+    assert isinstance(jet, Jet)
+    return jet
 
 
 def loss_jet(loss: OutputLoss, z: Jet, target: Tensor) -> Jet:
     """The loss of outputs z(t) (n, L, d): mean squared error or token cross-entropy."""
     if isinstance(loss, TokenSquaredError):
-        error = z - Jet.constant(target)
-        return (error * error).map(lambda t: t.mean())
+        error = z - target
+        return (error * error).map(torch.mean)
     if isinstance(loss, TokenCrossEntropy):
         valid = target != loss.ignore_index
-        weight = valid.to(z.value.dtype) / valid.sum()
         label = torch.where(valid, target, 0).unsqueeze(-1)
-        surprise = log_sum_exp_jet(z) - z.map(lambda t: t.gather(-1, label))
-        return surprise.map(lambda t: (t.squeeze(-1) * weight).sum())
+        surprise = _log_softmax(z).map(lambda t: t.gather(-1, label).squeeze(-1))
+        return surprise.map(lambda t: -(t * valid).sum() / valid.sum())
     raise TypeError(
         f"third derivatives know mse and token cross-entropy, got {type(loss).__name__}."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ def peaked_head(length: int) -> SingleHead:
     return SingleHead(x, math.log(length - 1) / 10.0 * one, 10.0 * one, 0.0 * one, 1e6 * x)
 
 
-@statement("theorem-1-published", FALSE)
+@statement("theorem-1-published", FALSE, plot=lines_figure)
 def theorem_1_published(effort: CheckEffort) -> Outcome:
     """‖H‖ of self-attention is at most M, three times the largest of four lines
 
@@ -183,7 +184,19 @@ def theorem_1_published(effort: CheckEffort) -> Outcome:
         f"{spread(random)}; after ascent {max(climbed):.2f}",
         printed=max(key, peaked, *random, *climbed) <= _SLACK,
         numbers={"key": key, "peaked": peaked, "random": max(random), "climbed": max(climbed)},
+        series=_peaked_rows(),
     )
+
+
+def _peaked_rows() -> dict[str, Any]:
+    """Block over line and ‖H‖ over M with a peaked row, against the number of tokens."""
+    lengths, block, whole = [4, 8, 16, 32, 64, 128], [], []
+    for head in map(peaked_head, lengths):
+        lines, h = attention_bounds.published_theorem_1(head), head_hessian(head)
+        block.append(float(block_norm(head, "VQ", h) / lines["VQ"]))
+        whole.append(float(spectral_norm(h) / (3 * _largest(lines))))
+    curves = {"‖H_VQ‖ / its line": block, "‖H‖ / M": whole, "bound": [1.0] * len(lengths)}
+    return log_log(lengths, curves, "tokens L", "true over bound")
 
 
 def _line_ratio(head: SingleHead, lines: Lines, name: str, *, graph: bool = True) -> Tensor:
