@@ -114,7 +114,9 @@ def draw_scalar_attention(spectrum: ScalarAttentionSpectrum) -> Figure:
     axis.axhline(0.0, color=MUTED, linewidth=0.8)
     axis.set_xlabel("rank")
     axis.set_ylabel("eigenvalue")
-    axis.set_yscale("symlog", linthresh=max(float(values.abs().max()) * 1e-3, 1e-300))
+    largest = max(float(values.abs().max()), 1e-300)
+    axis.set_yscale("symlog", linthresh=1e-3 * largest)
+    axis.set_ylim(-3.0 * largest, 3.0 * largest)
     legend(axis, f"bulk {spectrum.bulk_ratio:.2g} of the largest outlier")
     return figure
 
