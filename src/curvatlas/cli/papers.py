@@ -144,6 +144,9 @@ def growth(
         list[str] | None,
         typer.Option("--roles", help="Only these blocks: roles, names or globs; repeatable."),
     ] = None,
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Also the blocks of two roles of one layer.")
+    ] = False,
     probes: Annotated[int, typer.Option(min=3, help="Products a block and factor.")] = 16,
     samples: Samples = 32,
     memory: Memory = None,
@@ -164,9 +167,8 @@ def growth(
     size = None if memory is None else parse_bytes(memory)
     prepared = prepare(inputs, samples)
     Scaler(prepared.problem, scale)  # nor does a part that the model does not have
-    run = prepared.open_run(
-        "growth", output, scale=scale, scales=factors, fit=window, roles=roles, probes=probes
-    )
+    asked = {"scale": scale, "scales": factors, "fit": window, "roles": roles, "probes": probes}
+    run = prepared.open_run("growth", output, **asked, **({"mixed": True} if mixed else {}))
 
     def work() -> None:
         console.say(f"curvatlas growth {inputs.model} {inputs.data}, into {run.path}")
@@ -178,6 +180,7 @@ def growth(
                 scales=factors,
                 fit=between,
                 roles=roles,
+                mixed=mixed,
                 probes=probes,
                 seed=inputs.seed,
                 budget=size,

@@ -3,9 +3,10 @@ r"""How the curvature of a model grows while its activations or some of its weig
     ‖H_bb(t)‖_F ∝ t^a        for every role b of every layer, of H, H_o and H_f
 
 Without norms and with small logits theory gives a for t · (what enters the first block): of H_o
-2 for everything linear in the tokens (value, output, feed-forward) and 6 for query and key, of H_f
-5 for query and key, in every layer (``theory/checks/growth.py``). With norms, or where the softmax
-saturates, the exponents are what they are: this measures them on any model.
+2 for everything linear in the tokens (value, output, feed-forward), 6 for query and key, 4 for
+value with query or key; of H_f 5 for query and key and 3 for any two of the three, in every layer
+(``theory/checks/growth.py``). With norms, or where the softmax saturates, the exponents are what
+they are: this measures them on any model.
 
 A block's norm is E‖H_bb z‖² over random signs z, the same signs at every scale: what the probes do
 not know cancels in the exponent. Blocks of few entries are exact.
@@ -50,8 +51,15 @@ _NUMBERS_AT_ONCE = 2**24  # of probes that exist at the same time
 _ROUNDING = 1e3  # units in the last place
 # Exponents in the scale of what enters the first block, without norms and with small logits.
 PREDICTED = {
-    "outer": {"query": 6.0, "key": 6.0, "value": 2.0, "output": 2.0, "up": 2.0, "down": 2.0},
-    "functional": {"query": 5.0, "key": 5.0},
+    "outer": {
+        **dict.fromkeys(("query", "key", "query × key"), 6.0),
+        **dict.fromkeys(("query × value", "key × value"), 4.0),
+        **dict.fromkeys(("value", "output", "up", "down"), 2.0),
+    },
+    "functional": {
+        **dict.fromkeys(("query", "key"), 5.0),
+        **dict.fromkeys(("query × key", "query × value", "key × value"), 3.0),
+    },
 }
 
 
@@ -84,31 +92,82 @@ def block_norms(
     *,
     probes: int,
     seed: int,
+    mixed: bool = False,
     budget: int | str | None = None,
 ) -> BlockNorms:
-    """The norms of the whole matrix and of every diagonal block, by the same probes for a seed."""
+    """The norms of the whole matrix and of every block, by the same probes for a seed.
+
+    mixed: after the diagonal blocks also those of two roles of one layer (``mixed_pairs``).
+    """
     operator = CurvatureParts(problem, budget=budget)
-    squares: dict[str, list[Tensor]] = {part: [] for part in PARTS}
     # First the whole matrix: its graphs then serve all blocks.
-    for number, block in enumerate([None, *blocks]):
-        size = problem.size if block is None else block.size
-        exact = block is not None and size <= max(EXACT_UP_TO, probes)
-        unit = [torch.eye(size, dtype=operator.dtype, device=operator.device)] if exact else None
-        groups = unit or random_signs(operator, size, probes, seed + 7919 * number)
-        rows: dict[str, list[Tensor]] = {part: [] for part in PARTS}
-        for _, images in probed_block(operator, block, groups):
-            for part, image in images.items():
-                rows[part].append(_squared(image))
-        for part, parts in rows.items():
-            square = torch.cat(parts)
-            squares[part].append(square.sum().expand(probes) if exact else square)
+    draws = random_signs(operator, problem.size, probes, seed)
+    whole: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+    for _, images in probed_block(operator, None, draws):
+        for part, image in images.items():
+            whole[part].append(_squared(image))
+    pairs = [(j, j) for j in range(len(blocks))] + (mixed_pairs(blocks) if mixed else [])
+    squares = pair_squares(operator, blocks, pairs, probes=probes, seed=seed)
     return BlockNorms(
         setting=setting,
         loss=problem.value(),
-        squares={part: torch.stack(found) for part, found in squares.items()},
+        squares={
+            part: torch.cat([torch.cat(found).unsqueeze(0), squares[part]])
+            for part, found in whole.items()
+        },
         products=operator.products,
         precision=torch.finfo(operator.dtype).eps,
     )
+
+
+def mixed_pairs(blocks: Sequence[AtlasBlock]) -> list[tuple[int, int]]:
+    """Places (row, column) of two blocks of one layer, the row first in the model."""
+    return [
+        (i, j)
+        for j, column in enumerate(blocks)
+        for i, row in enumerate(blocks[:j])
+        if row.slices[0].layer is not None and row.layer == column.layer
+    ]
+
+
+def pair_squares(
+    operator: CurvatureParts,
+    blocks: Sequence[AtlasBlock],
+    pairs: Sequence[tuple[int, int]],
+    *,
+    probes: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Part → ‖H_ij z‖² (pairs, probes) of blocks i (rows) and j (columns); z (probes, size of j).
+
+    A product with columns in j gives all rows at once. Blocks of few columns are exact: every
+    probe then has the same number.
+    """
+    result: dict[str, Tensor] = {
+        part: torch.zeros(len(pairs), probes, dtype=torch.float64) for part in PARTS
+    }
+    # Always the same parameters: what an operator keeps for them then serves every block.
+    used = [blocks[place] for place in {place for pair in pairs for place in pair}]
+    for j in dict.fromkeys(column for _, column in pairs):
+        column = blocks[j]
+        at = [place for place, pair in enumerate(pairs) if pair[1] == j]
+        rows = [blocks[pairs[place][0]] for place in at]
+        exact = column.size <= max(EXACT_UP_TO, probes)
+        groups: Iterable[Tensor]
+        if exact:
+            groups = [torch.eye(column.size, dtype=operator.dtype, device=operator.device)]
+        else:
+            groups = random_signs(operator, column.size, probes, seed + 7919 * (j + 1))
+        found: dict[tuple[str, int], list[Tensor]] = {}
+        for group in groups:
+            every = _images(operator, column, rows, group, used)
+            for place, images in zip(at, every, strict=True):
+                for part, image in images.items():
+                    found.setdefault((part, place), []).append(_squared(image))
+        for (part, place), squares in found.items():
+            joined = torch.cat(squares)
+            result[part][place] = joined.sum() if exact else joined
+    return result
 
 
 def random_signs(operator: CurvatureParts, size: int, count: int, seed: int) -> Iterator[Tensor]:
@@ -131,13 +190,31 @@ def probed_block(
             columns = dict(zip(layout.names, layout.split(draws.T), strict=True))
             yield draws, operator.parts(columns, layout.names)
             continue
-        columns = scatter(block, draws, operator)
-        names = [name for name in layout.names if name in columns]
-        places = _places(block, names, operator.problem)
-        images = operator.parts(columns, names)
-        if places is not None:
-            images = {part: rows.index_select(1, places) for part, rows in images.items()}
-        yield draws, images
+        yield draws, _images(operator, block, [block], draws, [block])[0]
+
+
+def _images(
+    operator: CurvatureParts,
+    column: AtlasBlock,
+    rows: Sequence[AtlasBlock],
+    draws: Tensor,
+    used: Iterable[AtlasBlock],
+) -> list[dict[str, Tensor]]:
+    """Part → H_ij z (k, size of i) for every block i of ``rows``, of probes z (k, size of j).
+
+    used: blocks whose parameters are asked for, the rows among them.
+    """
+    layout = operator.problem.layout
+    asked = {piece.parameter for block in used for piece in block.slices}
+    names = [name for name in layout.names if name in asked]
+    images = operator.parts(scatter(column, draws, operator), names)
+    every = [_places(row, names, operator.problem) for row in rows]
+    return [
+        images
+        if places is None
+        else {part: image.index_select(1, places) for part, image in images.items()}
+        for places in every
+    ]
 
 
 def _squared(rows: Tensor) -> Tensor:
@@ -253,6 +330,7 @@ def growth(
     scales: Sequence[float] | None = None,
     fit: tuple[float, float] | None = None,
     roles: Sequence[str] | None = None,
+    mixed: bool = False,
     probes: int = 16,
     seed: int = 0,
     budget: int | str | None = None,
@@ -265,6 +343,7 @@ def growth(
     scales: the factors (default: 0.01 … 3.16). fit: the range of them whose exponents are fitted
         (default: 0.01 … 0.1, where theory speaks; of your own scales all); at least 3.
     roles: measure only these blocks: roles, names or globs (default: all).
+    mixed: also the blocks of two roles of one layer, "blocks.0.query × blocks.0.value".
     probes: products a block and scale; blocks of up to 64 entries are exact.
     output: a run folder, or an open ``Run``: every finished scale is stored, and the same call
         resumes it. The model itself is never changed: a copy is scaled.
@@ -288,18 +367,20 @@ def growth(
         "roles": None if roles is None else list(roles),
         "probes": probes,
         "seed": seed,
+        **({"mixed": True} if mixed else {}),
     }
 
     def measured(factor: float) -> BlockNorms:
         with scaler.scaled(factor) as other:
-            return block_norms(other, blocks, factor, probes=probes, seed=seed, budget=budget)
+            how: dict[str, Any] = {"probes": probes, "seed": seed, "budget": budget}
+            return block_norms(other, blocks, factor, mixed=mixed, **how)
 
     def work(step: Step) -> Growth:
         points = [
             step(f"growth.scale{number}", functools.partial(measured, factor))
             for number, factor in enumerate(track(factors, "growth"))
         ]
-        result: Growth = step("growth", lambda: _fitted(scaler.name, blocks, points, window))
+        result: Growth = step("growth", lambda: _fitted(scaler.name, blocks, points, window, mixed))
         return result
 
     return recorded(problem, output, options, work)
@@ -420,10 +501,19 @@ def _times(arguments: Any, keywords: Any, factor: float) -> tuple[Any, Any, bool
 
 
 def _fitted(
-    scaled: str, blocks: Sequence[AtlasBlock], points: Sequence[BlockNorms], window: Interval
+    scaled: str,
+    blocks: Sequence[AtlasBlock],
+    points: Sequence[BlockNorms],
+    window: Interval,
+    mixed: bool,
 ) -> Growth:
     scales = [point.setting for point in points]
-    names = (MODEL, *(block.name for block in blocks))
+    pairs = [(blocks[i], blocks[j]) for i, j in (mixed_pairs(blocks) if mixed else ())]
+    names = (
+        MODEL,
+        *(block.name for block in blocks),
+        *(f"{row.name} × {column.name}" for row, column in pairs),
+    )
     inside = [_within(window, t) for t in scales]
     x = np.array([t for t, kept in zip(scales, inside, strict=True) if kept])
     norms = [point.norms() for point in points]
@@ -447,8 +537,12 @@ def _fitted(
         scales=tuple(scales),
         losses=tuple(point.loss for point in points),
         names=names,
-        roles=(MODEL, *(block.role for block in blocks)),
-        layers=(None, *(block.slices[0].layer for block in blocks)),
+        roles=(
+            MODEL,
+            *(block.role for block in blocks),
+            *(f"{row.role} × {column.role}" for row, column in pairs),
+        ),
+        layers=(None, *(b.slices[0].layer for b in (*blocks, *(row for row, _ in pairs)))),
         norms={part: torch.stack([n[part][0] for n in norms]) for part in PARTS},
         low={part: torch.stack([n[part][1] for n in norms]) for part in PARTS},
         high={part: torch.stack([n[part][2] for n in norms]) for part in PARTS},

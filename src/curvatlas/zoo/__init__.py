@@ -1,5 +1,6 @@
 """Readable reference models, small real data, and a plain training loop."""
 
+from curvatlas.zoo.addition import five_digit_addition, ormaniec_gpt
 from curvatlas.zoo.block import Block
 from curvatlas.zoo.datasets import Dataset, Samples, digits, fashion_mnist, mnist, text
 from curvatlas.zoo.images import cifar10, cifar100, from_torch, idx, image_folder, images_on_disk
@@ -36,11 +37,13 @@ __all__ = [
     "digits",
     "evaluate",
     "fashion_mnist",
+    "five_digit_addition",
     "from_torch",
     "idx",
     "image_folder",
     "images_on_disk",
     "mnist",
+    "ormaniec_gpt",
     "petrov_vit",
     "reference_gpt",
     "reference_vit",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Norm = Literal["layer", "rms"]
+Norm = Literal["layer", "rms", "none"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "reglu"]
 
 
@@ -50,20 +50,24 @@ class BlockConfig:
     norm_first: bool = False
     activation: Activation = "gelu"
     bias: bool = True
+    attention_bias: bool | None = None  # of query, key, value and output; None: as ``bias``
     norm_bias: bool | None = None  # β of LayerNorm; None: as ``bias``
     softmax: bool = True  # False: linear attention
+    attention_residual: bool = True  # False: X goes around the feed-forward part only
     output_projection: bool = True  # False: F = A V, the single head of the papers
     eps: float = 1e-5
 
 
 def make_norm(config: BlockConfig) -> nn.Module:
-    """LayerNorm (γ, β) or RMSNorm (γ) over the last axis."""
+    """LayerNorm (γ, β) or RMSNorm (γ) over the last axis, or nothing."""
     if config.norm == "layer":
         shift = config.bias if config.norm_bias is None else config.norm_bias
         return nn.LayerNorm(config.d_model, eps=config.eps, bias=shift)
     if config.norm == "rms":
         return nn.RMSNorm(config.d_model, eps=config.eps)
-    raise ValueError(f"norm must be 'layer' or 'rms', got {config.norm!r}.")
+    if config.norm == "none":
+        return nn.Identity()
+    raise ValueError(f"norm must be 'layer', 'rms' or 'none', got {config.norm!r}.")
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
@@ -102,12 +106,13 @@ class Attention(nn.Module):
             )
         self.n_heads, self.n_kv_heads, self.head_size = heads, kv_heads, d // heads
         self.causal, self.softmax, self.rope_base = causal, config.softmax, rope_base
-        self.query = nn.Linear(d, heads * self.head_size, bias=config.bias)
-        self.key = nn.Linear(d, kv_heads * self.head_size, bias=config.bias)
-        self.value = nn.Linear(d, kv_heads * self.head_size, bias=config.bias)
+        bias = config.bias if config.attention_bias is None else config.attention_bias
+        self.query = nn.Linear(d, heads * self.head_size, bias=bias)
+        self.key = nn.Linear(d, kv_heads * self.head_size, bias=bias)
+        self.value = nn.Linear(d, kv_heads * self.head_size, bias=bias)
         self.output: nn.Module = nn.Identity()
         if config.output_projection:
-            self.output = nn.Linear(d, d, bias=config.bias)
+            self.output = nn.Linear(d, d, bias=bias)
 
     def weights(self, x: Tensor) -> Tensor:
         """The attention matrix A: (B, L, d) → (B, H, L, L), rows are queries."""
@@ -169,7 +174,7 @@ class Block(nn.Module):
         self, config: BlockConfig, *, causal: bool, rope_base: float | None = None
     ) -> None:
         super().__init__()
-        self.norm_first = config.norm_first
+        self.norm_first, self.attention_residual = config.norm_first, config.attention_residual
         self.norm1 = make_norm(config)
         self.attention = Attention(config, causal=causal, rope_base=rope_base)
         self.norm2 = make_norm(config)
@@ -177,12 +182,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, d) → (B, L, d)
         if self.norm_first:
-            x = x + self.attention(self.norm1(x))
+            x = self._around(x, self.attention(self.norm1(x)))
             x = x + self.ffn(self.norm2(x))
             return x
-        x = self.norm1(x + self.attention(x))
+        x = self.norm1(self._around(x, self.attention(x)))
         x = self.norm2(x + self.ffn(x))
         return x
+
+    def _around(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + attended if self.attention_residual else attended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +207,12 @@ class GPTConfig(BlockConfig):
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: float = 10000.0  # used when positions="rope"
     tied: bool = False  # one matrix for the token embedding and the head
+    head_bias: bool = False
+    answers: tuple[int, int] | None = None  # logits of these positions only: first, last + 1
 
 
 class GPT(nn.Module):
-    """Tokens (B, L) → next-token logits (B, L, V)."""
+    """Tokens (B, L) → next-token logits (B, L, V), or those of the positions ``answers``."""
 
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__()
@@ -221,7 +231,7 @@ class GPT(nn.Module):
         )
         # Post-norm blocks end with their own norm; pre-norm streams need one before the head.
         self.norm = make_norm(config) if config.norm_first else nn.Identity()
-        self.head = nn.Linear(d, config.vocabulary, bias=False)
+        self.head = nn.Linear(d, config.vocabulary, bias=config.head_bias)
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         if config.tied:
             self.head.weight = self.token_embedding.weight
@@ -237,6 +247,8 @@ class GPT(nn.Module):
             x = x + self.position_embedding[:length]
         for block in self.blocks:
             x = block(x)  # (B, L, d)
+        if self.config.answers is not None:
+            x = x[:, slice(*self.config.answers)]
         logits: Tensor = self.head(self.norm(x))  # (B, L, V)
         return logits
 
