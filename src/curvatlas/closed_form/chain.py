@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -406,19 +405,20 @@ class Chain:
 
     @property
     def tied(self) -> set[str]:
-        """Parameters that act at several places: shared heads, γ and β in front of attention."""
+        """Parameters that act at several places: heads that share keys and values."""
         starts = [leaf.start for leaf in self.leaves]
         return {leaf.name for leaf in self.leaves if starts.count(leaf.start) > 1}
 
-    def covers(self, size: int) -> bool:
-        """Whether every one of so many parameters acts somewhere; one that is dead does not."""
-        return sum({leaf.start: leaf.size for leaf in self.leaves}.values()) == size
-
     def pairs(self, names: set[str] | None = None) -> Iterator[Pair]:
         """All pairs of leaves, or those that hold just these two parameters."""
-        for f, g in combinations_with_replacement(self.leaves, 2):
-            if names is None or {f.name, g.name} == names:
-                yield self.pair(f, g)
+        for i, f in enumerate(self.leaves):
+            for g in self.leaves[i:]:
+                if names is None or {f.name, g.name} == names:
+                    yield self.pair(f, g)
+            # What lies before every leaf that is left is read no more: its memory is used again.
+            ahead = min((leaf.node.order for leaf in self.leaves[i + 1 :]), default=0)
+            self._seconds = {key: m for key, m in self._seconds.items() if key[1] >= ahead}
+            self._tangents = {key: m for key, m in self._tangents.items() if key[0] >= ahead}
 
     def pair(self, f: Leaf, g: Leaf) -> Pair:
         """M, K and δ' of block (f, g), f not after g."""

@@ -195,12 +195,16 @@ class BlockDerivatives(DecomposedHessian):
         require_part(part)
         out, workspace = self._output(out), workspace or Workspace()
         coupled = self.seeds.couples_tokens
-        once = not self._token.tied and self._token.covers(self.size)
+        leaves = self._token.leaves
+        once = not self._token.tied  # then the rows of H are written in place
         if not once or (coupled and part == "outer"):
             out.zero_()
+        for name in set(self.names).difference(leaf.name for leaf in leaves):  # dead
+            start, size = self.offsets[name]
+            out[start : start + size] = out[:, start : start + size] = 0.0
         for number, chain in enumerate(self.chains(part)):
             for pair in chain.pairs():
-                if once:  # the rows of H are written in place
+                if once:
                     place = out[pair.f.rows, pair.g.rows]
                     fold(place, pair, workspace, accumulate=number > 0)
                 else:
@@ -209,7 +213,7 @@ class BlockDerivatives(DecomposedHessian):
                     for f, g, piece in _both(pair, fold(cut, pair, workspace)):
                         out[f.rows, g.rows] += piece
         if once:
-            for f, g in combinations(self._token.leaves, 2):
+            for f, g in combinations(leaves, 2):
                 mirror(out[f.rows, g.rows], out[g.rows, f.rows], workspace)
         if coupled and part != "functional":
             factor = self.outer_factor()
