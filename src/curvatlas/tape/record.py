@@ -692,6 +692,8 @@ WHOLE = frozenset(
     (
         torch._C._nn.linear,
         torch._C._nn.scaled_dot_product_attention,
+        torch._C._nn.cross_entropy_loss,
+        torch.rms_norm,
         torch.matmul,
         torch.Tensor.matmul,
         torch.Tensor.__matmul__,

@@ -54,7 +54,7 @@ class Tape:
                 if not any(slot in reached for slot in node.outputs):
                     continue
                 rule = rule_for(node, record.values, used)
-                pieces = node.many and getattr(rule, "all_results", isinstance(rule, Default))
+                pieces = node.many and rule.all_results
                 self._steps.append(_Step(node.inputs, node.outputs, pieces, rule))
             if record.boundary >= len(record.nodes):
                 self.boundary = len(self._steps)
@@ -124,7 +124,7 @@ class Tape:
                 for slot, value in zip(step.outputs, result, strict=True):
                     if slot is not None and value is not None:
                         dots[slot] = value
-            else:
+            elif result is not None:
                 dots[step.output] = result
         return dots
 

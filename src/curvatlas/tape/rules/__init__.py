@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from curvatlas.tape.record import Node
-from curvatlas.tape.rules import norms, pointwise, products, views  # noqa: F401 (they register)
+from curvatlas.tape.rules import (  # noqa: F401 (they register)
+    attention,
+    gathers,
+    images,
+    losses,
+    norms,
+    pointwise,
+    products,
+    views,
+)
 from curvatlas.tape.rules.base import RULES, Call, Rule, Unruled
 from curvatlas.tape.rules.default import Default
 
@@ -15,18 +24,18 @@ from curvatlas.tape.rules.default import Default
 def rule_for(node: Node, values: Sequence[Tensor], used: frozenset[int]) -> Rule:
     """The rule of a node; the default one where there is none, or none for this form of a call.
 
-    used: the slots that other nodes read; all rules but the default know the first result only,
-    unless every result moves alike (parts of one source).
+    used: the slots that other nodes read; most rules know the first result only.
     """
     call = Call(node, values)
     maker = RULES.get(node.operation)
-    beside = [slot for slot in node.outputs[1:] if slot is not None and slot in used]
-    if maker is None or _complex(call) or (beside and not getattr(maker, "all_results", False)):
+    if maker is None or _complex(call):
         return Default(call)
     try:
-        return maker(call)
+        rule = maker(call)
     except Unruled:
         return Default(call)
+    beside = any(slot is not None and slot in used for slot in node.outputs[1:])
+    return Default(call) if beside and not rule.all_results else rule
 
 
 def _complex(call: Call) -> bool:

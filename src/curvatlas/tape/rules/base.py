@@ -9,12 +9,16 @@ For y = f(x₁, …) at its recorded arguments a rule gives, with K columns on a
 
 so that the tangent of the adjoint is pull2 = pull(ȳ') + bend(ẋ). An absent tangent or adjoint is
 ``None`` and means zero; a rule may be called with some of them absent, never with all.
-Kinds: ``Linear`` (no bend), ``Pointwise`` (f', f''), ``Bilinear``.
+
+Kinds, each declared by one function of the call: ``linear`` (no bend), ``pointwise`` (f', f'' of
+one or several arguments), ``Bilinear``, ``constant`` (derivative zero).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,47 +27,81 @@ from torch import Tensor
 from curvatlas.tape.record import Node, Ref, tree_map_refs
 
 Values = Sequence[Tensor | None]  # one an input of the node
+Change = Callable[[Tensor], Tensor]  # (K, …) → (K, …)
+
+
+class Unruled(Exception):
+    """A rule does not cover this form of a call: the default rule takes it."""
 
 
 class Call:
     """A node at its recorded values.
 
-    args, kwargs: with values in place;  x: the values that move, in the order of the inputs;
-    y: the result (the first of several).
+    args: every argument of the operation in the order of its signature, those by name and those
+    left out included;  x: the values that move, in the order of the inputs;  y: the first result
+    that moves.
     """
 
     def __init__(self, node: Node, values: Sequence[Tensor]) -> None:
         self.node = node
         self._all = values
+        self._places = {slot: i for i, slot in enumerate(node.inputs)}
+        self._given = _in_order(node)
         self.x = [values[slot] for slot in node.inputs]
-        self.args, self.kwargs = tree_map_refs(
-            lambda ref: values[ref.slot], (node.args, node.kwargs)
-        )
-        self._place = {slot: i for i, slot in enumerate(node.inputs)}
+        self.args: tuple[Any, ...] = tree_map_refs(lambda ref: values[ref.slot], self._given)
         self.y = next(values[slot] for slot in node.outputs if slot is not None)
 
     def which(self, position: int) -> int | None:
         """The number of the input that stands at this place of the arguments, None: a constant."""
-        return self.place_of(self.node.args[position]) if position < len(self.node.args) else None
+        return self.place_of(self._given[position])
 
     def place_of(self, argument: Any) -> int | None:
-        """The number of the input that an argument of the node is, None: a constant."""
-        return self._place[argument.slot] if isinstance(argument, Ref) else None
+        """The number of the input that an argument is, None: a constant."""
+        return self._places[argument.slot] if isinstance(argument, Ref) else None
 
-    def of(self, slot: int | None) -> Tensor:
-        """The value in a slot."""
-        assert slot is not None
-        return self._all[slot]
+    def places_in(self, position: int) -> list[int | None]:
+        """The same for every element of a list of tensors."""
+        return [self.place_of(argument) for argument in self._given[position]]
 
-    def get(self, position: int, default: Any = None) -> Any:
-        """The argument at a place, or its default."""
-        return self.args[position] if position < len(self.args) else default
+    def result(self, number: int) -> Tensor:
+        """One of several results."""
+        slot = self.node.outputs[number]
+        if slot is not None:
+            return self._all[slot]
+        args, kwargs = self.node.with_values(self.x)
+        again: Sequence[Tensor] = self.node.operation(*args, **kwargs)
+        return again[number]  # indices do not move and are not kept by the record
+
+
+def _in_order(node: Node) -> tuple[Any, ...]:
+    """A node's arguments by position alone."""
+    names, defaults = _signature(node.operation)
+    if names is None:
+        return tuple(node.args)
+    rest = (
+        node.kwargs.get(name, default)
+        for name, default in zip(names[len(node.args) :], defaults[len(node.args) :], strict=True)
+    )
+    return (*node.args, *rest)
+
+
+@functools.cache
+def _signature(operation: Any) -> tuple[list[str] | None, list[Any]]:
+    """Names and defaults of an operation's arguments."""
+    if isinstance(operation, torch._ops.OpOverload):
+        arguments = operation._schema.arguments
+        return [a.name for a in arguments], [a.default_value for a in arguments]
+    if operation in _SIGNATURES:
+        parameters = inspect.signature(_SIGNATURES[operation]).parameters
+        return list(parameters), [p.default for p in parameters.values()]
+    return None, []
 
 
 class Rule:
-    """The base: every rule knows its call's shapes; ``bends``: whether there is a second order."""
+    """The base. bends: whether there is a second order; all_results: more than the first move."""
 
     bends = True
+    all_results = False
 
     def __init__(self, call: Call) -> None:
         self.shapes = [tuple(x.shape) for x in call.x]
@@ -90,9 +128,7 @@ class Rule:
         pulled = self.pull(adjoint, needs)
         if bent is None:
             return pulled
-        return [
-            b if a is None else a if b is None else a + b for a, b in zip(pulled, bent, strict=True)
-        ]
+        return [added(a, b) for a, b in zip(pulled, bent, strict=True)]
 
     def quadratic(self, tangents: Values) -> Tensor | None:
         if not self.bends:
@@ -101,27 +137,34 @@ class Rule:
         total: Tensor | None = None
         for b, t in zip(bent, tangents, strict=True):
             if b is not None and t is not None:
-                term = (b * t).flatten(1).sum(1)
-                total = term if total is None else total + term
+                total = added(total, dots(b, t))
         return total
 
 
 Maker = Callable[[Call], Rule]
 RULES: dict[Any, Maker] = {}
+_SIGNATURES: dict[Any, Callable[..., None]] = {}
 
 
-def rule(*operations: Any) -> Callable[[Any], Any]:
-    """Register a maker of rules for operations."""
+def rule(*operations: Any, signature: Callable[..., None] | None = None) -> Callable[[Any], Any]:
+    """Register a maker of rules for operations; functions of Python state their signature."""
 
     def registered(maker: Any) -> Any:
         for operation in operations:
             RULES[operation] = maker
+            if signature is not None:
+                _SIGNATURES[operation] = signature
         return maker
 
     return registered
 
 
-# --- shapes ---------------------------------------------------------------------------------------
+# --- shapes and sums ------------------------------------------------------------------------------
+
+
+def from_end(dim: int, ndim: int) -> int:
+    """A dimension as a negative number, which an axis of columns in front does not change."""
+    return dim if dim < 0 else dim - max(ndim, 1)
 
 
 def aligned(tangent: Tensor, ndim: int) -> Tensor:
@@ -130,6 +173,12 @@ def aligned(tangent: Tensor, ndim: int) -> Tensor:
     if missing <= 0:
         return tangent
     return tangent.reshape(tangent.shape[0], *(1,) * missing, *tangent.shape[1:])
+
+
+def broadcast(values: Iterable[Any]) -> tuple[int, ...]:
+    """The common shape of those that are tensors."""
+    torch_: Any = torch  # not typed
+    return tuple(torch_.broadcast_shapes(*(v.shape for v in values if isinstance(v, Tensor))))
 
 
 def summed_to(adjoint: Tensor, shape: Sequence[int]) -> Tensor:
@@ -144,96 +193,267 @@ def summed_to(adjoint: Tensor, shape: Sequence[int]) -> Tensor:
     return summed.reshape(adjoint.shape[0], *shape)
 
 
-# --- kinds ----------------------------------------------------------------------------------------
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, either of them absent."""
+    return b if a is None else a if b is None else a + b
 
 
-class Linear(Rule):
-    """ẏ = f(ẋ), x̄ = fᵀ(ȳ); made by ``linear`` from two functions of (call, value)."""
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a, b⟩ of every column: (K,)."""
+    product = a * b
+    return product if product.ndim == 1 else product.flatten(1).sum(1)
+
+
+# --- linear ---------------------------------------------------------------------------------------
+
+
+class Constant(Rule):
+    """y does not change with x where it changes smoothly (rounding, signs, shapes)."""
 
     bends = False
 
-    def __init__(self, call: Call, forward: Any, backward: Any) -> None:
-        super().__init__(call)
-        self._forward, self._backward = forward(call), backward(call)
-
-    def push(self, tangents: Values) -> Tensor:
-        result: Tensor = self._forward(tangents[0])
-        return result
+    def push(self, tangents: Values) -> None:
+        return None
 
     def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
-        return [self._backward(adjoint)]
+        return [None] * len(self.shapes)
 
 
-def linear(*operations: Any, push: Any, pull: Any) -> None:
-    """Declare linear operations of one moving argument: call → (function of (K, …) → (K, …))."""
+class Linear(Rule):
+    """y = Σᵢ Lᵢ xᵢ: ẏ = Σ Lᵢ ẋᵢ, x̄ᵢ = Lᵢᵀ ȳ.
+
+    maps: (number of the input, Lᵢ, Lᵢᵀ), where an input stands at several places once for each.
+    """
+
+    bends = False
+
+    def __init__(self, call: Call, maps: Sequence[tuple[int, Change, Change]]) -> None:
+        super().__init__(call)
+        self._maps = maps
+
+    def push(self, tangents: Values) -> Tensor:
+        total: Tensor | None = None
+        for place, forward, _ in self._maps:
+            tangent = tangents[place]
+            if tangent is not None:
+                total = added(total, forward(tangent))
+        assert total is not None
+        return total.expand(total.shape[0], *self.shape)
+
+    def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
+        result: list[Tensor | None] = [None] * len(self.shapes)
+        for place, _, backward in self._maps:
+            if needs[place]:
+                result[place] = added(result[place], backward(adjoint))
+        return result
+
+
+Part = tuple[Callable[[Call], Change], Callable[[Call], Change]]
+
+
+def linear(
+    *operations: Any,
+    push: Callable[[Call], Change] | None = None,
+    pull: Callable[[Call], Change] | None = None,
+    parts: Mapping[int, Part] | None = None,
+) -> None:
+    """Declare linear operations: call → L and call → Lᵀ, of the first argument or of several.
+
+    parts: position of the argument → the two. An argument that moves and is not named: no rule.
+    """
+    named = parts if parts is not None else {0: (push, pull)}
 
     def made(call: Call) -> Rule:
-        if len(call.x) != 1:
+        maps = [
+            (place, forward(call), backward(call))  # type: ignore[misc]
+            for position, (forward, backward) in named.items()
+            if (place := call.which(position)) is not None
+        ]
+        if len({place for place, *_ in maps}) < len(call.x):
             raise Unruled
-        return Linear(call, push, pull)
+        return Linear(call, maps)
 
     rule(*operations)(made)
 
 
-class Unruled(Exception):
-    """A rule does not cover this form of a call: the default rule takes it."""
+def constant(*operations: Any) -> None:
+    """Declare operations whose derivative is zero."""
+    rule(*operations)(Constant)
+
+
+# --- entry by entry -------------------------------------------------------------------------------
+
+Firsts = Mapping[int, Any]  # position → ∂f/∂xᵢ
+Seconds = Mapping[tuple[int, int], Callable[[], Any]]  # positions i ≤ j → () → ∂²f/∂xᵢ∂xⱼ
 
 
 class Pointwise(Rule):
-    """y = f(x) entry by entry: ẏ = f' ẋ, x̄ = f' ȳ, bend = (ȳ f'') ẋ; f'' None: it is zero."""
+    """y = f(x₁, …) entry by entry, broadcast: ẏ = Σ fᵢ ẋᵢ, x̄ᵢ = ȳ fᵢ, bendᵢ = Σⱼ ȳ fᵢⱼ ẋⱼ.
 
-    def __init__(self, call: Call, slope: Tensor | float, second: Any) -> None:
+    seconds: what is not named is zero; the functions are called once, when ȳ is known. Where
+    ``share`` is given the result is the sum of all entries times that number (losses).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        firsts: Firsts,
+        seconds: Seconds,
+        share: float | None = None,
+    ) -> None:
         super().__init__(call)
-        self._slope, self._second = slope, second
-        self.bends = second is not None
-        self._bend: Any = None
+        self._places = {i: place for i in firsts if (place := call.which(i)) is not None}
+        if len(set(self._places.values())) < len(call.x):
+            raise Unruled
+        self._firsts: dict[int, Any] = {}
+        for position, place in self._places.items():
+            before = self._firsts.get(place)
+            first = firsts[position]
+            self._firsts[place] = first if before is None else before + first
+        self._seconds = {
+            (self._places[i], self._places[j], i != j): second
+            for (i, j), second in seconds.items()
+            if i in self._places and j in self._places
+        }
+        self.bends = bool(self._seconds)
+        self._bends: dict[tuple[int, int], Any] = {}  # by places, symmetric
+        self._share = share
+        self._wide = self.shape if share is None else broadcast(call.args)
 
     def push(self, tangents: Values) -> Tensor:
-        assert tangents[0] is not None
-        return tangents[0] * self._slope
+        total: Tensor | None = None
+        for place, first in self._firsts.items():
+            tangent = tangents[place]
+            if tangent is not None:
+                tangent = aligned(tangent, len(self._wide))
+                total = (
+                    _times(tangent, first)
+                    if total is None
+                    else torch.addcmul(total, tangent, first)
+                    if _is_tensor(first)
+                    else torch.add(total, tangent, alpha=first)
+                )
+        assert total is not None
+        columns = total.shape[0]
+        if self._share is None:
+            return total.expand(columns, *self.shape)
+        total = total.expand(columns, *self._wide).reshape(columns, -1).sum(1) * self._share
+        return total.reshape(columns, *self.shape)
+
+    def _entries(self, adjoint: Tensor) -> Tensor:
+        """ȳ of every entry."""
+        if self._share is None:
+            return adjoint
+        return adjoint.reshape(-1, *(1,) * len(self._wide)) * self._share
+
+    def _to(self, place: int, part: Tensor) -> Tensor:
+        if self._share is not None:
+            part = part.expand(part.shape[0], *self._wide)
+        return summed_to(part, self.shapes[place])
 
     def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
-        return [adjoint * self._slope]
+        adjoint = self._entries(adjoint)
+        return [
+            self._to(place, _times(adjoint, self._firsts[place])) if needed else None
+            for place, needed in enumerate(needs)
+        ]
 
     def keep(self, adjoint: Any) -> None:
-        if self._second is not None:
-            self._bend = adjoint * self._second()
+        adjoint, self._bends = self._entries(adjoint.unsqueeze(0)).squeeze(0), {}
+        for (i, j, mixed), second in self._seconds.items():
+            bend = _times(adjoint, second())
+            for pair in ((i, j), (j, i)) if mixed else ((i, j),):
+                before = self._bends.get(pair)
+                self._bends[pair] = bend if before is None else before + bend
 
     def bend(self, tangents: Values, needs: Sequence[bool]) -> Values:
-        assert tangents[0] is not None
-        return [tangents[0] * self._bend]
+        return self.pull2(None, tangents, needs)
 
     def pull2(self, adjoint: Any, tangents: Values, needs: Sequence[bool]) -> Values:
-        if adjoint is None or tangents[0] is None or self._bend is None:
-            return super().pull2(adjoint, tangents, needs)
-        return [torch.addcmul(adjoint * self._slope, tangents[0], self._bend)]
+        moved = [None if t is None else aligned(t, len(self._wide)) for t in tangents]
+        adjoint = None if adjoint is None else self._entries(adjoint)
+        result: list[Tensor | None] = []
+        for place, needed in enumerate(needs):
+            total = None
+            if needed:
+                total = None if adjoint is None else _times(adjoint, self._firsts[place])
+                for other, tangent in enumerate(moved):
+                    bend = self._bends.get((place, other))
+                    if bend is not None and tangent is not None:
+                        total = (
+                            tangent * bend if total is None else torch.addcmul(total, tangent, bend)
+                        )
+            result.append(None if total is None else self._to(place, total))
+        return result
+
+    def quadratic(self, tangents: Values) -> Tensor | None:
+        """Σᵢⱼ ⟨ȳ fᵢⱼ, ẋᵢ ẋⱼ⟩."""
+        total: Tensor | None = None
+        for (i, j), bend in self._bends.items():
+            first, second = tangents[i], tangents[j]
+            if i <= j and first is not None and second is not None:
+                n = len(self._wide)
+                part = aligned(first, n) * bend
+                term = dots(part.expand(-1, *self._wide), aligned(second, n))
+                total = added(total, term if i == j else 2 * term)
+        return total
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _times(a: Tensor, factor: Any) -> Tensor:
+    result: Tensor = a if not _is_tensor(factor) and factor == 1 else a * factor
+    return result
 
 
 def pointwise(*operations: Any, slopes: Callable[[Call], tuple[Any, Any]]) -> None:
     """Declare functions of one entry: call → (f', a function giving f'' or None)."""
 
     def made(call: Call) -> Rule:
-        if len(call.x) != 1 or call.x[0].shape != call.y.shape:
-            raise Unruled
-        slope, second = slopes(call)
-        return Pointwise(call, slope, second)
+        first, second = slopes(call)
+        return Pointwise(call, {0: first}, {} if second is None else {(0, 0): second})
 
     rule(*operations)(made)
 
 
+def entrywise(
+    *operations: Any,
+    slopes: Callable[[Call], tuple[Firsts, Seconds]],
+    share: Callable[[Call], float | None] = lambda call: None,
+) -> None:
+    """Declare functions of several entries: call → (fᵢ by position, functions giving fᵢⱼ)."""
+    rule(*operations)(lambda call: Pointwise(call, *slopes(call), share(call)))
+
+
+# --- bilinear -------------------------------------------------------------------------------------
+
+
 class Bilinear(Rule):
-    """y = a ∘ b: ẏ = ȧ ∘ b + a ∘ ḃ, and each pull with the partner's tangent is the other's bend.
+    """y = α a ∘ b + β c: ẏ = α (ȧ ∘ b + a ∘ ḃ) + β ċ; a pull with the partner's tangent is a bend.
 
     times(a, b), pull_a(ȳ, b), pull_b(ȳ, a) get everything with a leading axis, of K or of one.
     A factor that is constant makes the rule linear.
     """
 
-    def __init__(self, call: Call, a: int = 0, b: int = 1) -> None:
+    def __init__(
+        self,
+        call: Call,
+        a: int = 0,
+        b: int = 1,
+        c: int | None = None,
+        *,
+        alpha: float = 1,
+        beta: float = 1,
+    ) -> None:
         super().__init__(call)
         self._values = call.args[a].unsqueeze(0), call.args[b].unsqueeze(0)
         self._places = call.which(a), call.which(b)
-        if sum(place is not None for place in self._places) < len(call.x):
+        self._c = None if c is None else call.which(c)
+        if len({p for p in (*self._places, self._c) if p is not None}) < len(call.x):
             raise Unruled
+        self._alpha, self._beta = alpha, beta
         self.bends = None not in self._places
         self._adjoint: Tensor | None = None
 
@@ -242,28 +462,47 @@ class Bilinear(Rule):
         raise TypeError(f"{type(self).__name__} has no product.")
 
     def pull_a(self, adjoint: Tensor, b: Tensor) -> Tensor:
-        """ā of ȳ, of the shape that the walker sums to a's."""
+        """ā of ȳ, of a's shape or one that was broadcast from it."""
         raise TypeError(f"{type(self).__name__} has no pull.")
 
     def pull_b(self, adjoint: Tensor, a: Tensor) -> Tensor:
-        """b̄ of ȳ, of the shape that the walker sums to b's."""
+        """b̄ of ȳ, of b's shape or one that was broadcast from it."""
         raise TypeError(f"{type(self).__name__} has no pull.")
+
+    def push_c(self, c: Tensor) -> Tensor:
+        """ċ where it is added."""
+        return aligned(c, len(self.shape)).expand(c.shape[0], *self.shape)
+
+    def pull_c(self, adjoint: Tensor) -> Tensor:
+        """c̄ of ȳ."""
+        assert self._c is not None
+        return summed_to(adjoint, self.shapes[self._c])
 
     def _of(self, values: Values) -> list[Tensor | None]:
         return [None if place is None else values[place] for place in self._places]
 
     def push(self, tangents: Values) -> Tensor:
         a, b = self._of(tangents)
-        first = None if a is None else self.times(a, self._values[1])
-        second = None if b is None else self.times(self._values[0], b)
-        if first is None or second is None:
-            assert first is not None or second is not None
-            return first if second is None else second  # type: ignore[return-value]
-        return first.add_(second) if first.shape == second.shape else first + second
+        total = None if a is None else self.times(a, self._values[1])
+        if b is not None:
+            part = self.times(self._values[0], b)
+            total = part if total is None else total.add_(part)
+        if total is not None:
+            total = _times(total, self._alpha)
+        c = None if self._c is None else tangents[self._c]
+        if c is not None:
+            wide = self.push_c(c)
+            total = (
+                _times(wide, self._beta)
+                if total is None
+                else torch.add(total, wide, alpha=self._beta)
+            )
+        assert total is not None
+        return total
 
     def _both(
         self, adjoint: Tensor, a: Tensor | None, b: Tensor | None, needs: Sequence[bool]
-    ) -> Values:
+    ) -> list[Tensor | None]:
         """x̄ of both factors with these values of the partners; None where a partner is absent."""
         result: list[Tensor | None] = [None] * len(self.shapes)
         for place, partner, pull in (
@@ -272,17 +511,19 @@ class Bilinear(Rule):
         ):
             if place is None or not needs[place] or partner is None:
                 continue
-            part, before = summed_to(pull(adjoint, partner), self.shapes[place]), result[place]
-            result[place] = part if before is None else before + part  # x ∘ x
+            part = summed_to(pull(adjoint, partner), self.shapes[place])
+            result[place] = added(result[place], part)  # twice for x ∘ x
         return result
 
     def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
         a, b = self._values
-        return self._both(adjoint, a, b, needs)
+        result = self._both(_times(adjoint, self._alpha), a, b, needs)
+        if self._c is not None and needs[self._c]:
+            result[self._c] = added(result[self._c], _times(self.pull_c(adjoint), self._beta))
+        return result
 
     def keep(self, adjoint: Any) -> None:
-        if self.bends:
-            self._adjoint = adjoint.unsqueeze(0)
+        self._adjoint = _times(adjoint.unsqueeze(0), self._alpha)
 
     def bend(self, tangents: Values, needs: Sequence[bool]) -> Values:
         assert self._adjoint is not None
@@ -295,4 +536,4 @@ class Bilinear(Rule):
         if not self.bends or a is None or b is None:
             return None
         assert self._adjoint is not None
-        return 2 * (self.times(a, b) * self._adjoint).flatten(1).sum(1)
+        return 2 * dots(self.times(a, b), self._adjoint)

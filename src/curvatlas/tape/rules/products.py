@@ -1,4 +1,4 @@
-"""Matrix products: bilinear in their two factors, with a bias that only adds."""
+"""Matrix products and convolutions: bilinear in their two factors, with a bias that only adds."""
 
 from __future__ import annotations
 
@@ -10,39 +10,87 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvatlas.tape.record import aten
-from curvatlas.tape.rules.base import Bilinear, Call, Rule, Unruled, Values, rule, summed_to
+from curvatlas.tape.rules.base import Bilinear, Call, Rule, Unruled, Values, dots, rule
+
+# --- matrices -------------------------------------------------------------------------------------
 
 
 class MatMul(Bilinear):
-    """y = a b with at least two axes each, the others broadcast: ā = ȳ bᵀ, b̄ = aᵀ ȳ."""
+    """y = a b, batches broadcast, vectors as rows or columns: ā = ȳ bᵀ, b̄ = aᵀ ȳ."""
+
+    def __init__(self, call: Call, a: int = 0, b: int = 1, c: int | None = None, **factors: Any):
+        super().__init__(call, a, b, c, **factors)
+        self._row, self._column = (call.args[i].ndim == 1 for i in (a, b))
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
-        a, b = _with_batch(a, b)
-        return a @ b
+        y = matmul(self._matrix_a(a), self._matrix_b(b))
+        y = y.squeeze(-2) if self._row else y
+        return y.squeeze(-1) if self._column else y
 
     def pull_a(self, adjoint: Tensor, b: Tensor) -> Tensor:
-        adjoint, b = _with_batch(adjoint, b)
-        return adjoint @ b.transpose(-1, -2)
+        part = matmul(self._wide(adjoint), self._matrix_b(b).transpose(-1, -2))
+        return part.squeeze(-2) if self._row else part
 
     def pull_b(self, adjoint: Tensor, a: Tensor) -> Tensor:
-        a, adjoint = _with_batch(a, adjoint)
-        return a.transpose(-1, -2) @ adjoint
+        part = matmul(self._matrix_a(a).transpose(-1, -2), self._wide(adjoint))
+        return part.squeeze(-1) if self._column else part
+
+    def _matrix_a(self, a: Tensor) -> Tensor:
+        return a.unsqueeze(-2) if self._row else a
+
+    def _matrix_b(self, b: Tensor) -> Tensor:
+        return b.unsqueeze(-1) if self._column else b
+
+    def _wide(self, adjoint: Tensor) -> Tensor:
+        adjoint = adjoint.unsqueeze(-1) if self._column else adjoint
+        return adjoint.unsqueeze(-2) if self._row else adjoint
 
 
-def _with_batch(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Axes of one behind the columns, so that both have as many."""
-    n = max(a.ndim, b.ndim)
-    return (
-        a.reshape(a.shape[0], *(1,) * (n - a.ndim), *a.shape[1:]),
-        b.reshape(b.shape[0], *(1,) * (n - b.ndim), *b.shape[1:]),
-    )
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """(K or 1, *batch, n, m) by (K or 1, *batch, m, p).
+
+    Column by column where one factor is the same for all: torch would copy it for each of them.
+    """
+    columns = max(a.shape[0], b.shape[0])
+    if columns == 1 or a.shape[0] == b.shape[0] or min(a.shape[0], b.shape[0]) == 0:
+        n = max(a.ndim, b.ndim)
+        return _behind(a, n) @ _behind(b, n)
+    if b.ndim == 3 and b.shape[0] == 1:
+        return a @ b[0]
+    parts = [a[k % len(a)] @ b[k % len(b)] for k in range(columns)]
+    return torch.stack(parts)
 
 
-@rule(torch.matmul, aten.mm.default, aten.bmm.default, aten.matmul.default)
+def _behind(t: Tensor, ndim: int) -> Tensor:
+    """Axes of one behind the columns."""
+    return t if t.ndim == ndim else t.reshape(len(t), *(1,) * (ndim - t.ndim), *t.shape[1:])
+
+
+@rule(torch.matmul, signature=lambda input, other: None)
+@rule(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default)
 def _matmul(call: Call) -> Rule:
-    if call.args[0].ndim < 2 or call.args[1].ndim < 2:
-        raise Unruled
     return MatMul(call)
+
+
+@rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def _plus(call: Call) -> Rule:
+    return MatMul(call, 1, 2, 0, beta=call.args[3], alpha=call.args[4])
+
+
+class Outer(Bilinear):
+    """y = β c + α a bᵀ of two vectors."""
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.unsqueeze(2) * b.unsqueeze(1)
+
+    def pull_a(self, adjoint: Tensor, b: Tensor) -> Tensor:
+        return (adjoint @ b.unsqueeze(2)).squeeze(2)
+
+    def pull_b(self, adjoint: Tensor, a: Tensor) -> Tensor:
+        return (a.unsqueeze(1) @ adjoint).squeeze(1)
+
+
+rule(aten.addr.default)(lambda call: Outer(call, 1, 2, 0, beta=call.args[3], alpha=call.args[4]))
 
 
 class Affine(Rule):
@@ -50,175 +98,152 @@ class Affine(Rule):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
+        x, w, _ = call.args
         self._places = [call.which(i) for i in range(3)]
-        x, w = call.args[0], call.args[1]
-        if w.ndim != 2:
+        if w.ndim != 2 or len({p for p in self._places if p is not None}) < len(call.x):
             raise Unruled
-        self._x, self._w = x.reshape(-1, x.shape[-1]), w
-        self._rows = len(self._x)
+        self._x, self._w = x.reshape(call.y.numel() // max(len(w), 1), w.shape[1]), w
         self.bends = self._places[0] is not None and self._places[1] is not None
         self._adjoint: Any = None
 
-    def _of(self, values: Values, i: int) -> Any:
-        place = self._places[i]
-        return None if place is None else values[place]
+    def _of(self, values: Values) -> list[Any]:
+        """Tangents of x, W and b: (K, N, m), (K, n, m), (K, n)."""
+        dx, dw, db = (None if p is None else values[p] for p in self._places)
+        return [None if dx is None else dx.reshape(len(dx), *self._x.shape), dw, db]
 
     def push(self, tangents: Values) -> Tensor:
-        dx, dw, db = (self._of(tangents, i) for i in range(3))
-        columns = next(t for t in tangents if t is not None).shape[0]
-        total: Tensor | None = None
-        if dx is not None:
-            flat = dx.reshape(-1, self._w.shape[1])
-            if db is not None and columns == 1:
-                total = torch.addmm(db, flat, self._w.t())
-                db = None
-            else:
-                total = flat @ self._w.t()
-            total = total.view(columns, self._rows, -1)
+        dx, dw, db = self._of(tangents)
+        total = None if dx is None else _joined(dx, self._w.t(), bias=db)
+        if dx is not None and len(dx) == 1:
+            db = None  # added already
         if dw is not None:
-            if columns == 1:
-                by_weight = dw[0].t()
-                total = (
-                    (self._x @ by_weight).unsqueeze(0)
-                    if total is None
-                    else total[0].addmm_(self._x, by_weight).unsqueeze(0)
-                )
-            else:
-                x = self._x.unsqueeze(0).expand(columns, -1, -1)
-                moved = dw.transpose(1, 2)
-                total = torch.bmm(x, moved) if total is None else total.baddbmm_(x, moved)
+            total = _shared(self._x, dw.transpose(1, 2), total)
         if db is not None:
             wide = db.unsqueeze(1)
-            total = wide.expand(columns, self._rows, -1) if total is None else total.add_(wide)
+            total = wide.expand(len(db), len(self._x), -1) if total is None else total.add_(wide)
         assert total is not None
-        return total.reshape(columns, *self.shape)
+        return total.reshape(len(total), *self.shape)
 
     def keep(self, adjoint: Any) -> None:
-        if self.bends:
-            self._adjoint = adjoint.reshape(self._rows, -1)
+        self._adjoint = adjoint.reshape(len(self._x), len(self._w))
 
     def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
         return self.pull2(adjoint, [None] * len(self.shapes), needs)
 
+    def bend(self, tangents: Values, needs: Sequence[bool]) -> Values:
+        return self.pull2(None, tangents, needs)
+
     def pull2(self, adjoint: Any, tangents: Values, needs: Sequence[bool]) -> Values:
-        dx = dw = None
-        if self.bends and self._adjoint is not None:
-            dx, dw = self._of(tangents, 0), self._of(tangents, 1)
-        there = next(t for t in (adjoint, dx, dw) if t is not None)
-        columns = there.shape[0]
-        bar = None if adjoint is None else adjoint.reshape(columns, self._rows, -1)
-        result: list[Tensor | None] = [None] * len(self.shapes)
-
-        def give(i: int, part: Tensor | None) -> None:
-            place = self._places[i]
-            if place is not None and part is not None:
-                part = part.reshape(columns, *self.shapes[place])
-                before = result[place]
-                result[place] = part if before is None else before + part
-
-        if self._wanted(0, needs):
-            part = None
-            if bar is not None:
-                part = (bar.reshape(-1, bar.shape[-1]) @ self._w).view(columns, self._rows, -1)
+        dx, dw, _ = self._of(tangents)
+        to_x, to_w, to_b = (p is not None and needs[p] for p in self._places)
+        bar = None
+        if adjoint is not None:
+            bar = adjoint.reshape(len(adjoint), len(self._x), len(self._w))
+        parts: list[Tensor | None] = [None, None, None]
+        if to_x:
+            parts[0] = None if bar is None else _joined(bar, self._w)
             if dw is not None:
-                ours = self._adjoint
-                if columns == 1:
-                    moved = part[0].addmm_(ours, dw[0]) if part is not None else ours @ dw[0]
-                    part = moved.unsqueeze(0)
-                else:
-                    wide = ours.unsqueeze(0).expand(columns, -1, -1)
-                    part = part.baddbmm_(wide, dw) if part is not None else torch.bmm(wide, dw)
-            give(0, part)
-        if self._wanted(1, needs):
-            part = None
-            if bar is not None:
-                part = torch.matmul(bar.transpose(1, 2), self._x)
+                parts[0] = _shared(self._adjoint, dw, parts[0])
+        if to_w:
+            parts[1] = None if bar is None else torch.matmul(bar.transpose(1, 2), self._x)
             if dx is not None:
-                flat = dx.reshape(columns, self._rows, -1)
-                ours = self._adjoint.t()
-                if columns == 1:
-                    moved = part[0].addmm_(ours, flat[0]) if part is not None else ours @ flat[0]
-                    part = moved.unsqueeze(0)
-                else:
-                    wide = ours.unsqueeze(0).expand(columns, -1, -1)
-                    part = part.baddbmm_(wide, flat) if part is not None else torch.bmm(wide, flat)
-            give(1, part)
-        if self._wanted(2, needs) and bar is not None:
-            give(2, bar.sum(1))
+                parts[1] = _shared(self._adjoint.t(), dx, parts[1])
+        if to_b and bar is not None:
+            parts[2] = bar.sum(1)
+        result: list[Tensor | None] = [None] * len(self.shapes)
+        for place, part in zip(self._places, parts, strict=True):
+            if place is not None and part is not None:
+                result[place] = part.reshape(len(part), *self.shapes[place])
         return result
-
-    def _wanted(self, i: int, needs: Sequence[bool]) -> bool:
-        place = self._places[i]
-        return place is not None and needs[place]
 
     def quadratic(self, tangents: Values) -> Tensor | None:
         """2 ⟨ȳ, ẋ Ẇᵀ⟩."""
-        dx, dw = self._of(tangents, 0), self._of(tangents, 1)
+        dx, dw, _ = self._of(tangents)
         if not self.bends or dx is None or dw is None:
             return None
-        columns = dx.shape[0]
-        flat = dx.reshape(columns, self._rows, -1)
-        if columns == 1:
-            single: Tensor = 2 * torch.sum((self._adjoint @ dw[0]) * flat[0])
-            return single.reshape(1)
-        moved = torch.bmm(self._adjoint.unsqueeze(0).expand(columns, -1, -1), dw)
-        columnwise: Tensor = 2 * (moved * flat).flatten(1).sum(1)
-        return columnwise
+        return 2 * dots(_shared(self._adjoint, dw), dx)
 
 
-rule(F.linear)(Affine)
+def _joined(columns: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(K, N, m) by a matrix (m, n) for all columns; ``bias`` is added where there is one column."""
+    rows = columns.reshape(columns.shape[0] * columns.shape[1], right.shape[0])
+    both = bias is not None and len(columns) == 1
+    product = torch.addmm(bias, rows, right) if both else rows @ right  # type: ignore[arg-type]
+    return product.view(*columns.shape[:2], right.shape[1])
 
 
-class AddMM(Rule):
-    """y = β c + α a b, of matrices or batches of them."""
+def _shared(left: Tensor, columns: Tensor, into: Tensor | None = None) -> Tensor:
+    """A matrix (n, m) for all columns by (K, m, p), added to ``into``, which is ours."""
+    if len(columns) == 1:
+        one = left @ columns[0] if into is None else into[0].addmm_(left, columns[0])
+        return one.unsqueeze(0)
+    wide = left.unsqueeze(0).expand(len(columns), -1, -1)
+    return torch.bmm(wide, columns) if into is None else into.baddbmm_(wide, columns)
+
+
+rule(F.linear, signature=lambda input, weight, bias=None: None)(Affine)
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+class Convolution(Bilinear):
+    """y = x * w + b, with strides, dilation, groups, transposed or not.
+
+    ẋ joins the samples; ẇ and adjoints of w go column by column.
+    """
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call)
-        self._alpha = call.kwargs.get("alpha", 1)
-        self._beta = call.kwargs.get("beta", 1)
-        self._c = call.which(0)
-        self._product = _Shifted(call)
-        self.bends = self._product.bends
+        super().__init__(call, 0, 1, 2)
+        self._options = call.args[
+            3:
+        ]  # stride, padding, dilation, transposed, output_padding, groups
+        self._batched = call.args[0].ndim == call.args[1].ndim
+        self._axes = call.args[1].ndim - 2
 
-    def push(self, tangents: Values) -> Tensor:
-        total: Tensor | None = None
-        if any(tangents[p] is not None for p in self._product.used):
-            total = self._product.push(tangents) * self._alpha
-        c = None if self._c is None else tangents[self._c]
-        if c is not None:
-            wide = c.reshape(c.shape[0], *(1,) * (len(self.shape) - c.ndim + 1), *c.shape[1:])
-            wide = wide.expand(c.shape[0], *self.shape) * self._beta
-            total = wide if total is None else total + wide
-        assert total is not None
-        return total
+    def _joined(self, t: Tensor) -> Tensor:
+        """(K, N, C, …) → (K N, C, …); without an axis of samples (K, C, …)."""
+        return t.flatten(0, 1) if self._batched else t
 
-    def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
-        result = list(self._product.pull(adjoint * self._alpha, needs))
-        if self._c is not None and needs[self._c]:
-            part = summed_to(adjoint * self._beta, self.shapes[self._c])
-            before = result[self._c]
-            result[self._c] = part if before is None else before + part
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        if len(b) == 1:
+            y = aten.convolution(self._joined(a), b[0], None, *self._options)
+            return y.reshape(len(a), *self.shape)  # type: ignore[no-any-return]
+        return torch.stack(
+            [aten.convolution(a[k % len(a)], one, None, *self._options) for k, one in enumerate(b)]
+        )
+
+    def _backward(self, adjoint: Tensor, x: Tensor, w: Tensor, place: int) -> Tensor:
+        mask = [place == 0, place == 1, False]
+        result: Tensor = aten.convolution_backward(adjoint, x, w, None, *self._options, mask)[place]
         return result
 
-    def keep(self, adjoint: Any) -> None:
-        self._product.keep(adjoint * self._alpha)
+    def pull_a(self, adjoint: Tensor, b: Tensor) -> Tensor:
+        x = self._values[0]
+        if len(b) == 1:
+            like = x.expand(len(adjoint), *x.shape[1:])
+            part = self._backward(self._joined(adjoint), self._joined(like), b[0], 0)
+            return part.reshape(len(adjoint), *x.shape[1:])
+        return torch.stack(
+            [self._backward(adjoint[k % len(adjoint)], x[0], one, 0) for k, one in enumerate(b)]
+        )
 
-    def bend(self, tangents: Values, needs: Sequence[bool]) -> Values:
-        if not any(tangents[p] is not None for p in self._product.used):
-            return [None] * len(self.shapes)
-        return self._product.bend(tangents, needs)
+    def pull_b(self, adjoint: Tensor, a: Tensor) -> Tensor:
+        w = self._values[1][0]
+        return torch.stack(
+            [
+                self._backward(adjoint[k % len(adjoint)], a[k % len(a)], w, 1)
+                for k in range(max(len(a), len(adjoint)))
+            ]
+        )
+
+    def push_c(self, c: Tensor) -> Tensor:
+        wide = c.reshape(len(c), *(1,) * self._batched, -1, *(1,) * self._axes)
+        return wide.expand(len(c), *self.shape)
+
+    def pull_c(self, adjoint: Tensor) -> Tensor:
+        channel = adjoint.ndim - self._axes - 1
+        return adjoint.sum([d for d in range(1, adjoint.ndim) if d != channel])
 
 
-class _Shifted(MatMul):
-    """The product of the second and third argument."""
-
-    def __init__(self, call: Call) -> None:
-        Rule.__init__(self, call)
-        self._values = call.args[1].unsqueeze(0), call.args[2].unsqueeze(0)
-        self._places = call.which(1), call.which(2)
-        self.used = [p for p in self._places if p is not None]
-        self.bends = None not in self._places
-        self._adjoint = None
-
-
-rule(aten.addmm.default, aten.baddbmm.default)(AddMM)
+rule(aten.convolution.default)(Convolution)
