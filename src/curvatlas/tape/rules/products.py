@@ -57,8 +57,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return _behind(a, n) @ _behind(b, n)
     if b.ndim == 3 and b.shape[0] == 1:
         return a @ b[0]
-    parts = [a[k % len(a)] @ b[k % len(b)] for k in range(columns)]
-    return torch.stack(parts)
+    batch = torch.broadcast_shapes(a.shape[1:-2], b.shape[1:-2])  # type: ignore[no-untyped-call]
+    product = a.new_empty(columns, *batch, a.shape[-2], b.shape[-1])
+    for k in range(columns):
+        torch.matmul(a[k % len(a)], b[k % len(b)], out=product[k])
+    return product
 
 
 def _behind(t: Tensor, ndim: int) -> Tensor:
