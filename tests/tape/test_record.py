@@ -421,8 +421,10 @@ def test_old_weight_norm_is_differentiated_right() -> None:
     assert_exact(net)
 
 
-def test_a_scripted_module_is_refused_by_name() -> None:
-    net = Net()
+def test_scripted_functions_are_followed_and_scripted_weights_refused_by_name() -> None:
+    scripted = torch.jit.script(F.hardswish)
+    net = Net(lambda net, h: scripted(h) + h.sin())
+    assert_exact(net)
     net.first = torch.jit.script(net.first)
     with pytest.raises(DifferentiationError, match=r"first is compiled by torch\.jit\.script"):
         recorded(net)
@@ -443,6 +445,37 @@ def test_activation_checkpoints(reentrant: bool) -> None:
     net = middle(
         lambda net, h: checkpoint(lambda t: (t * net.scale).sin(), h, use_reentrant=reentrant)
     )
+    assert_exact(net)
+
+
+def test_hooks_on_gradients_are_told_and_not_followed() -> None:
+    def hooked(net: Net, h: Tensor) -> Tensor:
+        h.retain_grad()
+        h.register_hook(lambda gradient: 2 * gradient)
+        return h
+
+    written, plain = recorded(middle(hooked)), recorded(Net())
+    assert written.hooks == {"the model"}
+    assert plain.hooks == set()
+    torch.testing.assert_close(Tape(written).gradient, Tape(plain).gradient)
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    net = Net()
+    with torch.no_grad():
+        model = peft.get_peft_model(
+            net, peft.LoraConfig(r=2, target_modules=["first", "last"], use_dora=True)
+        )
+        for p in model.parameters():
+            p.requires_grad_().add_(drawn(*p.shape), alpha=0.1)
+    assert_exact(model.double().eval())
+
+
+def test_compiled_parts_run_as_they_were_written() -> None:
+    net = Net()
+    net.first.compile(backend="eager")
+    net.middle = torch.compile(lambda net, h: h.sin() * net.scale, backend="eager")
     assert_exact(net)
 
 
@@ -509,6 +542,21 @@ class Residual(nn.Module):
 )
 def test_models_that_differentiate_in_their_forward_pass(make: Callable[[], nn.Module]) -> None:
     assert_exact(make())
+
+
+def test_masks_made_by_vmap_are_constants() -> None:
+    def masked(net: Net, h: Tensor) -> Tensor:
+        allowed = torch.arange(3) + 0 < 2
+
+        def mask(row: Tensor, head: Tensor, column: Tensor) -> Tensor:
+            return (row >= column) & allowed[row] & row.new_ones((), dtype=torch.bool)
+
+        for places in ((None, None, 0), (None, 0, None), (0, None, None)):
+            mask = torch.vmap(mask, in_dims=places)
+        seen = mask(torch.arange(3) + 0, torch.arange(1), torch.arange(WIDTH))
+        return h.masked_fill(~seen[:, 0], 0.5)
+
+    assert_exact(middle(masked))
 
 
 # --- what cannot be recorded ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ gradients are switched off: the derivative stops there, as it does for autograd.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -124,6 +125,7 @@ class Record:
     boundary: int = 0
     loss: int = -1
     stops: set[str] = field(default_factory=set)  # modules in which the derivative stops
+    hooks: set[str] = field(default_factory=set)  # where autograd would change it by tensor hooks
 
     def slot(self, value: Tensor) -> int:
         """A new slot for a value that moves."""
@@ -373,7 +375,7 @@ class _Writer:
                 "computed under no_grad, or independent of them?"
             )
         record.loss = slot
-        reached = {slot}
+        reached, made = {slot}, set[int]()
 
         def noted(value: Tensor) -> None:
             mark = self._marks.get(id(value))
@@ -384,10 +386,16 @@ class _Writer:
         for place, node in reversed(list(enumerate(record.nodes))):
             if any(output in reached for output in node.outputs):
                 reached.update(node.inputs)
+                made.update(output for output in node.outputs if output is not None)
                 _tensors_changed(noted, (node.args, node.kwargs))
                 kept.append(node)
                 model += place < record.boundary
         record.nodes, record.boundary = kept[::-1], model
+        reached.update(record.leaves.values())
+        nothing = torch.empty(0)
+        for place in range(len(record.values)):
+            if place not in reached and place not in made:
+                record.values[place] = nothing
         return record
 
     def give_back(self) -> None:
@@ -551,7 +559,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # Where torch's C++ calls an operation (scripted code, vmap), the other mode is still there.
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
         if not self._writer.paused:
             self._writer.write(func, tuple(args), kwargs or {}, result)
         return result
@@ -652,6 +662,19 @@ def _data_set(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return func(*args, **kwargs)
 
 
+def _hooked(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook on a gradient that is not ours: the record differentiates the forward pass."""
+    if writer.follows:
+        return func(*args, **kwargs)
+    if writer.slot_of(args[0]) is not None:
+        writer.record.hooks.add(writer.module)
+    return torch.utils.hooks.RemovableHandle(collections.OrderedDict())
+
+
+def _nothing(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    return None
+
+
 def _requires_grad(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args) or writer.slot_of(args[0]) is not None
 
@@ -664,6 +687,8 @@ _Special = Callable[[_Writer, Any, Any, dict[str, Any]], Any]
 _SPECIAL: dict[Any, _Special] = {
     torch.autograd.grad: _differentiated,
     torch.Tensor.backward: _differentiated,
+    torch.Tensor.register_hook: _hooked,
+    torch.Tensor.retain_grad: _nothing,
     torch.Tensor.numpy: _left_torch,
     torch.Tensor.__array__: _left_torch,
     torch.Tensor.data_ptr: _left_torch,
@@ -856,10 +881,10 @@ def _recorded(
     follows: bool,
 ) -> Record:
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise DifferentiationError(
-                f"{name or 'the model'} is compiled by torch.jit.script, where the tape cannot "
-                "look: pass the module as it was before, or use engine='autograd'."
+                f"{name or 'the model'} is compiled by torch.jit.script, where its weights are "
+                "out of sight: pass the module as it was before, or use engine='autograd'."
             )
     writer = _Writer(model, named, follows=follows)
     try:
@@ -869,7 +894,7 @@ def _recorded(
             value = loss(result)
         return writer.finish(value)
     except RuntimeError as error:
-        if "INTERNAL ASSERT" not in str(error):
+        if "INTERNAL ASSERT" not in str(error) and "NestedTensor" not in str(error):
             raise
         raise DifferentiationError(
             f"{writer.failed or 'the model'} computes with a kind of tensor that the tape does not "
