@@ -12,7 +12,7 @@ import pytest
 import curvatlas as ca
 from curvatlas import runs
 from curvatlas.report.comparing import REAL, WITHIN, verdict
-from curvatlas.report.measured import Measured
+from curvatlas.report.reading import Measured
 from curvatlas.runs.loading import LoadedRun
 from report_samples import eigenpairs, subject, trace, write_sample_run
 

@@ -16,6 +16,7 @@ from curvatlas.figures.style import (
     SERIES,
     band,
     colour_bar,
+    colour_limits,
     draws,
     error_bars,
     finish,
@@ -97,7 +98,8 @@ def draw_maps(
     coupling = maps[0].quantity == "coupling"
     alive = [_alive(one) for one in maps]
     if limits is None:
-        limits = (0.0, 1.0) if coupling else _common_limits(maps, alive)
+        shown = [one.values.double().numpy()[a] for one, a in zip(maps, alive, strict=True)]
+        limits = (0.0, 1.0) if coupling else colour_limits(*shown)
     image: Any = None
     for axis, (words, one), shown in zip(axes, stages.items(), alive, strict=True):
         notes = _interval_of(one)
@@ -119,15 +121,6 @@ def _alive(one: AtlasMap) -> Any:
     if one.quantity == "coupling":
         return np.isfinite(one.values.double().numpy())
     return ((one.values > 0) & ((one.low > 0) | (one.high == one.low))).numpy()
-
-
-def _common_limits(maps: Sequence[AtlasMap], alive: Sequence[Any]) -> tuple[float, float] | None:
-    seen = [m.values.double().numpy()[a] for m, a in zip(maps, alive, strict=True) if a.any()]
-    if not seen:
-        return None
-    low, high = min(float(s.min()) for s in seen), max(float(s.max()) for s in seen)
-    low = max(low, high * 1e-5)
-    return (low, high) if low < high else (low / 2, high * 2)
 
 
 def _interval_of(one: AtlasMap) -> Any:
@@ -284,12 +277,8 @@ def _entry_maps(
     """Title → (matrix, names, sizes of its blocks): one scale, white dashed separators."""
     figure, axes = panels(len(maps), width=1.6, height=2)
     drawn = [cells(matrix, eps=eps, blur=blur) for matrix, _, _ in maps.values()]
-    if limits is None:
-        alive = [c[c > 0] for c, _ in drawn if (c > 0).any()]
-        high = max((float(c.max()) for c in alive), default=1.0)
-        low = max(min((float(c.min()) for c in alive), default=high), high / 10**decades)
-        ends = (low, high) if low < high else (low / 2, high * 2)
-    else:
+    ends = colour_limits(*(c for c, _ in drawn), decades=decades)
+    if limits is not None:
         ends = (10.0 ** limits[0], 10.0 ** limits[1])
     image: Any = None
     for axis, title, (shown_cells, step) in zip(axes, maps, drawn, strict=True):

@@ -352,7 +352,7 @@ def heat_map(
     if logarithmic:
         alive = alive & (values > 0)
     if limits is None:
-        limits = _limits(values[alive], logarithmic, decades)
+        limits = colour_limits(values[alive], logarithmic=logarithmic, decades=decades)
     norm: Any = LogNorm(*limits) if logarithmic else Normalize(*limits)
     image = axes.imshow(
         np.ma.masked_where(~alive, values), norm=norm, aspect="auto", interpolation="none",
@@ -375,10 +375,15 @@ def heat_map(
     return image
 
 
-def _limits(alive: Array, logarithmic: bool, decades: float) -> tuple[float, float]:
-    if not alive.size:
+def colour_limits(
+    *matrices: Any, logarithmic: bool = True, decades: float = 5.0
+) -> tuple[float, float]:
+    """Ends of one scale of colours for all these matrices, at most so many decades of it."""
+    shown = np.concatenate([np.asarray(m, dtype=np.float64).reshape(-1) for m in matrices])
+    shown = shown[np.isfinite(shown) & ((shown > 0) | (not logarithmic))]
+    if not shown.size:
         return (1e-1, 1.0) if logarithmic else (0.0, 1.0)
-    low, high = float(alive.min()), float(alive.max())
+    low, high = float(shown.min()), float(shown.max())
     if logarithmic:
         low = max(low, high / 10**decades)
         return (low, high) if high > low else (low / 2, high * 2)

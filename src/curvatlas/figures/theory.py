@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from curvatlas.figures.style import (
     GREEN,
@@ -68,19 +68,34 @@ def looseness_figure(outcome: Outcome) -> Figure:
 
 def growth_figure(outcome: Outcome) -> Figure:
     """Block norms against a scale on log-log axes, one panel a part; slopes in the legend."""
-    curves_of: dict[str, dict[str, list[float]]] = outcome.series["panels"]
-    scales: list[float] = outcome.series["scales"]
+    usual = {"xlabel": "scale t", "ylabel": "Frobenius norm of the block"}
     slopes: dict[str, dict[str, float]] = outcome.series.get("slopes", {})
-    figure, axes = panels(len(curves_of))
-    for axis, (title, curves) in zip(axes, curves_of.items(), strict=True):
+    panels_of = {
+        title: {
+            name if slopes.get(title, {}).get(name) is None
+            else f"{name}  slope {slopes[title][name]:.2f}": values
+            for name, values in curves.items()
+        }
+        for title, curves in outcome.series["panels"].items()
+    }  # fmt: skip
+    log = {"xscale": "log", "yscale": "log"}
+    return _curves(panels_of, outcome.series["scales"], {**usual, **outcome.series, **log})
+
+
+def lines_figure(outcome: Outcome) -> Figure:
+    """Plain curves: series["x"], series["curves"], labels and scales as given."""
+    return _curves({"": outcome.series["curves"]}, outcome.series["x"], outcome.series)
+
+
+def _curves(
+    panels_of: dict[str, dict[str, list[float]]], x: list[float], series: dict[str, Any]
+) -> Figure:
+    figure, axes = panels(len(panels_of))
+    looks = {k: series[k] for k in ("xscale", "yscale", "xlabel", "ylabel") if k in series}
+    for axis, (title, curves) in zip(axes, panels_of.items(), strict=True):
         for colour, (name, values) in zip(_COLOURS * 3, curves.items(), strict=False):
-            slope = slopes.get(title, {}).get(name)
-            label = name if slope is None else f"{name}  slope {slope:.2f}"
-            axis.plot(scales, values, marker="o", markersize=3, color=colour, label=label)
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xlabel(outcome.series.get("xlabel", "scale t"))
-        axis.set_ylabel(outcome.series.get("ylabel", "Frobenius norm of the block"))
+            axis.plot(x, values, marker="o", markersize=3, color=colour, label=name)
+        axis.set(**looks)
         legend(axis, title)
     return finish(figure)
 
@@ -119,16 +134,3 @@ def draw_scalar_attention(spectrum: ScalarAttentionSpectrum) -> Figure:
     axis.set_ylim(-3.0 * largest, 3.0 * largest)
     legend(axis, f"bulk {spectrum.bulk_ratio:.2g} of the largest outlier")
     return figure
-
-
-def lines_figure(outcome: Outcome) -> Figure:
-    """Plain curves: series["x"], series["curves"], labels and scales as given."""
-    figure, (axis,) = panels()
-    for colour, (name, values) in zip(_COLOURS, outcome.series["curves"].items(), strict=False):
-        axis.plot(outcome.series["x"], values, marker="o", markersize=3, color=colour, label=name)
-    axis.set_xscale(outcome.series.get("xscale", "linear"))
-    axis.set_yscale(outcome.series.get("yscale", "linear"))
-    axis.set_xlabel(outcome.series.get("xlabel", ""))
-    axis.set_ylabel(outcome.series.get("ylabel", ""))
-    legend(axis)
-    return finish(figure)

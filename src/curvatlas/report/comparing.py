@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from curvatlas.files import write_bytes
-from curvatlas.report.measured import HEADLINES, Measured, within_roles
-from curvatlas.report.reading import Stage, stages_of
+from curvatlas.report.reading import HEADLINES, Measured, Stage, stages_of
 from curvatlas.report.words import ratio, with_interval
 from curvatlas.results import Result
 from curvatlas.runs.loading import LoadedRun, load
@@ -21,14 +20,6 @@ from curvatlas.runs.loading import LoadedRun, load
 LARGEST = 5
 _MATTERS = 0.01  # of the largest block: smaller ones change by factors that mean nothing
 REAL, WITHIN, OTHER_DATA = "real", "within error", "on other data"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadlineRow(Result):
-    """One quantity in every state, in order of time."""
-
-    name: str
-    values: tuple[Measured, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +45,14 @@ class Comparison(Result):
     states: tuple[str, ...]
     same_data: bool
     options: dict[str, tuple[str, str]]  # of the first and the last run, where they differ
-    rows: tuple[HeadlineRow, ...]
+    rows: dict[str, tuple[Measured, ...]]  # headline → one number a state
     changes: tuple[StateChange, ...]
     page: str | None = None  # where it was written
 
     @property
     def largest(self) -> tuple[StateChange, ...]:
         """The five largest changes of headline numbers; roles are in ``changes`` and the maps."""
-        headlines = {row.name for row in self.rows}
-        return tuple(c for c in self.changes if c.name in headlines)[:LARGEST]
+        return tuple(c for c in self.changes if c.name in self.rows)[:LARGEST]
 
     def __str__(self) -> str:
         lines = [
@@ -143,12 +133,9 @@ def compared(
     states: Sequence[Stage], *, same_data: bool, options: dict[str, tuple[str, str]] | None = None
 ) -> Comparison:
     """Every headline in every state, and the changes from the first to the last."""
-    rows = []
-    for name, read in HEADLINES.items():
-        values = tuple(read(state) for state in states)
-        if sum(value.value is not None for value in values) > 1:
-            rows.append(HeadlineRow(name=name, values=values))
-    pairs = [(row.name, row.values[0], row.values[-1]) for row in rows]
+    read = {name: tuple(map(reader, states)) for name, reader in HEADLINES.items()}
+    rows = {name: values for name, values in read.items() if sum(map(_is_known, values)) > 1}
+    pairs = [(name, values[0], values[-1]) for name, values in rows.items()]
     pairs += list(_by_role(states[0], states[-1]))
     changes = [
         StateChange(
@@ -159,22 +146,24 @@ def compared(
             verdict=verdict(before, after, same_data),
         )
         for name, before, after in pairs
-        if before.value is not None and after.value is not None
+        if _is_known(before) and _is_known(after)
     ]
     return Comparison(
         states=tuple(state.label for state in states),
         same_data=same_data,
         options=options or {},
-        rows=tuple(rows),
+        rows=rows,
         changes=tuple(sorted(changes, key=lambda change: -change.size)),
     )
 
 
+def _is_known(measured: Measured) -> bool:
+    return measured.value is not None
+
+
 def _by_role(before: Stage, after: Stage) -> Iterator[tuple[str, Measured, Measured]]:
     """The blocks of H on the diagonal, by role, where they matter in either state."""
-    if before.atlas is None or after.atlas is None:
-        return
-    here, there = within_roles(before.atlas), within_roles(after.atlas)
+    here, there = before.within_roles(), after.within_roles()
     tops = [max((m.value or 0.0 for m in one.values()), default=0.0) for one in (here, there)]
     for role in (name for name in here if name in there):
         values = [one[role].value or 0.0 for one in (here, there)]

@@ -14,15 +14,7 @@ from curvatlas.analysis.diagnostics import (
 )
 from curvatlas.analysis.trial import Trial
 from curvatlas.report.layout import Card, Reading, Verdict
-from curvatlas.report.measured import (
-    Measured,
-    largest,
-    missed_share,
-    outer_sharpness,
-    smallest,
-    trace,
-)
-from curvatlas.report.reading import Stage
+from curvatlas.report.reading import Measured, Stage
 from curvatlas.report.words import (
     brackets,
     capitalised,
@@ -83,7 +75,7 @@ def tried(trial: Trial) -> str:
 
 
 def _without_advice(stages: Sequence[Stage]) -> Verdict | None:
-    tops = [largest(stage).value for stage in stages]
+    tops = [stage.largest().value for stage in stages]
     top = next((value for value in reversed(tops) if value is not None), None)
     if top is None or not top > 0:
         return None
@@ -178,7 +170,7 @@ def _readings(
 
 
 def _sharpest(stages: Sequence[Stage]) -> Card | None:
-    values = [largest(stage) for stage in stages]
+    values = [stage.largest() for stage in stages]
     readings, factor = _readings(stages, values)
     top = values[-1].value
     if not readings or top is None:
@@ -210,9 +202,9 @@ def _edge(top: float, situation: Situation) -> str:
 
 
 def _downward(stages: Sequence[Stage]) -> Card | None:
-    values = [smallest(stage) for stage in stages]
+    values = [stage.smallest() for stage in stages]
     readings, factor = _readings(stages, values)
-    low, top = values[-1], largest(stages[-1]).value
+    low, top = values[-1], stages[-1].largest().value
     if not readings or low.value is None or sign_unknown(low.value, low.interval):
         return None
     if low.value >= 0:
@@ -305,7 +297,7 @@ def _where(stages: Sequence[Stage]) -> Card | None:
 
 
 def _total(stages: Sequence[Stage]) -> Card | None:
-    values = [trace("total")(stage) for stage in stages]
+    values = [stage.trace() for stage in stages]
     readings, factor = _readings(stages, values)
     note = gauss_newton_words(stages[-1])
     if not readings:
@@ -315,7 +307,7 @@ def _total(stages: Sequence[Stage]) -> Card | None:
 
 def gauss_newton_words(stage: Stage) -> str:
     """Whether Gauss-Newton suffices, with the numbers that say so."""
-    seen, missed = outer_sharpness(stage).value, missed_share(stage)
+    seen, missed = stage.outer_sharpness().value, stage.missed_share()
     if seen is None:
         return ""
     sees = f"Gauss-Newton holds {percent(seen)} of λmax"

@@ -11,18 +11,7 @@ from curvatlas.figures import draw, stages as drawing
 from curvatlas.report.comparing import REAL, Comparison, StateChange, compared
 from curvatlas.report.findings import block_name, cards, gauss_newton_words, short_names, verdict
 from curvatlas.report.layout import Account, Fold, Picture, Section, Table, cut, table
-from curvatlas.report.measured import (
-    HEADLINES,
-    Measured,
-    informative,
-    largest,
-    missed_share,
-    norm,
-    outer_sharpness,
-    smallest,
-    trace,
-)
-from curvatlas.report.reading import Stage
+from curvatlas.report.reading import HEADLINES, Measured, Stage, informative
 from curvatlas.report.words import (
     PARTS,
     brackets,
@@ -59,7 +48,7 @@ def survey(
 
 
 def _holds_curvature(stage: Stage) -> bool:
-    kinds = (stage.ends, stage.atlas, stage.flow, stage.trace(), stage.density())
+    kinds = (stage.ends, stage.atlas, stage.flow, stage.trace().value, stage.density)
     return any(kind is not None for kind in kinds)
 
 
@@ -73,7 +62,7 @@ def _by_label(
 
 def _overview(stages: Sequence[Stage]) -> Iterator[Picture]:
     """The pictures of the first screen."""
-    densities = _by_label(stages, lambda s: s.density(), "H")
+    densities = _by_label(stages, lambda s: s.density, "H")
     if densities:
         tops = (f"{label} up to {number(float(d.nodes[-1]))}" for label, d in densities.items())
         yield Picture(
@@ -144,16 +133,16 @@ def _sharpness(stages: Sequence[Stage]) -> Section | None:
         "Curvature of the loss",
         stages,
         {
-            "λmax": largest,
-            "λmin": smallest,
-            "total curvature tr H": trace("total"),
-            "‖H‖_F": norm("total"),
+            "λmax": Stage.largest,
+            "λmin": Stage.smallest,
+            "total curvature tr H": Stage.trace,
+            "‖H‖_F": Stage.norm,
             "effective rank of H": HEADLINES["effective rank of H"],
         },
     )
     if rows is None:
         return None
-    tops = [(stage.label, top) for stage in stages if (top := largest(stage).value) is not None]
+    tops = [(stage.label, top) for stage in stages if (top := stage.largest().value) is not None]
     answer = "The ends of the spectrum were not measured in this run."
     if tops:
         (label, first), (_, last) = tops[0], tops[-1]
@@ -201,9 +190,8 @@ def _weights(stages: Sequence[Stage]) -> Section | None:
     if ranked:
         top, share = block_name(last, ranked[0]), percent(ranked[0].share)
         answer = f"{capitalised(top)} carries the most{when}: {share} of ‖H‖²"
-        name = "share of ‖H‖² on diagonal blocks"
-        diagonal = next(HEADLINES[name](s) for s in reversed(stages) if s.atlas is not None)
-        if informative(name, diagonal):
+        diagonal = next(s.diagonal_share() for s in reversed(stages) if s.atlas is not None)
+        if informative("share of ‖H‖²", diagonal):
             answer += f"; {_as_share(diagonal)} lies on diagonal blocks, the rest couples different"
             answer += " weights"
         answer += "."
@@ -282,10 +270,10 @@ def _gauss_newton(stages: Sequence[Stage]) -> Section | None:
     if not words:
         return None
     shares = {
-        "λmax of H_o, as a share of that of H": outer_sharpness,
-        "‖H_f‖ / ‖H‖, what is left out": missed_share,
+        "λmax of H_o, as a share of that of H": Stage.outer_sharpness,
+        "‖H_f‖ / ‖H‖, what is left out": Stage.missed_share,
     }
-    traces = {f"tr {symbol}": trace(part) for part, symbol in PARTS.items()}
+    traces = {name: HEADLINES[name] for name in ("tr H", "tr H_o", "tr H_f")}
     caption = "H = H_o + H_f: H_o is the Gauss-Newton part, H_f the network's own bending"
     both = [stage_table(caption, stages, shares, _as_share), stage_table(caption, stages, traces)]
     known = [one for one in both if one is not None]
@@ -358,13 +346,13 @@ def _changes(comparison: Comparison, stages: Sequence[Stage]) -> Iterator[Sectio
 
 
 _CHECKED: dict[str, Callable[[Stage], Measured]] = {
-    "λmax": largest,
-    "λmin": smallest,
-    "tr H": trace("total"),
-    "‖H‖_F": norm("total"),
+    "λmax": Stage.largest,
+    "λmin": Stage.smallest,
+    "tr H": Stage.trace,
+    "‖H‖_F": Stage.norm,
     "effective rank": HEADLINES["effective rank of H"],
     "negative share": HEADLINES["share of negative eigenvalues"],
-    "head to embedding": HEADLINES["curvature at the embedding over that at the last activation"],
+    "head to embedding": Stage.growth,
 }
 
 

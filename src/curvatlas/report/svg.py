@@ -59,7 +59,6 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
         _restyle(element, defined=element in defined)
     _say_once(root, {element.get("id"): element for element in defined})
     root.extend(_hit_areas(figure))
-    _flatten(root)
     width, height = figure.get_size_inches() * 72
     root.attrib = {
         "class": f"picture {classes}".strip(),
@@ -201,18 +200,6 @@ def _say_once(root: Element, definitions: dict[str | None, Element]) -> None:
 def _rounded(number: re.Match[str]) -> str:
     """To a tenth of a point, which no screen shows."""
     return f"{float(number[0]):.1f}".removesuffix(".0")
-
-
-def _flatten(element: Element) -> None:
-    """Groups that say nothing are replaced by what is in them."""
-    kept: list[Element] = []
-    for child in element:
-        _flatten(child)
-        if child.tag == "g" and not set(child.attrib) - {"id"}:
-            kept.extend(child)
-        else:
-            kept.append(child)
-    element[:] = kept
 
 
 def _make_identifiers_unique(root: Element) -> None:
