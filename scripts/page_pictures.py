@@ -2,14 +2,15 @@
 
 curvatlas demo --output demo
 curvatlas train vit --optimizer adamw --steps 120 --every 10 --samples 24 --maps --output train
-curvatlas prune vit digits --samples 64 --output prune
-python scripts/page_pictures.py demo train prune
+curvatlas growth vit digits --samples 8 --output growth
+python scripts/page_pictures.py demo train growth
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 _WIDTH, _HEIGHT = 1366, 768
 _COLOURS = 160  # maps and a few curves need no more, and a file is a third as large
 # in the order of the page's text: where each mark stands
-_MARKS = (".subject", ".verdict", ".cards", "main > .pictures", "nav")
+_MARKS = ("h1", ".verdict", ".cards", "main > .pictures", "nav")
 _MARGIN = 44
 
 
@@ -32,7 +33,9 @@ def browser() -> Any:
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)
-    return webdriver.Chrome(options=options)
+    # a driver of the machine's own, if there is one: Selenium would look for one on the network
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    return webdriver.Chrome(options=options, service=service)
 
 
 def first_screen(driver: Any, page: Path) -> Image.Image:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from curvatlas import cli
+from curvatlas.report import write_report
+from report_samples import write_sample_run
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +35,10 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def small_demo(answer: dict[str, Any]) -> Path:
     return Path(answer["report"]).parent
+
+
+@pytest.fixture(scope="session")
+def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 24 layers with 12 roles each: 288 blocks and the tokens'."""
+    folder = tmp_path_factory.mktemp("large") / "run"
+    return write_report(write_sample_run(folder, layers=24, roles=12))

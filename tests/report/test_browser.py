@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from curvatlas import runs
 from curvatlas.report import write_report
 from report_samples import write_sample_run
+from result_samples import sample
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -32,6 +34,8 @@ pytestmark = [
 
 HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=\"alert(1)\">"
 WIDTH, HEIGHT = 1366, 768
+KINDS = ("CurvatureHistory", "CriticalLearningRate", "Growth", "Sinks", "Flatness", "ScalingGrid",
+         "Pruning", "QuantizationTable")  # fmt: skip
 _QUIET = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -103,6 +107,27 @@ def test_the_page_is_short_and_light(browser: Any, page: Path) -> None:
     assert height <= 5 * HEIGHT
     assert 300 < _words_outside_folds(browser) <= 1800
     assert page.stat().st_size <= 400_000
+
+
+@pytest.mark.draws
+def test_the_page_of_a_large_model_is_eight_screens_at_most(browser: Any, large_page: Path) -> None:
+    _open(browser, large_page)
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    assert height <= 8 * HEIGHT
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_has_such_a_first_screen(browser: Any, tmp_path: Path, kind: str) -> None:
+    with runs.Run.create(tmp_path / "run", options={}) as run:
+        run.step("found", lambda: sample(kind))
+    page = write_report(tmp_path / "run")
+    _open(browser, page)
+    for selector in (".verdict", ".card", "main > .pictures svg"):
+        assert 0 < _bottom(browser, selector) <= HEIGHT, selector
+    assert "could not be drawn" not in page.read_text("utf-8")
+    _open(browser, page, width=390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
 def test_nothing_is_requested_and_nothing_is_complained_about(browser: Any, page: Path) -> None:

@@ -554,6 +554,11 @@ def scaling(one: ScalingGrid) -> Told:
         by_size = reading(plane.by_parameters, plane.parameters_interval, "exponent in N")
         by_data = reading(plane.by_samples, plane.samples_interval, "exponent in D")
         cards.append(card(capitalised(name.replace("_", " ")), by_size, by_data))
+    if one.trained:
+        best = min(one.trained, key=lambda cell: cell.validation_loss)
+        lowest = reading(best.validation_loss, best.validation_interval, "on held-out samples")
+        note = f"{best.parameters:,} parameters, {best.samples:,} samples"
+        cards.append(card("Lowest loss", lowest, note=note))
     fits = "A law of loss in parameters and data fits these runs."
     said = [*map(str, one.phases.values()), *([str(one.descent)] if one.descent else [])]
     notes = (*said, *one.notes)
@@ -682,7 +687,8 @@ def verification(parts: Sequence[Verification]) -> Told:
     differ = [str(e["name"]) for e in entries if e["verdict"] != e["recorded"]]
     says = f"All {len(entries)} statements came out as recorded."
     if differ:
-        says = f"{len(differ)} statements came out otherwise than recorded: {listed(differ)}."
+        count = "1 statement" if len(differ) == 1 else f"{len(differ)} statements"
+        says = f"{count} came out otherwise than recorded: {listed(differ)}."
     summary = listed([f"{count} {verdict}" for verdict, count in counts.items()])
     seconds = sum(one.seconds for one in parts)
     keys = ("title", "verdict", "figure", "source")
