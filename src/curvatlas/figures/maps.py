@@ -83,12 +83,7 @@ def draw_comparison(found: ModelComparison, *, view: str = "role", part: str = "
 
 
 @draws("AtlasMap", stages=True)
-def draw_maps(
-    stages: Mapping[str, AtlasMap],
-    *,
-    limits: tuple[float, float] | None = None,
-    title: str = "",
-) -> Figure:
+def draw_maps(stages: Mapping[str, AtlasMap]) -> Figure:
     """Heat maps on one colour scale (plain for couplings), or bars for traces."""
     maps = list(stages.values())
     if maps[0].values.ndim == 1:
@@ -97,9 +92,9 @@ def draw_maps(
     figure, axes = panels(len(maps), width=size, height=size)
     coupling = maps[0].quantity == "coupling"
     alive = [_alive(one) for one in maps]
-    if limits is None:
-        shown = [one.values.double().numpy()[a] for one, a in zip(maps, alive, strict=True)]
-        limits = (0.0, 1.0) if coupling else colour_limits(*shown)
+    values = [one.values.double().numpy() for one in maps]
+    told = [matrix[known] for matrix, known in zip(values, alive, strict=True)]
+    limits = (0.0, 1.0) if coupling else colour_limits(*told)
     image: Any = None
     for axis, (words, one), shown in zip(axes, stages.items(), alive, strict=True):
         notes = _interval_of(one)
@@ -109,8 +104,8 @@ def draw_maps(
         )  # fmt: skip
         same = axis is not axes[0] and one.names == maps[0].names
         name_map(axis, one.names, rows=not same)
-        if title or words:
-            axis.set_title(title or words, pad=12)
+        if words:
+            axis.set_title(words, pad=12)
     label = _WORDS[maps[0].quantity]
     colour_bar(figure, image, axes, label + ("" if all(a.all() for a in alive) else "; grey: zero"))
     return figure

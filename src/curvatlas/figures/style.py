@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from curvatlas.display import new_figure as new_figure
-from curvatlas.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -255,10 +254,6 @@ def tooltip(artist: Any, texts: Any) -> None:
 
 def plain_numbers(value: Any) -> Any:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-
-
-def mapping(value: Result | Mapping[str, Any]) -> Mapping[str, Any]:
-    return value.to_dict() if isinstance(value, Result) else value
 
 
 def shade(index: int, count: int) -> tuple[float, float, float]:
