@@ -173,10 +173,10 @@ class Reproduction(Result):
     our numbers beside the paper's.
     """
 
-    id: str
-    shows: str
-    source: str
-    claim: str
+    id: str = ""  # this and the next three: filled in from the list of exhibits
+    shows: str = ""
+    source: str = ""
+    claim: str = ""
     findings: tuple[Finding, ...]
     panels: tuple[Panel, ...] = ()
     columns: int = 1  # of panels
