@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ from curvatlas.figures.style import (
     band,
     colour_bar,
     draws,
+    error_bars,
     legend,
+    name_axis,
     panels,
     plain_numbers,
 )
@@ -31,6 +34,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "columns": {"sharex": True, "sharey": "row"},
 }
 _FAINT = 0.35  # opacity
+_LETTERS_AN_INCH = 13  # of what stands above the panels
+_BAR = 0.4  # of the place of a name
 
 
 @draws("Reproduction")
@@ -53,7 +58,10 @@ def draw_reproduction(result: Reproduction) -> Figure:
         axis.set_axis_off()
     if all(images):  # one scale for all
         colour_bar(figure, image, axes[: len(result.panels)], result.panels[0].ylabel)
-    figure.suptitle(f"{result.id}: {result.verdict}\n{result.setting}", fontsize=9, color=MUTED)
+    across = int(_LETTERS_AN_INCH * figure.get_figwidth())
+    words = [f"{result.id}: {result.verdict}", result.setting]
+    told = "\n".join(line for text in words for line in textwrap.wrap(text, across))
+    figure.suptitle(told, fontsize=9, color=MUTED)
     return figure
 
 
@@ -67,6 +75,8 @@ def _marks(axis: Any, panel: Panel) -> None:
         axis.set_yscale(panel.yscale)
     for place in panel.dotted:
         axis.axvline(place, color=MUTED, linewidth=0.9, linestyle=":")
+    if panel.blocks:
+        name_axis(axis.xaxis, panel.blocks, turned=90, size=8)
     if panel.note:
         axis.text(
             0.5, 0.5, panel.note, transform=axis.transAxes, ha="center", va="center", color=MUTED
@@ -80,7 +90,12 @@ def _mark(axis: Any, mark: Mark) -> None:
     x, y = plain_numbers(mark.x), plain_numbers(mark.y)
     how: dict[str, Any] = {"color": mark.colour, "label": mark.label or "_"}
     how |= {"alpha": _FAINT} if mark.faint else {}
-    if mark.style in ("bars", "steps"):
+    if mark.style == "columns":
+        if mark.low is not None and mark.high is not None:
+            ends = list(zip(mark.low.tolist(), mark.high.tolist(), strict=True))
+            how |= {"yerr": error_bars(y.tolist(), ends), "error_kw": {"ecolor": MUTED}}
+        axis.bar(x, y, _BAR, **how)
+    elif mark.style in ("bars", "steps"):
         axis.stairs(y, x, fill=mark.style == "bars", linewidth=1.2, **how)
     elif mark.style == "dashed":
         axis.plot(x, y, linestyle="--", linewidth=1.0, **how)

@@ -57,6 +57,15 @@ class Entries(Result):
             size = size[size > _NEGLIGIBLE * size.max()]
         return float((size + eps).log10().mean()) if size.numel() else -math.inf
 
+    def norm(self, name: str) -> float:
+        """‖H_bb‖_F of a diagonal block; its square is unbiased where only some rows are here."""
+        block = self.block(name).double()
+        size, whole = len(block), self.whole[self.names.index(name)]
+        diagonal = float(block.diagonal().square().sum()) * whole / size
+        beside = float(block.square().sum()) - float(block.diagonal().square().sum())
+        pairs = whole * (whole - 1) / (size * (size - 1)) if size > 1 else 0.0
+        return math.sqrt(diagonal + pairs * beside)
+
     def histogram(
         self, row: str, column: str | None = None, *, bins: int = 49, smallest: float = 1e-8
     ) -> tuple[Array, Array]:
@@ -104,8 +113,8 @@ def entries(
     """Entries of H (or H_o, H_f) of any model, ordered role after role.
 
     blocks: these only: roles, names or globs (``["query", "blocks.0.*"]``); None: all.
-    most: rows at most; of more parameters as many are drawn at random, from every block in
-        proportion to its size and at least one, so that histograms and levels stay unbiased.
+    most: rows at most; of more parameters as many are drawn at random out of the blocks, so that
+        levels, norms and histograms of a block stay unbiased.
     biases: False counts a bias with the weight of the same linear map.
 
     It takes a product a row, of the blocks that follow alone: H is symmetric.
@@ -146,12 +155,15 @@ def _chosen(
 
 
 def _drawn(places: list[Tensor], most: int, seed: int) -> list[Tensor]:
-    """All places, or about ``most`` of them: from every block its share, at random, in order."""
+    """All places, or ``most`` of them at random, in order: a quarter of the rows in equal parts to
+    every block (a gain of 16 entries beside weights of a million), the rest by their sizes."""
     total = sum(len(at) for at in places)
     if total <= most:
         return places
     generator = torch.Generator().manual_seed(seed)
-    counts = [max(1, len(at) * most // total) for at in places]
+    equal = most // (4 * len(places))
+    by_size = most - equal * len(places)
+    counts = [max(1, min(len(at), equal + len(at) * by_size // total)) for at in places]
     return [
         at[torch.randperm(len(at), generator=generator)[:count].sort().values]
         for at, count in zip(places, counts, strict=True)

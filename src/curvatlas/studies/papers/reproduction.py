@@ -18,7 +18,7 @@ from curvatlas.results import Interval, Number, Result
 
 CONFIRMED, REFUTED, UNDECIDED = "confirmed", "refuted", "undecided"
 ONLY = "true only"  # how a verdict begins that holds in a part of what is claimed
-Style = Literal["points", "line", "dashed", "bars", "steps"]
+Style = Literal["points", "line", "dashed", "bars", "steps", "columns"]
 Scale = Literal["linear", "log", "symlog"]
 
 
@@ -134,7 +134,7 @@ def joint_verdict(findings: Sequence[Finding]) -> str:
 class Mark(Result):
     """A line, points, a guide or a histogram in a panel."""
 
-    x: Tensor  # of a histogram (bars, steps) the edges, one more than y
+    x: Tensor  # of a histogram (bars, steps) the edges, one more than y; of columns their places
     y: Tensor
     low: Tensor | None = None  # the ends of the intervals of y
     high: Tensor | None = None
@@ -159,7 +159,7 @@ class Panel(Result):
     image: Tensor | None = None  # (rows, columns)
     limits: Interval | None = None  # of the colours
     borders: tuple[int, ...] = ()  # where a block of the matrix ends
-    blocks: tuple[str, ...] = ()  # their names
+    blocks: tuple[str, ...] = ()  # their names; without an image those of the places 0, 1 … of x
 
 
 # --- the result -----------------------------------------------------------------------------------
