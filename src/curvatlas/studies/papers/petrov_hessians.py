@@ -130,7 +130,7 @@ def _over(values: Sequence[float]) -> tuple[float, Interval]:
     shows="entries of the Hessian at initialisation, whole and of self-attention",
     claim="value- and key-related blocks dominate; log10 |h|: VV −3.6, KK −4.6, QQ −4.8",
     source=f"{SOURCE}, Fig. 3",
-    seconds=45,
+    seconds=20,  # the next two read the same models
     takes=("model", "data"),
 )
 def figure_3(ask: Ask) -> Reproduction:
@@ -147,7 +147,7 @@ def figure_3(ask: Ask) -> Reproduction:
     shows="the same after training",
     claim="every block grows, × 600 to 1e4; value dominates: VV +0.4, KK −0.6, QQ −1.1",
     source=f"{SOURCE}, Fig. 4",
-    seconds=15,
+    seconds=5,
     takes=("data",),
 )
 def figure_4(ask: Ask) -> Reproduction:
@@ -308,7 +308,7 @@ def _of_a_model(problem: Problem) -> Reproduction:
     shows="norms of parameter blocks, and of their Hessians",
     claim="keys and values highest, the others much smaller",
     source=f"{SOURCE}, Fig. 5",
-    seconds=15,
+    seconds=5,
     takes=("data",),
 )
 def figure_5(ask: Ask) -> Reproduction:
@@ -499,6 +499,6 @@ for _name, (_told, _) in _FAMILIES.items():
         shows=f"{_told}: entries, norms and Hessians over the first {_FIRST_STEPS} steps",
         claim="entries, norms and Hessians over training; magnitudes grow",
         source=f"{SOURCE}, Fig. {_name.removeprefix('petrov-fig')}",
-        seconds=60 if _name == "petrov-fig7" else 2,
+        seconds=15 if _name == "petrov-fig7" else 2,  # one training for all five
         takes=("data",),
     )(functools.partial(_over_steps, _name))

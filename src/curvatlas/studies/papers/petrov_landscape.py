@@ -88,7 +88,7 @@ def _losses(ask: Ask) -> LossesAtWeights:
     shows="|L(k+1) − L(k)| at w* against the number of samples",
     claim="it falls like 1/k: slope −1.01 above 1e5 samples, as Theorem 7 bounds it",
     source=f"{SOURCE}, Fig. 6",
-    seconds=45,
+    seconds=15,
     takes=("model", "data"),
 )
 def figure_6(ask: Ask) -> Reproduction:
@@ -243,7 +243,7 @@ def _decay_panel(curves: dict[str, Decay], unit: int, what: str, *, slope: float
     shows="the gradient ∇L_k(w*) against the number of samples: is Assumption 1 met?",
     claim="its validity rises with the samples: ∇L_k(w*) → 0",
     source=f"{SOURCE}, Fig. 12",
-    seconds=20,
+    seconds=10,
     takes=("model", "data"),
 )
 def figure_12(ask: Ask) -> Reproduction:
