@@ -15,6 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from curvatlas.layers.checks import weight_shapes
 from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec
 from oracles import layer_norm, rms_norm
 
@@ -250,54 +251,14 @@ def pairs_of(cases: Iterable[frozenset[tuple[str, object]]]) -> set[frozenset[tu
     return {frozenset(two) for case in cases for two in combinations(case, 2)}
 
 
-def shapes(spec: BlockSpec) -> dict[str, tuple[int, ...]]:
-    d, dk, dv, f = spec.d_model, spec.key_size, spec.value_size, spec.d_ff
-    h, g = spec.n_heads, spec.kv_heads
-    found: dict[str, tuple[int, ...]] = {
-        "query_weight": (h * dk, d),
-        "key_weight": (g * dk, d),
-        "value_weight": (g * dv, d),
-        "query_bias": (h * dk,),
-        "key_bias": (g * dk,),
-        "value_bias": (g * dv,),
-        "output_weight": (d, h * dv),
-        "output_bias": (d,),
-    }
-    if f is not None:
-        found |= {"gate_weight": (f, d), "gate_bias": (f,)} if spec.gated else {}
-        found |= {"up_weight": (f, d), "up_bias": (f,), "down_weight": (d, f), "down_bias": (d,)}
-    if spec.residual:
-        found |= {"norm1_weight": (d,), "norm1_bias": (d,)}
-        fed = f is not None and not spec.one_norm
-        found |= {"norm2_weight": (d,), "norm2_bias": (d,)} if fed else {}
-    if spec.qk_norm is not None:
-        for name, heads in (("query_norm", h), ("key_norm", g)):
-            size = dk if spec.qk_span == "head" else heads * dk
-            found |= {f"{name}_weight": (size,), f"{name}_bias": (size,)}
-    if spec.output_norm is not None:
-        for name in ("output_norm", "down_norm")[: 1 if f is None else 2]:
-            found |= {f"{name}_weight": (d,), f"{name}_bias": (d,)}
-    if spec.memory_size is not None:
-        m = spec.memory_size
-        sizes = {"query": (h * dk, d), "key": (g * dk, m), "value": (g * dv, m)}
-        for name, size in (*sizes.items(), ("output", (d, h * dv))):
-            found |= {f"cross_{name}_weight": size, f"cross_{name}_bias": size[:1]}
-        found |= {"cross_norm_weight": (d,), "cross_norm_bias": (d,)}
-    if spec.distances is not None:
-        found |= {"distance_weight": (spec.distances, h)}
-    return found
-
-
 def random_weights(
     spec: BlockSpec, seed: int, *, drop: frozenset[str] = frozenset(), scale: float = 0.6
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    found, shapes = {}, weight_shapes(spec)
     for name in WEIGHT_NAMES:
-        if name in shapes(spec) and name not in drop:
-            value = scale * torch.randn(
-                shapes(spec)[name], generator=generator, dtype=torch.float64
-            )
+        if name in shapes and name not in drop:
+            value = scale * torch.randn(shapes[name], generator=generator, dtype=torch.float64)
             if "norm" in name and name.endswith("_weight"):
                 value = 1 - spec.gain_offset + value
             found[name] = value.requires_grad_(True)

@@ -40,7 +40,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ from curvatlas.spectra.summary import CurvatureSummary, curvature_summary, parti
 from curvatlas.spectra.trace import trace
 from curvatlas.training.optimizer import CurvatureAwareOptimizer
 
-R = TypeVar("R", bound=Result)
+SERIES = ("hessian_norms", "condition_numbers", "eigenvalue_spectra", "layer_curvatures")
 _MAKER = "TransformerHessianAnalyzer"  # which takes distributed=False
 
 
@@ -159,46 +159,14 @@ class LayerWiseCurvature(Rows, Result):
         return "\n".join([*map(str, self.layers), *outputs])
 
 
-class AnalysisHistory(list[Result]):
-    """Every result of an analyzer in order, and by the article's names the series in them.
-
-    ``hessian_norms`` has a number a batch and ``condition_numbers`` one a call of the full
-    analysis, ``eigenvalue_spectra`` and ``layer_curvatures`` what each call computed of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = ("hessian_norms", "condition_numbers", "eigenvalue_spectra", "layer_curvatures")
-        self.series: dict[str, list[Any]] = {name: [] for name in names}
-
-    def add(self, result: R, **series: Sequence[Any]) -> R:
-        """Keep a result, and what it adds to each series."""
-        self.append(result)
-        for name, numbers in series.items():
-            self.series[name] += numbers
-        return result
-
-    def keys(self) -> tuple[str, ...]:
-        """Names of the series."""
-        return tuple(self.series)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.series if isinstance(key, str) else super().__contains__(key)
-
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return super().__getitem__(key)
-        if key not in self.series:
-            raise KeyError(f"the history has no {key!r}: it has {', '.join(self.series)}.")
-        return self.series[key]
-
-
 @dataclass(eq=False, repr=False)
 class TransformerHessianAnalyzer:
     """Eigenvalues, whole-data statistics and layer-wise curvature of a model's loss Hessian.
 
     loss and distributed: as in ``Problem``. folder: where long estimates keep checkpoints, so that
-    the same sequence of calls resumes after a kill. history: ``AnalysisHistory``.
+    the same sequence of calls resumes after a kill. history: ``hessian_norms`` has a number a batch
+    and ``condition_numbers`` one a call of the full analysis, ``eigenvalue_spectra`` and
+    ``layer_curvatures`` what each call computed of them.
     """
 
     model: nn.Module
@@ -207,7 +175,9 @@ class TransformerHessianAnalyzer:
     seed: int = 0
     folder: str | os.PathLike[str] | None = None
     distributed: bool | None = None
-    history: AnalysisHistory = field(default_factory=AnalysisHistory, init=False)
+    history: dict[str, list[Any]] = field(
+        default_factory=lambda: {name: [] for name in SERIES}, init=False
+    )
 
     @evaluated
     def compute_hessian_eigenvalues(
@@ -221,7 +191,8 @@ class TransformerHessianAnalyzer:
         file = self._file("eigenvalues.safetensors", op)
         k = min(k, op.shape[0])
         found = eigenpairs(op, k=k, which=which, tol=tol, seed=self.seed, checkpoint=file)
-        return self.history.add(found, eigenvalue_spectra=[found.values])
+        self.history["eigenvalue_spectra"].append(found.values)
+        return found
 
     @evaluated
     @also_named(dataloader="data")
@@ -261,12 +232,10 @@ class TransformerHessianAnalyzer:
             eigenvalue_std=float(tops.std()) if tops.numel() > 1 else 0.0,
             roles=dict(zip(spread.groups, spread.mass[0].tolist(), strict=True)),
         )
-        return self.history.add(
-            found,
-            hessian_norms=norms,
-            condition_numbers=[found.condition_number],
-            eigenvalue_spectra=[ends.values],
-        )
+        self.history["hessian_norms"] += norms
+        self.history["condition_numbers"].append(found.condition_number)
+        self.history["eigenvalue_spectra"].append(ends.values)
+        return found
 
     @evaluated
     def analyze_layer_wise_curvature(
@@ -317,7 +286,8 @@ class TransformerHessianAnalyzer:
             slopes={path: slope for path, (*_, slope) in outputs.items()},
             target=origin,
         )
-        return self.history.add(found, layer_curvatures=[list(found.rows)])
+        self.history["layer_curvatures"].append(list(found.rows))
+        return found
 
     def _hessian(self, data: Any) -> Hessian:
         return Hessian(Problem(self.model, self.loss, data, distributed=self.distributed))
@@ -327,7 +297,8 @@ class TransformerHessianAnalyzer:
         if self.folder is None:
             return None
         told = content(op.content()).hex()[:12]
-        return Path(self.folder) / f"{len(self.history):03d}-{told}-{what}"
+        calls = sum(len(self.history[name]) for name in ("eigenvalue_spectra", "layer_curvatures"))
+        return Path(self.folder) / f"{calls:03d}-{told}-{what}"
 
 
 @dataclass(eq=False, repr=False)
