@@ -403,12 +403,6 @@ class Chain:
 
     # ---- blocks ----------------------------------------------------------------------------
 
-    @property
-    def tied(self) -> set[str]:
-        """Parameters that act at several places: heads that share keys and values."""
-        starts = [leaf.start for leaf in self.leaves]
-        return {leaf.name for leaf in self.leaves if starts.count(leaf.start) > 1}
-
     def pairs(self, names: set[str] | None = None) -> Iterator[Pair]:
         """All pairs of leaves, or those that hold just these two parameters."""
         for i, f in enumerate(self.leaves):

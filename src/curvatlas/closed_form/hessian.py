@@ -158,10 +158,11 @@ class BlockDerivatives(DecomposedHessian):
             self._keys = samples, Keys(tokens, centred)
         return self._keys[1]
 
-    @cached_property
-    def _token(self) -> Chain:
-        """The chain of one token: which parameters act where."""
-        return self.chain(slice(0, 1), slice(0, 1), "outer")
+    @property
+    def tied(self) -> set[str]:
+        """Parameters that act at several places: heads that share keys and values."""
+        shared = ("key_weight", "key_bias", "value_weight", "value_bias")
+        return set(shared if self.spec.kv_heads != self.spec.n_heads else ()) & set(self.names)
 
     @cached_property
     def _whole(self) -> Chain:
@@ -194,27 +195,28 @@ class BlockDerivatives(DecomposedHessian):
         """The (P, P) matrix of one part, into ``out`` when given."""
         require_part(part)
         out, workspace = self._output(out), workspace or Workspace()
-        coupled = self.seeds.couples_tokens
-        leaves = self._token.leaves
-        once = not self._token.tied  # then the rows of H are written in place
-        if not once or (coupled and part == "outer"):
+        coupled, tied = self.seeds.couples_tokens, self.tied
+        if coupled and part == "outer":
+            factor = self.outer_factor()
+            return torch.mm(factor, factor.mT, out=out)
+        if tied:
             out.zero_()
-        for name in set(self.names).difference(leaf.name for leaf in leaves):  # dead
-            start, size = self.offsets[name]
-            out[start : start + size] = out[:, start : start + size] = 0.0
         for number, chain in enumerate(self.chains(part)):
             for pair in chain.pairs():
-                if once:
+                if not tied:  # the rows of H are written in place
                     place = out[pair.f.rows, pair.g.rows]
                     fold(place, pair, workspace, accumulate=number > 0)
-                else:
-                    shape = pair.f.size, pair.g.size
-                    cut = workspace.take("block", math.prod(shape), out).view(shape)
-                    for f, g, piece in _both(pair, fold(cut, pair, workspace)):
-                        out[f.rows, g.rows] += piece
-        if once:
-            for f, g in combinations(leaves, 2):
+                    continue
+                shape = pair.f.size, pair.g.size
+                cut = workspace.take("block", math.prod(shape), out).view(shape)
+                for f, g, piece in _both(pair, fold(cut, pair, workspace)):
+                    out[f.rows, g.rows] += piece
+        if not tied:
+            for f, g in combinations(chain.leaves, 2):
                 mirror(out[f.rows, g.rows], out[g.rows, f.rows], workspace)
+            for name in set(self.names).difference(leaf.name for leaf in chain.leaves):  # dead
+                start, size = self.offsets[name]
+                out[start : start + size] = out[:, start : start + size] = 0.0
         if coupled and part != "functional":
             factor = self.outer_factor()
             out.addmm_(factor, factor.mT)
@@ -331,7 +333,7 @@ class BlockDerivatives(DecomposedHessian):
         place = {name: i for i, name in enumerate(self.names)}
         squares = torch.zeros(len(place), len(place), dtype=self.dtype, device=self.device)
         # Sums of two kinds of terms, or of several places of one parameter, are written out.
-        tied = set(self.names) if self.seeds.couples_tokens else self._token.tied
+        tied = set(self.names) if self.seeds.couples_tokens else self.tied
         pieces = [] if self.seeds.couples_tokens else list(self.pieces())
         for number, piece in enumerate(pieces):
             first = self.chain(*piece, part)
