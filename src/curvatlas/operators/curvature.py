@@ -61,9 +61,10 @@ Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, an index, 
 class CurvatureOperator(LinearOperator):
     """A (P, P) matrix of second derivatives, known through products with columns.
 
-    engine: "tangent" computes products by hand-written passes over the whole model, "autograd" by
-        double backward on kept graphs; "auto" takes the first where the model is understood and
-        its product right on one sample. ``problem.engine`` says which one it was, and why.
+    engine: "tangent" computes products by hand-written passes over the whole model, "tape" by rules
+        on a record of its operations, "autograd" by double backward on kept graphs; "auto" takes
+        the first that understands the model and whose product is right on one sample.
+        ``problem.engine`` says which one it was, and why.
     budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
     checks: probe symmetry, gradient paths, randomness and finiteness on first use.
     compile: run autograd's products as compiled code (docs/scale.md), "auto": where
@@ -216,7 +217,7 @@ class CurvatureOperator(LinearOperator):
             try:
                 add_up(total, kept)
             except UnmappedModuleError as error:  # another batch than the probe's is different
-                if self.engine == "tangent":
+                if self.engine in ("tangent", "tape"):
                     raise
                 by_autograd(problem, str(error))
                 self.release()
@@ -534,8 +535,8 @@ class CurvatureOperator(LinearOperator):
             )
         reason = self._autograd_only()
         assert reason is not None
-        if self.engine == "tangent":
-            raise ValueError(f"engine='tangent' cannot be used: {reason}.")
+        if self.engine in ("tangent", "tape"):
+            raise ValueError(f"engine={self.engine!r} cannot be used: {reason}.")
         by_autograd(self.problem, reason)
         return None
 

@@ -35,8 +35,9 @@ from curvatlas.engines.tangent.sharded import ShardedLinearisation
 from curvatlas.errors import DifferentiationError
 from curvatlas.linear_operator import Part
 from curvatlas.problem import Batch, EngineChoice, Problem
+from curvatlas.tape.linearised import TapeLinearisation
 
-Engine = Literal["auto", "tangent", "autograd"]
+Engine = Literal["auto", "tangent", "tape", "autograd"]
 PAIR_SHARE = 4  # what part of the budget matrices of queries by keys may take: 1 in so many
 # Relative difference of two products of one sample that rounding explains, for one block.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -45,7 +46,7 @@ _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}
 def check_engine(engine: str) -> None:
     """Raise on an unknown name."""
     if engine not in get_args(Engine):
-        raise ValueError(f"engine is 'auto', 'tangent' or 'autograd', got {engine!r}.")
+        raise ValueError(f"engine is 'auto', 'tangent', 'tape' or 'autograd', got {engine!r}.")
 
 
 def by_autograd(problem: Problem, reason: str) -> None:
@@ -77,6 +78,8 @@ class ByHand:
     def anew(self) -> ByHand:
         """The same with a workspace of its own, which holds nothing yet."""
         assert isinstance(self.linearise, functools.partial)
+        if self.linearise.func is not TangentLinearisation:
+            return self
         return replace(self, linearise=functools.partial(self.linearise, space=Buffers(keep=True)))
 
 
@@ -130,10 +133,10 @@ def tangent_engine(
 ) -> ByHand | None:
     """The hand-written engine, where it understands the model and its product is right; else None.
 
-    With ``engine="tangent"`` what is not understood raises. Where the matrices of queries by keys
-    of one sample take more than a quarter of the budget, attention goes by blocks of queries; where
-    the activations of one sample do not fit, blocks are made anew when a product needs them. Call
-    it inside ``problem.evaluating``.
+    With ``engine="tangent"`` what is not understood raises; else the tape takes it. Where the
+    matrices of queries by keys of one sample take more than a quarter of the budget, attention goes
+    by blocks of queries; where the activations of one sample do not fit, blocks are made anew when
+    a product needs them. Call it inside ``problem.evaluating``.
     """
 
     def differences() -> Iterator[tuple[float, Linearise, TangentLinearisation, ModelReading]]:
@@ -158,6 +161,8 @@ def tangent_engine(
     def allowed(reading: ModelReading) -> float:
         return _ROUNDING[problem.dtype] * math.sqrt(len(reading.layers))
 
+    if engine == "tape":
+        return tape_engine(problem, probe, names, engine=engine, part=part)
     off, rounding = math.inf, 0.0
     try:
         for off, linearise, ours, reading in differences():
@@ -172,11 +177,10 @@ def tangent_engine(
                     weight_bytes=ours.weight_bytes,
                     transient=ours.transient,
                 )
-    except UnmappedModuleError as error:
+    except UnmappedModuleError:
         if engine == "tangent":
             raise
-        by_autograd(problem, str(error).rstrip("."))
-        return None
+        return tape_engine(problem, probe, names, engine=engine, part=part)
     reason = (
         f"products written out by hand differ from double backward by {off:.1e} on one sample, "
         f"where rounding explains {rounding:.0e}"
@@ -184,6 +188,43 @@ def tangent_engine(
     if engine == "tangent":
         raise DifferentiationError(f"{reason}: use engine='autograd'.")
     warnings.warn(f"{reason}: autograd computes instead.", stacklevel=8)
+    by_autograd(problem, reason)
+    return None
+
+
+def tape_engine(
+    problem: Problem, probe: Probe, names: Sequence[str], *, engine: Engine, part: Part
+) -> ByHand | None:
+    """The tape, where it can record the model and its product is right; else None: autograd."""
+    linearise = functools.partial(TapeLinearisation, part=part)
+    try:
+        ours = linearise(problem, probe.sample, names)
+        off = _difference(ours, probe, names, _ROUNDING[problem.dtype])
+    except Exception as error:
+        if engine == "tape" or isinstance(error, MemoryError):
+            raise
+        by_autograd(problem, str(error).rstrip("."))
+        return None
+    allowed = _ROUNDING[problem.dtype] * math.sqrt(ours.tape.depth)
+    if off <= allowed:
+        problem.engine = EngineChoice(
+            "tape",
+            f"{ours.tape}; a product of one sample{_short(probe)} agrees with double backward to "
+            f"{off:.0e}",
+        )
+        return ByHand(
+            linearise=linearise,
+            sample_bytes=int(ours.held_bytes * probe.length_ratio**2),
+            weight_bytes=0,
+            transient=ours.transient,
+        )
+    reason = (
+        f"products on the tape differ from double backward by {off:.1e} on one sample, where "
+        f"rounding explains {allowed:.0e}"
+    )
+    if engine == "tape":
+        raise DifferentiationError(f"{reason}: use engine='autograd'.")
+    warnings.warn(f"{reason}: autograd computes instead.", stacklevel=9)
     by_autograd(problem, reason)
     return None
 
@@ -368,7 +409,10 @@ def _described(reading: ModelReading, off: float, what: str) -> str:
 
 
 def _difference(
-    ours: TangentLinearisation, probe: Probe, names: Sequence[str], allowed: float
+    ours: TangentLinearisation | TapeLinearisation,
+    probe: Probe,
+    names: Sequence[str],
+    allowed: float,
 ) -> float:
     """‖ours v − exact v‖ over ‖H_o v‖ + ‖H_f v‖, which rounding is relative to.
 

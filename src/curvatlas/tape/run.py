@@ -9,6 +9,7 @@ The adjoint ȳ at every node is computed once, when the tape is made.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,13 +55,16 @@ class Tape:
                 if not any(slot in reached for slot in node.outputs):
                     continue
                 rule = rule_for(node, record.values, used)
-                pieces = node.many and rule.all_results
-                self._steps.append(_Step(node.inputs, node.outputs, pieces, rule))
+                self._steps.append(_Step(node.inputs, node.outputs, rule.all_results, rule))
             if record.boundary >= len(record.nodes):
                 self.boundary = len(self._steps)
             made = {s for step in self._steps[: self.boundary] for s in step.outputs}
             self.frontier = sorted(
                 {s for step in self._steps[self.boundary :] for s in step.inputs if s in made}
+            )
+            itemsize = self.value.element_size()
+            self.tangent_bytes = itemsize * sum(
+                record.values[step.output].numel() for step in self._steps
             )
             self._shapes = {slot: value.shape for slot, value in enumerate(record.values)}
             self.by_autograd = [
@@ -70,6 +74,18 @@ class Tape:
                 and isinstance(self._rule_of(node.outputs), Default)
             ]
             self._first_order()
+
+    def __str__(self) -> str:
+        """How many operations there are, and which of them have no rule of their own."""
+        counts = collections.Counter(self.by_autograd)
+        told = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
+        total = f"tape: {len(self._steps)} operations"
+        return f"{total}, {len(self.by_autograd)} by autograd ({told})" if told else total
+
+    @property
+    def depth(self) -> int:
+        """How many operations round one after the other, at most."""
+        return max(1, len(self._steps) // 16)
 
     def _rule_of(self, outputs: tuple[int | None, ...]) -> Rule:
         return next(step.rule for step in self._steps if step.outputs == outputs)
@@ -124,7 +140,7 @@ class Tape:
                 for slot, value in zip(step.outputs, result, strict=True):
                     if slot is not None and value is not None:
                         dots[slot] = value
-            elif result is not None:
+            else:
                 dots[step.output] = result
         return dots
 
