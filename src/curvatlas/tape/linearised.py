@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvatlas.errors import DifferentiationError, UnmappedModuleError
@@ -32,7 +31,6 @@ class TapeLinearisation:
             problem.loss.fixed_slopes([], lambda tensors: tensors, batch.targets)  # refuses
         self.batch, self.part, self.dtype = batch, part, problem.dtype
         self._layout = problem.layout
-        self._shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
         leaves = problem.leaves(names)
         try:
             written = record(
@@ -80,15 +78,12 @@ class TapeLinearisation:
 
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
-        layout, count = self._layout, columns.shape[1]
-        pieces = {
-            name: part.T.contiguous().view(count, *self._shapes[name])
-            for name, part in zip(layout.names, columns.split(list(layout.sizes)), strict=True)
-        }
-        rows = columns.new_empty(count, columns.shape[0])
-        for into, row in zip(
-            rows.split(list(layout.sizes), 1), self.product(pieces, layout.names), strict=True
-        ):
+        layout = self._layout
+        pieces = dict(zip(layout.names, layout.split(columns), strict=True))
+        rows = columns.new_empty(columns.shape[::-1])
+        products = self.product({n: p.contiguous() for n, p in pieces.items()}, layout.names)
+        for start, size, row in zip(layout.starts, layout.sizes, products, strict=True):
+            into = rows[:, start : start + size]
             into.zero_() if row is None else into.copy_(row.reshape(into.shape))
         return rows
 
