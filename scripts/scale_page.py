@@ -80,42 +80,11 @@ def projections(result: Result) -> list[str]:
     return table(head, rows)
 
 
-def compiled(result: Result) -> list[str]:
-    """What compiling a product gives, and what it takes."""
-    head = (
-        "model",
-        "product",
-        "kept graph",
-        "compiled",
-        "compiling",
-        "pays after",
-        "difference",
-        "by hand",
-        "by hand, compiled",
-    )
-    rows = [
-        (
-            row["model"],
-            row["quantity"],
-            f"{row['kept_gradients']:.2f}",
-            f"{row['compiled_gradients']:.2f}",
-            f"{row['compile_seconds']:.0f} s",
-            "never" if row["pays_after"] is None else f"{row['pays_after']:,} products",
-            f"{row['difference']:.0e}",
-            f"{row['by_hand_gradients']:.2f}",
-            f"{row['by_hand_compiled_gradients']:.2f} ({row['by_hand_compile_seconds']:.0f} s)",
-        )
-        for row in result["rows"]
-    ]
-    return table(head, rows)
-
-
 TABLES: Tables = {
     "parallel": ("parallel", parallel),
     "growth": ("growth", growth),
     "plan": ("plan", plan),
     "projections": ("plan", projections),
-    "compiled": ("compiled", compiled),
 }
 
 

@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from curvatlas import parallel
 from curvatlas.budget import ResultMemory, default_budget, give_back, parse_bytes
-from curvatlas.engines.autograd.compiled import Compile, CompiledLinearisation
 from curvatlas.engines.autograd.linearisation import (
     Columns,
     FunctionalLinearisation,
@@ -22,7 +21,7 @@ from curvatlas.engines.autograd.linearisation import (
     Linearisation,
     OuterLinearisation,
 )
-from curvatlas.engines.kept import PLANNED, TRANSIENT, KeptLinearisations, Linearise
+from curvatlas.engines.kept import PLANNED, TRANSIENT, KeptLinearisations
 from curvatlas.engines.late_checks import LateChecks
 from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
@@ -67,9 +66,6 @@ class CurvatureOperator(LinearOperator):
         ``problem.engine`` says which one it was, and why.
     budget: memory the operator may use, as bytes or "2GB"; more keeps more batches linearised.
     checks: probe symmetry, gradient paths, randomness and finiteness on first use.
-    compile: run autograd's products as compiled code (docs/scale.md), "auto": where
-        ``expected_products`` pay for a minute or more of compiling. Hand-written passes stay as
-        they are: compiled they are slower.
     """
 
     linearisation: type[Linearisation]
@@ -84,13 +80,9 @@ class CurvatureOperator(LinearOperator):
         engine: Engine = "auto",
         budget: int | str | None = None,
         checks: bool = True,
-        compile: Compile = False,
-        expected_products: int | None = None,
         tags: Tags | None = None,
     ) -> None:
         check_engine(engine)
-        if compile not in (True, False, "auto"):
-            raise ValueError(f"compile is True, False or 'auto', got {compile!r}.")
         size = problem.size
         super().__init__(
             (size, size),
@@ -102,7 +94,6 @@ class CurvatureOperator(LinearOperator):
         self.budget = default_budget(self.device) if budget is None else parse_bytes(budget)
         self._logit_room = logit_room(None if budget is None else self.budget)
         self.engine, self.checks = engine, checks
-        self._compile, self._expected_products = compile, expected_products
         # Linearisations by the set of parameters they follow: the full one, and the last view's.
         self._full: KeptLinearisations | None = None
         self._partial: KeptLinearisations | None = None
@@ -118,16 +109,6 @@ class CurvatureOperator(LinearOperator):
     def _linearise(self) -> AutogradLinearise:
         """How autograd linearises a batch."""
         return functools.partial(self.linearisation, logit_room=self._logit_room)
-
-    def _compiled(self) -> Linearise:
-        """The same, with products compiled where that was asked for."""
-        plain = self._linearise()
-        if self._compile is False:
-            return plain
-        options: Any = {"compile": self._compile, "expected": self._expected_products}
-        return lambda problem, batch, names: CompiledLinearisation(
-            plain(problem, batch, names), names, **options
-        )
 
     # --- products -------------------------------------------------------------------------------
 
@@ -501,7 +482,7 @@ class CurvatureOperator(LinearOperator):
 
     def _keep(self, names: list[str], choice: Choice) -> KeptLinearisations:
         by_hand = choice.used() or ByHand(
-            linearise=self._compiled(),
+            linearise=self._linearise(),
             sample_bytes=choice.probe_bytes,
             weight_bytes=0,
             transient=TRANSIENT,
@@ -725,8 +706,6 @@ class GaussNewton(CurvatureOperator):
         engine: Engine = "auto",
         budget: int | str | None = None,
         checks: bool = True,
-        compile: Compile = False,
-        expected_products: int | None = None,
     ) -> None:
         if problem.loss.linear:
             warnings.warn(
@@ -740,8 +719,6 @@ class GaussNewton(CurvatureOperator):
             engine=engine,
             budget=budget,
             checks=checks,
-            compile=compile,
-            expected_products=expected_products,
             tags=tags,
         )
 

@@ -177,10 +177,11 @@ def tangent_engine(
                     weight_bytes=ours.weight_bytes,
                     transient=ours.transient,
                 )
-    except UnmappedModuleError:
+    except UnmappedModuleError as error:
         if engine == "tangent":
             raise
-        return tape_engine(problem, probe, names, engine=engine, part=part)
+        reason = str(error).rstrip(".")
+        return tape_engine(problem, probe, names, engine=engine, part=part, reason=reason)
     reason = (
         f"products written out by hand differ from double backward by {off:.1e} on one sample, "
         f"where rounding explains {rounding:.0e}"
@@ -193,17 +194,32 @@ def tangent_engine(
 
 
 def tape_engine(
-    problem: Problem, probe: Probe, names: Sequence[str], *, engine: Engine, part: Part
+    problem: Problem,
+    probe: Probe,
+    names: Sequence[str],
+    *,
+    engine: Engine,
+    part: Part,
+    reason: str = "",
 ) -> ByHand | None:
-    """The tape, where it can record the model and its product is right; else None: autograd."""
+    """The tape, where it can record the model and its product is right; else None: autograd.
+
+    reason: why the model is not computed by hand.
+    """
     linearise = functools.partial(TapeLinearisation, part=part)
+    if problem.checkpoint_activations or not problem.in_place:
+        what = "checkpointed activations" if problem.in_place else "weights that are not in place"
+        if engine == "tape":
+            raise UnmappedModuleError(f"the tape does not record {what}: use engine='autograd'.")
+        by_autograd(problem, f"{reason}, and the tape does not record {what}")
+        return None
     try:
         ours = linearise(problem, probe.sample, names)
         off = _difference(ours, probe, names, _ROUNDING[problem.dtype])
     except Exception as error:
         if engine == "tape" or isinstance(error, MemoryError):
             raise
-        by_autograd(problem, str(error).rstrip("."))
+        by_autograd(problem, f"{reason}, and on the tape: {error}".rstrip("."))
         return None
     allowed = _ROUNDING[problem.dtype] * math.sqrt(ours.tape.depth)
     if off <= allowed:
@@ -218,14 +234,14 @@ def tape_engine(
             weight_bytes=0,
             transient=ours.transient,
         )
-    reason = (
+    difference = (
         f"products on the tape differ from double backward by {off:.1e} on one sample, where "
         f"rounding explains {allowed:.0e}"
     )
     if engine == "tape":
-        raise DifferentiationError(f"{reason}: use engine='autograd'.")
-    warnings.warn(f"{reason}: autograd computes instead.", stacklevel=9)
-    by_autograd(problem, reason)
+        raise DifferentiationError(f"{difference}: use engine='autograd'.")
+    warnings.warn(f"{difference}: autograd computes instead.", stacklevel=9)
+    by_autograd(problem, difference)
     return None
 
 

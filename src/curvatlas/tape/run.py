@@ -79,7 +79,7 @@ class Tape:
         """How many operations there are, and which of them have no rule of their own."""
         counts = collections.Counter(self.by_autograd)
         told = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
-        total = f"tape: {len(self._steps)} operations"
+        total = f"{len(self._steps)} operations"
         return f"{total}, {len(self.by_autograd)} by autograd ({told})" if told else total
 
     @property
