@@ -10,7 +10,8 @@ The adjoint ȳ at every node is computed once, when the tape is made.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from curvatlas.tape.rules.default import Default
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
 Bars = dict[int, Tensor]  # slot → (K, *shape)
 
+_WAYS = 256  # that are remembered: a map of roles by roles comes back to each of its views
+
 
 class _Step:
     """A node with its rule, and what of it is needed."""
@@ -35,6 +38,20 @@ class _Step:
     ):
         self.inputs, self.outputs, self.many, self.rule = inputs, outputs, many, rule
         self.output = next(slot for slot in outputs if slot is not None)
+
+
+_Needed = tuple[_Step, list[bool]]  # a step, and which of its inputs' adjoints are wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """The steps of a product: forwards, backwards, the same of the model alone, and the loss."""
+
+    forward: list[_Step]
+    back: list[_Needed]
+    head_forward: list[_Step]
+    head_back: list[_Needed]
+    tail: list[_Needed]
 
 
 class Tape:
@@ -73,6 +90,7 @@ class Tape:
                 if any(slot in reached for slot in node.outputs)
                 and isinstance(self._rule_of(node.outputs), Default)
             ]
+            self._ways: dict[tuple[tuple[str, ...], tuple[str, ...]], _Way] = {}
             self._first_order()
 
     def __str__(self) -> str:
@@ -101,13 +119,9 @@ class Tape:
 
     def _first_order(self) -> None:
         """The adjoints ȳ of every node, and the gradient."""
-        everything = set(range(len(self._shapes)))
         bars: Bars = {self.loss: torch.ones_like(self.value).unsqueeze(0)}
 
-        kept: set[Rule] = set()
-
         def keep(step: _Step, bar: Any) -> None:
-            kept.add(step.rule)
             if step.rule.bends:
                 step.rule.keep(
                     tuple(None if b is None else b.squeeze(0) for b in bar)
@@ -115,23 +129,55 @@ class Tape:
                     else bar.squeeze(0)
                 )
 
-        self._backward(self._steps, bars, {}, everything, keep=keep, bend=False)
-        for step in self._steps:
-            if step.rule not in kept:
-                step.rule.bends = False  # ȳ = 0
+        everything = [(step, [True] * len(step.inputs)) for step in self._steps]
+        self._backward(everything, bars, keep=keep)
         self.gradient = {
             name: bars[slot].squeeze(0) for name, slot in self.leaves.items() if slot in bars
         }
 
+    # --- which steps a product takes --------------------------------------------------------------
+
+    def _forward_steps(self, names: Iterable[str]) -> list[_Step]:
+        """The steps that tangents of these leaves reach, in their order."""
+        moving = {self.leaves[name] for name in names}
+        steps = []
+        for step in self._steps:
+            if any(slot in moving for slot in step.inputs):
+                moving.update(slot for slot in step.outputs if slot is not None)
+                steps.append(step)
+        return steps
+
+    def _way(self, columns: Iterable[str], rows: Iterable[str]) -> _Way:
+        """The steps of a product with these columns, read off at these rows; found once."""
+        key = (tuple(columns), tuple(rows))
+        way = self._ways.get(key)
+        if way is None:
+            wanted = {self.leaves[name] for name in key[1]}
+            for step in self._steps:
+                if any(slot in wanted for slot in step.inputs):
+                    wanted.update(slot for slot in step.outputs if slot is not None)
+            needs = {step: [slot in wanted for slot in step.inputs] for step in self._steps}
+            head, tail = set(self._steps[: self.boundary]), self._steps[self.boundary :]
+            forward = self._forward_steps(key[0])
+            back = [(step, needs[step]) for step in self._steps if any(needs[step])]
+            after = {s for step in tail for s in step.outputs} | set(self.frontier)
+            way = _Way(
+                forward=forward,
+                back=back,
+                head_forward=[step for step in forward if step in head],
+                head_back=[(step, needed) for step, needed in back if step in head],
+                tail=[(step, [slot in after for slot in step.inputs]) for step in tail],
+            )
+            if len(self._ways) >= _WAYS:
+                self._ways.clear()
+            self._ways[key] = way
+        return way
+
     # --- walks ------------------------------------------------------------------------------------
 
-    def push(
-        self, columns: Columns, steps: Sequence[_Step] | None = None, seeds: Bars | None = None
-    ) -> Bars:
-        """Slot → its tangents, of leaves that move as the columns say."""
-        dots: Bars = dict(seeds or {})
-        dots.update({self.leaves[name]: column for name, column in columns.items()})
-        for step in self._steps if steps is None else steps:
+    def _push(self, steps: Iterable[_Step], dots: Bars) -> Bars:
+        """Slot → its tangents, from those of some slots."""
+        for step in steps:
             tangents = [dots.get(slot) for slot in step.inputs]
             if all(t is None for t in tangents):
                 continue
@@ -144,21 +190,14 @@ class Tape:
                 dots[step.output] = result
         return dots
 
+    def _columns(self, columns: Columns) -> Bars:
+        return {self.leaves[name]: column for name, column in columns.items()}
+
     def _backward(
-        self,
-        steps: Sequence[_Step],
-        bars: Bars,
-        dots: Bars,
-        wanted: set[int],
-        *,
-        keep: Any = None,
-        bend: bool = True,
+        self, steps: Sequence[_Needed], bars: Bars, dots: Bars | None = None, *, keep: Any = None
     ) -> Bars:
-        """Adjoints (second ones, with ``bend``) pulled back to the slots that are wanted."""
-        for step in reversed(steps):
-            needs = [slot in wanted for slot in step.inputs]
-            if not any(needs):
-                continue
+        """Adjoints pulled back to the leaves; with ``dots``, tangents, those that move."""
+        for step, needs in reversed(steps):
             bar: Any
             if step.many:
                 parts = tuple(None if s is None else bars.pop(s, None) for s in step.outputs)
@@ -167,29 +206,20 @@ class Tape:
                 bar = bars.pop(step.output, None)
             if keep is not None and bar is not None:
                 keep(step, bar)
-            if bend and step.rule.bends:
+            if dots is not None and step.rule.bends:
                 tangents = [dots.get(slot) for slot in step.inputs]
                 if bar is None and all(t is None for t in tangents):
                     continue
-                parts_in = step.rule.pull2(bar, tangents, needs)
+                pulled = step.rule.pull2(bar, tangents, needs)
             elif bar is None:
                 continue
             else:
-                parts_in = step.rule.pull(bar, needs)
-            for slot, part, needed in zip(step.inputs, parts_in, needs, strict=True):
-                if part is None or not needed:
-                    continue
-                before = bars.get(slot)
-                bars[slot] = part if before is None else before + part
+                pulled = step.rule.pull(bar, needs)
+            for slot, part, needed in zip(step.inputs, pulled, needs, strict=True):
+                if part is not None and needed:
+                    before = bars.get(slot)
+                    bars[slot] = part if before is None else before + part
         return bars
-
-    def _wanted(self, rows: Sequence[str]) -> set[int]:
-        """Slots that depend on some of these leaves."""
-        wanted = {self.leaves[name] for name in rows}
-        for step in self._steps:
-            if any(slot in wanted for slot in step.inputs):
-                wanted.update(slot for slot in step.outputs if slot is not None)
-        return wanted
 
     # --- products ---------------------------------------------------------------------------------
 
@@ -199,53 +229,51 @@ class Tape:
     @torch.no_grad()
     def hessian(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         """H's columns at ``rows``."""
-        dots = self.push(columns)
-        return self._rows(self._backward(self._steps, {}, dots, self._wanted(rows)), rows)
+        way = self._way(columns, rows)
+        dots = self._push(way.forward, self._columns(columns))
+        return self._rows(self._backward(way.back, {}, dots), rows)
 
-    def _outputs_moved(self, dots: Bars) -> Bars:
+    def _outputs_moved(self, way: _Way, dots: Bars) -> Bars:
         """Λ ż at the outputs, of their tangents."""
         seeds = {slot: dots[slot] for slot in self.frontier if slot in dots}
-        tail = self._steps[self.boundary :]
-        moved = self.push({}, tail, seeds)
-        bars = self._backward(tail, {}, moved, set(self.frontier) | self._after())
+        moved = self._push((step for step, _ in way.tail), seeds)
+        bars = self._backward(way.tail, {}, moved)
         return {slot: bars[slot] for slot in self.frontier if slot in bars}
-
-    def _after(self) -> set[int]:
-        return {s for step in self._steps[self.boundary :] for s in step.outputs if s is not None}
 
     @torch.no_grad()
     def outer(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         """H_o's columns at ``rows``."""
-        head = self._steps[: self.boundary]
-        seeds = self._outputs_moved(self.push(columns, head))
-        return self._rows(self._backward(head, seeds, {}, self._wanted(rows), bend=False), rows)
+        way = self._way(columns, rows)
+        dots = self._push(way.head_forward, self._columns(columns))
+        return self._rows(self._backward(way.head_back, self._outputs_moved(way, dots)), rows)
 
     @torch.no_grad()
     def functional(self, columns: Columns, rows: Sequence[str]) -> list[Tensor | None]:
         """H_f's columns at ``rows``."""
-        head = self._steps[: self.boundary]
-        dots = self.push(columns, head)
-        return self._rows(self._backward(head, {}, dots, self._wanted(rows)), rows)
+        way = self._way(columns, rows)
+        dots = self._push(way.head_forward, self._columns(columns))
+        return self._rows(self._backward(way.head_back, {}, dots), rows)
 
     @torch.no_grad()
     def parts(
         self, columns: Columns, rows: Sequence[str]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """(H_o, H_f) of the same columns: one push for both."""
-        head, wanted = self._steps[: self.boundary], self._wanted(rows)
-        dots = self.push(columns, head)
-        outer = self._backward(head, self._outputs_moved(dots), {}, wanted, bend=False)
-        functional = self._backward(head, {}, dots, wanted)
+        way = self._way(columns, rows)
+        dots = self._push(way.head_forward, self._columns(columns))
+        outer = self._backward(way.head_back, self._outputs_moved(way, dots))
+        functional = self._backward(way.head_back, {}, dots)
         return self._rows(outer, rows), self._rows(functional, rows)
 
     @torch.no_grad()
     def quadratic(self, columns: Columns) -> Tensor:
         """vᵀHv of each column, from the forward pass alone: (K,)."""
-        dots = self.push(columns)
+        steps = self._forward_steps(columns)
+        dots = self._push(steps, self._columns(columns))
         total = self.value.new_zeros(next(iter(columns.values())).shape[0])
-        for step in self._steps:
-            tangents = [dots.get(slot) for slot in step.inputs]
-            if step.rule.bends and any(t is not None for t in tangents):
+        for step in steps:
+            if step.rule.bends:
+                tangents = [dots.get(slot) for slot in step.inputs]
                 term = step.rule.quadratic(tangents)
                 if term is not None:
                     total = total + term
