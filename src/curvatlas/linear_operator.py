@@ -182,6 +182,11 @@ class LinearOperator:
         result: Tensor = self @ vector
         return result
 
+    def quadratic(self, columns: Tensor) -> Tensor:
+        """vᵀ A v of every column of (n, K), or of one vector (n,): (K,) or a number."""
+        check_columns(self, columns)
+        return (columns * (self @ columns)).sum(0)
+
     @property
     def T(self) -> LinearOperator:
         """The transpose as an operator (the operator itself when it is symmetric)."""

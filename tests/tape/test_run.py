@@ -66,6 +66,21 @@ def test_quadratic_forms_need_no_backward_pass(problem: ca.Problem, tape: Tape) 
     torch.testing.assert_close(tape.quadratic(columns), (flat * product).sum(0))
 
 
+@pytest.mark.parametrize("operator", [ca.Hessian, ca.GaussNewton, ca.FunctionalHessian])
+@pytest.mark.parametrize("engine", ["tape", "autograd"])
+def test_quadratic_forms_of_an_operator_are_those_of_its_products(
+    problem: ca.Problem, operator: type, engine: str
+) -> None:
+    uneven = problem.with_data(
+        [(x[:n], y[:n]) for x, y in [zoo.digits().train.take(6)] for n in (6, 2)]
+    )
+    curvature = operator(uneven, engine=engine)
+    flat, _ = columns_of(problem, 3)
+    expected = (flat * (operator(uneven, engine="autograd") @ flat)).sum(0)
+    torch.testing.assert_close(curvature.quadratic(flat), expected)
+    torch.testing.assert_close(curvature.quadratic(flat[:, 0]), expected[0])
+
+
 def test_both_parts_add_up_to_the_hessian(problem: ca.Problem, tape: Tape) -> None:
     _, columns = columns_of(problem, 2)
     outer, functional = tape.parts(columns, problem.layout.names)

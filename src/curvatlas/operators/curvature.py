@@ -26,7 +26,7 @@ from curvatlas.engines.late_checks import LateChecks
 from curvatlas.engines.tangent.model import TangentLinearisation
 from curvatlas.engines.tangent.reading import UnmappedModuleError
 from curvatlas.errors import NoGradientPath, NonFiniteError
-from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags
+from curvatlas.linear_operator import PARTS, LinearOperator, Part, Tags, check_columns
 from curvatlas.operators.engine import (
     ByHand,
     Choice,
@@ -52,6 +52,7 @@ from curvatlas.problem.cross_entropy import differentiable_leaves, output_curvat
 from curvatlas.problem.evaluation import listed
 from curvatlas.problem.kernels import warn_once
 from curvatlas.problem.large_heads import logit_room
+from curvatlas.tape.linearised import TapeLinearisation
 
 AutogradLinearise = Callable[[Problem, Batch, Sequence[str]], Linearisation]
 Selector = Any  # "blocks.0.query", a glob, a Slice, a list of these, an index, or slice(None)
@@ -132,6 +133,36 @@ class CurvatureOperator(LinearOperator):
         if not torch.isfinite(total.sum()) and not _all_finite(total):
             raise self._not_finite(self._pieces(columns))
         return total.T
+
+    def quadratic(self, columns: Tensor) -> Tensor:
+        """vᵀ A v of every column of (P, K), or of one vector (P,).
+
+        On the tape from the forward pass alone: half of a product's time.
+        """
+        check_columns(self, columns)
+        problem = self.problem
+        if problem.distributed or self._by_stations():
+            return super().quadratic(columns)
+        kept = self._kept_for(set(problem.parameter_names))
+        vectors = columns.unsqueeze(1) if columns.ndim == 1 else columns
+        kept.plan_for(vectors.shape[1])
+        total = torch.zeros(vectors.shape[1], dtype=self.dtype, device=self.device)
+        with problem.evaluating():
+            for valid, linear in kept:
+                if not isinstance(linear, TapeLinearisation):
+                    return super().quadratic(columns)
+                step = min(linear.columns_at_once, kept.columns_that_fit())
+                for start in range(0, vectors.shape[1], step):
+                    some = slice(start, start + step)
+                    share = valid / problem.normaliser
+                    total[some] += share * linear.quadratic(self._pieces(vectors[:, some]))
+            self._after_first_pass(kept)
+        if self.before_product is not None:
+            self.before_product()
+        self.products += vectors.shape[1]
+        if not _all_finite(total):
+            raise self._not_finite(self._pieces(vectors))
+        return total if columns.ndim > 1 else total[0]
 
     def _redo(self, kept: KeptLinearisations, total: Tensor, columns: Sequence[Tensor]) -> bool:
         """Check a product on a device without waiting for it; True: it has to be computed anew."""

@@ -76,6 +76,10 @@ class TapeLinearisation:
         """(H_o, H_f) of the same columns."""
         return self.tape.parts(columns, rows)
 
+    def quadratic(self, columns: Columns) -> Tensor:
+        """vᵀ A v of each of the columns: (K,)."""
+        return self.tape.quadratic(columns, self.part)
+
     def flat_product(self, columns: Tensor) -> Tensor:
         """The operator times flat columns (P, K), as rows (K, P)."""
         layout = self._layout

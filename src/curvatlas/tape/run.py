@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvatlas.linear_operator import Part
 from curvatlas.tape.record import Record
 from curvatlas.tape.rules import rule_for
 from curvatlas.tape.rules.base import Rule
@@ -266,14 +267,24 @@ class Tape:
         return self._rows(outer, rows), self._rows(functional, rows)
 
     @torch.no_grad()
-    def quadratic(self, columns: Columns) -> Tensor:
-        """vᵀHv of each column, from the forward pass alone: (K,)."""
+    def quadratic(self, columns: Columns, part: Part = "total") -> Tensor:
+        """vᵀ A v of each column, from the forward pass alone: (K,).
+
+        Of H_o = Jᵀ Λ J the second order of the loss alone counts, of H_f that of the model alone.
+        """
         steps = self._forward_steps(columns)
+        if part != "total":
+            head = set(self._steps[: self.boundary])
+            steps = [step for step in steps if step in head]
         dots = self._push(steps, self._columns(columns))
+        if part == "outer":
+            seeds = {slot: dots[slot] for slot in self.frontier if slot in dots}
+            steps = self._steps[self.boundary :]
+            dots = self._push(steps, seeds)
         total = self.value.new_zeros(next(iter(columns.values())).shape[0])
         for step in steps:
-            if step.rule.bends:
-                tangents = [dots.get(slot) for slot in step.inputs]
+            tangents = [dots.get(slot) for slot in step.inputs]
+            if step.rule.bends and any(t is not None for t in tangents):
                 term = step.rule.quadratic(tangents)
                 if term is not None:
                     total = total + term
