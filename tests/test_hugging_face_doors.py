@@ -142,6 +142,7 @@ DOORS: dict[str, Callable[[Case], float]] = {
     "KFAC": lambda c: float((ca.KFAC(c.problem) @ c.vector).norm()),
     "EKFAC": lambda c: float((ca.EKFAC(c.problem) @ c.vector).norm()),
     "ThirdDerivative": lambda c: float(ca.ThirdDerivative(c.problem)(c.vector).norm()),
+    "entries": lambda c: float(ca.entries(c.problem, most=24).matrix.norm()),
     # analyzers
     "compute_hessian_eigenvalues": lambda c: float(
         ca.TransformerHessianAnalyzer(c.model).compute_hessian_eigenvalues(c.encoding, k=2)[0]
@@ -364,6 +365,7 @@ _OTHERWISE = {  # take no data, or an operator, or are studies of fixed models o
     "compare_gauss_newton",  # trains an MLP of its own beside the user's
     "flatness", "pac_bayes",  # made of doors above; tests/analysis/landscape/test_flatness.py
     "fingerprints",  # of the models that a factory makes; tests/test_scaling.py
+    "scalar_attention_spectrum",  # of a model of scalar tokens
     "rescaled", "rescaling_invariance",  # need a symmetry of the model; tested there by family
 }  # fmt: skip
 

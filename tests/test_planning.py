@@ -126,12 +126,12 @@ def test_a_plan_says_what_to_do_and_saves_itself(tmp_path: Path) -> None:
     assert "None of these fits" in str(tight)
 
 
-def test_layers_that_are_not_known_are_planned_by_autograd() -> None:
+def test_layers_that_are_not_known_are_planned_on_the_tape() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(*[Residual() for _ in range(6)]), nn.Linear(4, 2))
     problem = ca.Problem(model, "mse", (torch.randn(5, 4), torch.randn(5, 2)))
     plan = ca.plan(problem)
-    assert plan.engine == "autograd"
+    assert plan.engine == "tape"
     assert [option.name for option in plan.options] == ["activations kept"]
     device = Device(operations_per_second=1e12, memory=1e9)
     with pytest.raises(ValueError, match="cannot be read"):

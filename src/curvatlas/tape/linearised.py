@@ -17,8 +17,8 @@ from curvatlas.tape.record import record
 from curvatlas.tape.run import Tape
 
 Columns = Mapping[str, Tensor]  # parameter name → (K, *shape)
-# Tangents of one value in flight: more no longer stay in the processor's caches, where a column costs
-# the same alone (nanoGPT of 0.8 M parameters, 8 × 64 tokens: 2.1 gradients alone, 2.3 in eights).
+# Bytes of one value's tangents: more no longer stay in the processor's caches, and a column costs
+# as much alone (nanoGPT of 0.8 M parameters, 8 × 64 tokens: 2.1 gradients alone, 2.3 in eights).
 _IN_FLIGHT = 2**20
 
 

@@ -73,7 +73,8 @@ class Tape:
                 if not any(slot in reached for slot in node.outputs):
                     continue
                 rule = rule_for(node, record.values, used)
-                self._steps.append(_Step(node.inputs, node.outputs, rule.all_results, rule))
+                many = node.many and rule.all_results
+                self._steps.append(_Step(node.inputs, node.outputs, many, rule))
             if record.boundary >= len(record.nodes):
                 self.boundary = len(self._steps)
             made = {s for step in self._steps[: self.boundary] for s in step.outputs}
@@ -121,8 +122,10 @@ class Tape:
     def _first_order(self) -> None:
         """The adjoints ȳ of every node, and the gradient."""
         bars: Bars = {self.loss: torch.ones_like(self.value).unsqueeze(0)}
+        reached: set[Rule] = set()
 
         def keep(step: _Step, bar: Any) -> None:
+            reached.add(step.rule)
             if step.rule.bends:
                 step.rule.keep(
                     tuple(None if b is None else b.squeeze(0) for b in bar)
@@ -132,6 +135,9 @@ class Tape:
 
         everything = [(step, [True] * len(step.inputs)) for step in self._steps]
         self._backward(everything, bars, keep=keep)
+        for step in self._steps:
+            if step.rule not in reached:
+                step.rule.bends = False  # ȳ = 0
         self.gradient = {
             name: bars[slot].squeeze(0) for name, slot in self.leaves.items() if slot in bars
         }
@@ -187,7 +193,7 @@ class Tape:
                 for slot, value in zip(step.outputs, result, strict=True):
                     if slot is not None and value is not None:
                         dots[slot] = value
-            else:
+            elif result is not None:
                 dots[step.output] = result
         return dots
 
