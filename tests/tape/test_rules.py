@@ -383,7 +383,11 @@ def at_special_values(node: Node, values: Sequence[Tensor]) -> list[Tensor] | No
     return None
 
 
-@pytest.mark.parametrize("operation", RULES, ids=str)
+def named(operation: Any) -> str:
+    return str(operation) if hasattr(operation, "_schema") else str(operation.__name__)
+
+
+@pytest.mark.parametrize("operation", RULES, ids=named)
 def test_a_rule_is_autograds_first_and_second_derivative(
     operation: Any, cases: dict[Any, list[Case]]
 ) -> None:
