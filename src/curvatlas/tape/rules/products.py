@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     columns = max(a.shape[0], b.shape[0])
     if columns == 1 or a.shape[0] == b.shape[0] or min(a.shape[0], b.shape[0]) == 0:
         n = max(a.ndim, b.ndim)
+        if columns == 1:
+            return (a[0] @ b[0]).unsqueeze(0)
         return _behind(a, n) @ _behind(b, n)
     if b.ndim == 3 and b.shape[0] == 1:
         return a @ b[0]
@@ -70,12 +73,12 @@ def _behind(t: Tensor, ndim: int) -> Tensor:
 
 
 @rule(torch.matmul, signature=lambda input, other: None)
-@rule(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default)
+@rule(aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default)
 def _matmul(call: Call) -> Rule:
     return MatMul(call)
 
 
-@rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+@rule(aten.baddbmm.default, aten.addmv.default)
 def _plus(call: Call) -> Rule:
     return MatMul(call, 1, 2, 0, beta=call.args[3], alpha=call.args[4])
 
@@ -97,30 +100,39 @@ rule(aten.addr.default)(lambda call: Outer(call, 1, 2, 0, beta=call.args[3], alp
 
 
 class Affine(Rule):
-    """y = x Wᵀ + b, x (N, m), W (n, m): ẏ = ẋ Wᵀ + x Ẇᵀ + ḃ;  x̄ = ȳ W, W̄ = ȳᵀ x, b̄ = Σ ȳ."""
+    """y = x B + b, x (N, m), B (m, n) or its transpose W: ẏ = ẋ B + x Ḃ + ḃ;
+    x̄ = ȳ Bᵀ, B̄ = xᵀ ȳ, b̄ = Σ ȳ.
+    """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(
+        self, call: Call, places: Sequence[int | None], *, transposed: bool = False
+    ) -> None:
         super().__init__(call)
-        x, w, _ = call.args
-        self._places = [call.which(i) for i in range(3)]
-        if w.ndim != 2 or len({p for p in self._places if p is not None}) < len(call.x):
+        x, w = call.args[places[0] or 0], call.args[places[1] or 0]
+        self._places = [None if p is None else call.which(p) for p in places]
+        moving = [p for p in self._places if p is not None]
+        if w.ndim != 2 or sorted(moving) != list(range(len(call.x))):
             raise Unruled
-        self._x, self._w = x.reshape(call.y.numel() // max(len(w), 1), w.shape[1]), w
+        self._transposed = transposed
+        self._b = w.t() if transposed else w
+        self._x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        self._width = self._b.shape[1]
         self.bends = self._places[0] is not None and self._places[1] is not None
         self._adjoint: Any = None
 
     def _of(self, values: Values) -> list[Any]:
-        """Tangents of x, W and b: (K, N, m), (K, n, m), (K, n)."""
+        """Tangents of x, B and b: (K, N, m), (K, m, n), (K, n)."""
         dx, dw, db = (None if p is None else values[p] for p in self._places)
-        return [None if dx is None else dx.reshape(len(dx), *self._x.shape), dw, db]
+        dx = None if dx is None else dx.reshape(len(dx), *self._x.shape)
+        return [dx, dw.transpose(1, 2) if dw is not None and self._transposed else dw, db]
 
     def push(self, tangents: Values) -> Tensor:
         dx, dw, db = self._of(tangents)
-        total = None if dx is None else _joined(dx, self._w.t(), bias=db)
+        total = None if dx is None else _joined(dx, self._b, bias=db)
         if dx is not None and len(dx) == 1:
             db = None  # added already
         if dw is not None:
-            total = _shared(self._x, dw.transpose(1, 2), total)
+            total = _shared(self._x, dw, total)
         if db is not None:
             wide = db.unsqueeze(1)
             total = wide.expand(len(db), len(self._x), -1) if total is None else total.add_(wide)
@@ -128,7 +140,7 @@ class Affine(Rule):
         return total.reshape(len(total), *self.shape)
 
     def keep(self, adjoint: Any) -> None:
-        self._adjoint = adjoint.reshape(len(self._x), len(self._w))
+        self._adjoint = adjoint.reshape(len(self._x), self._width)
 
     def pull(self, adjoint: Any, needs: Sequence[bool]) -> Values:
         return self.pull2(adjoint, [None] * len(self.shapes), needs)
@@ -141,16 +153,14 @@ class Affine(Rule):
         to_x, to_w, to_b = (p is not None and needs[p] for p in self._places)
         bar = None
         if adjoint is not None:
-            bar = adjoint.reshape(len(adjoint), len(self._x), len(self._w))
+            bar = adjoint.reshape(len(adjoint), len(self._x), self._width)
         parts: list[Tensor | None] = [None, None, None]
         if to_x:
-            parts[0] = None if bar is None else _joined(bar, self._w)
+            parts[0] = None if bar is None else _joined(bar, self._b.t())
             if dw is not None:
-                parts[0] = _shared(self._adjoint, dw, parts[0])
+                parts[0] = _shared(self._adjoint, dw.transpose(1, 2), parts[0])
         if to_w:
-            parts[1] = None if bar is None else torch.matmul(bar.transpose(1, 2), self._x)
-            if dx is not None:
-                parts[1] = _shared(self._adjoint.t(), dx, parts[1])
+            parts[1] = self._to_weight(bar, dx)
         if to_b and bar is not None:
             parts[2] = bar.sum(1)
         result: list[Tensor | None] = [None] * len(self.shapes)
@@ -159,12 +169,20 @@ class Affine(Rule):
                 result[place] = part.reshape(len(part), *self.shapes[place])
         return result
 
+    def _to_weight(self, bar: Tensor | None, dx: Tensor | None) -> Tensor | None:
+        """xᵀ ȳ' + ẋᵀ ȳ, or the transpose, as the weight is stored."""
+        if self._transposed:
+            part = None if bar is None else _by_shared(bar.transpose(1, 2), self._x)
+            return part if dx is None else _shared(self._adjoint.t(), dx, part)
+        part = None if bar is None else _shared(self._x.t(), bar)
+        return part if dx is None else _by_shared(dx.transpose(1, 2), self._adjoint, part)
+
     def quadratic(self, tangents: Values) -> Tensor | None:
-        """2 ⟨ȳ, ẋ Ẇᵀ⟩."""
+        """2 ⟨ȳ, ẋ Ḃ⟩."""
         dx, dw, _ = self._of(tangents)
         if not self.bends or dx is None or dw is None:
             return None
-        return 2 * dots(_shared(self._adjoint, dw), dx)
+        return 2 * dots(_shared(self._adjoint, dw.transpose(1, 2)), dx)
 
 
 def _joined(columns: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -184,7 +202,34 @@ def _shared(left: Tensor, columns: Tensor, into: Tensor | None = None) -> Tensor
     return torch.bmm(wide, columns) if into is None else into.baddbmm_(wide, columns)
 
 
-rule(F.linear, signature=lambda input, weight, bias=None: None)(Affine)
+def _by_shared(columns: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
+    """(K, n, m) by a matrix (m, p) for all columns, added to ``into``, which is ours."""
+    if len(columns) == 1:
+        one = columns[0] @ right if into is None else into[0].addmm_(columns[0], right)
+        return one.unsqueeze(0)
+    wide = right.unsqueeze(0).expand(len(columns), -1, -1)
+    return torch.bmm(columns, wide) if into is None else into.baddbmm_(columns, wide)
+
+
+@rule(F.linear, signature=lambda input, weight, bias=None: None)
+def _linear(call: Call) -> Rule:
+    return Affine(call, (0, 1, 2), transposed=True)
+
+
+@rule(aten.mm.default)
+def _mm(call: Call) -> Rule:
+    if call.which(0) == call.which(1):  # x x
+        return MatMul(call)
+    return Affine(call, (0, 1, None))
+
+
+@rule(aten.addmm.default)
+def _addmm(call: Call) -> Rule:
+    c, _, w, beta, alpha = call.args
+    apart = len({p for i in range(3) if (p := call.which(i)) is not None}) == len(call.x)
+    if beta == alpha == 1 and c.shape == w.shape[1:] and apart:
+        return Affine(call, (1, 2, 0))
+    return MatMul(call, 1, 2, 0, beta=beta, alpha=alpha)
 
 
 # --- convolutions ---------------------------------------------------------------------------------
