@@ -14,11 +14,10 @@ from curvatlas.layers.losses import OutputLoss, Seeds, resolve_loss
 from curvatlas.layers.norms import normalize
 from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights, require_plain
 from curvatlas.results import Result
-from curvatlas.theory import reference
-from curvatlas.theory.attention_bounds import corrected_bound, draft_theorem_1
+from curvatlas.theory.attention_bounds import corrected_bound, published_theorem_1
 from curvatlas.theory.reference import SingleHead
 from curvatlas.theory.token_bound import entry_bounds, exact_norm, stack_token_bound
-from curvatlas.zoo.block import forward_pass
+from curvatlas.zoo.block import feed_forward, forward_pass, normalised
 
 # (sup |f'|, sup |f''|); |f(z)| ≤ |z| for all of them
 _ACTIVATION_BOUNDS = {
@@ -251,7 +250,7 @@ _ATTENTION = frozenset({"query", "key", "value", "output"})
 class CurvatureBounds(Result):
     """Upper bounds on ‖H‖₂ over all parameters, and the norm itself.
 
-    ``printed`` is the sources' formula (Theorem 1 of the draft for bare attention, the 5·max rule
+    ``printed`` is the sources' formula (Theorem 1 for bare attention, the 5·max rule
     of Theorem 6 otherwise): shown for comparison, ``printed_is_valid`` says whether it is a bound.
     """
 
@@ -342,8 +341,8 @@ def bounds(
     head = as_single_head(layers, x, target, loss, mask)
     if head is not None:
         data_free = min(data_free, float(corrected_bound(head)))
-        printed = max(float(v) for v in draft_theorem_1(head).values())
-        source, valid = "Petrov et al., draft, Theorem 1", False
+        printed = 3.0 * max(float(line) for line in published_theorem_1(head).values())
+        source, valid = "Petrov et al., Theorem 1", False
     return CurvatureBounds(
         exact=exact,
         token_structured=token,
@@ -486,8 +485,8 @@ def smallest_deviations(
         u = forward_pass(half, attention | front, x, mask)[0]
         return {"norm1": smallest(x), "norm2": smallest(u)}
     u = forward_pass(replace(half, norm="none"), attention, x, mask)[0]
-    y = reference.affine_norm(u, weights, "norm1", spec)
+    y = normalised(spec, weights, u, "norm1")
     smallest_of = {"norm1": smallest(u)}
     if spec.d_ff is not None:
-        smallest_of["norm2"] = smallest(y + reference.feed_forward(spec, weights, y))
+        smallest_of["norm2"] = smallest(y + feed_forward(spec, weights, y))
     return smallest_of

@@ -18,17 +18,11 @@ from torch import Tensor
 
 from curvatlas.closed_form.modules import TransformerBlockHessian
 from curvatlas.closed_form.result import BlockHessian
+from curvatlas.layers.checks import weight_shapes
 from curvatlas.layers.losses import OutputLoss
 from curvatlas.layers.structure import WEIGHT_NAMES, BlockSpec, Weights
 from curvatlas.linear_operator import Part
-from curvatlas.zoo.block import (
-    ACTIVATIONS,
-    attend,
-    feed_forward as feed_forward,
-    forward_pass,
-    linear as linear,
-    normalised,
-)
+from curvatlas.zoo.block import forward_pass
 
 # ---- the papers' matrices: to compare with at small size ---------------------------------------
 
@@ -125,32 +119,12 @@ def block_output(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
     return forward_pass(spec, weights, x)[0]
 
 
-def attention_weights(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
-    """A (n, H, L, L) of inputs x (n, L, d); the logits themselves when ``softmax=False``."""
-    return attend(spec, weights, x, None)[1]
-
-
-def attention(spec: BlockSpec, weights: Weights, x: Tensor) -> Tensor:
-    """F(x) (n, L, d): heads concatenated, projected when there is an output weight."""
-    return attend(spec, weights, x, None)[0]
-
-
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
     """n(x): LayerNorm (C x/σ) or RMSNorm (x/σ) of each token, σ = √(mean square + ε)."""
     if kind == "none":
         return x
     centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
     return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-
-
-def activate(z: Tensor, kind: str) -> Tensor:
-    """f(z) by the block's own activation."""
-    return ACTIVATIONS[kind](z)
-
-
-def affine_norm(x: Tensor, weights: Weights, which: str, spec: BlockSpec) -> Tensor:
-    """γ ⊙ n(x) + β."""
-    return normalised(spec, weights, x, which)
 
 
 def loss_of(kind: str, target: Tensor) -> LossFunction:
@@ -170,30 +144,20 @@ def draw_weights(
     affine: bool = True,
 ) -> dict[str, Tensor]:
     """Random float64 weights of a block, entries ~ scale/√fan_in, γ around 1."""
-    d, heads, groups = spec.d_model, spec.n_heads, spec.kv_heads
+    d, heads = spec.d_model, spec.n_heads
     projected = output if output is not None else (heads > 1 or spec.value_size != d)
-    shapes: dict[str, tuple[int, ...]] = {
-        "query_weight": (heads * spec.key_size, d),
-        "key_weight": (groups * spec.key_size, d),
-        "value_weight": (groups * spec.value_size, d),
-    }
-    if projected:
-        shapes["output_weight"] = (d, heads * spec.value_size)
-    if spec.d_ff is not None:
-        if spec.gated:
-            shapes["gate_weight"] = (spec.d_ff, d)
-        shapes |= {"up_weight": (spec.d_ff, d), "down_weight": (d, spec.d_ff)}
-    if bias:
-        shapes |= {n.replace("weight", "bias"): s[:1] for n, s in list(shapes.items())}
-    if affine and spec.residual and spec.norm != "none":
-        norms = ["norm1", "norm2"] if spec.d_ff is not None else ["norm1"]
-        shapes |= {f"{n}_weight": (d,) for n in norms}
-        if spec.norm == "layer":
-            shapes |= {f"{n}_bias": (d,) for n in norms}
+
+    def has(name: str) -> bool:
+        if name.startswith("norm"):
+            known = spec.norm == "layer" or name.endswith("weight")
+            return affine and spec.norm != "none" and known
+        if name.startswith("output") and not projected:
+            return False
+        return bias or name.endswith("weight")
+
+    shapes = {name: shape for name, shape in weight_shapes(spec).items() if has(name)}
     drawn: dict[str, Tensor] = {}
-    for name in WEIGHT_NAMES:
-        if name not in shapes:
-            continue
+    for name in (n for n in WEIGHT_NAMES if n in shapes):
         shape = shapes[name]
         noise = normal(generator, *shape)
         if name.startswith("norm"):

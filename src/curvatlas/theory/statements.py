@@ -28,7 +28,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,8 @@ def statement(
     def register(function: Callable[[CheckEffort], Outcome | Rows]) -> Check:
         title, text = (inspect.getdoc(function) or "").split("\n\n")
         pieces = [" ".join(piece.split()) for piece in _LABELS.split(text)]
-        fields = dict(zip(pieces[1::2], pieces[2::2], strict=True))
-        source, *ids = _PAPERS.split(fields["Source"])
+        labelled = dict(zip(pieces[1::2], pieces[2::2], strict=True))
+        source, *ids = _PAPERS.split(labelled["Source"])
         if name in _registered:
             raise ValueError(f"{name}: two functions check this statement.")
 
@@ -172,9 +172,9 @@ def statement(
             source=source,
             title=title,
             formula=pieces[0],
-            assumptions=fields.get("Assumptions", "none"),
-            tested_by=fields["Tested by"],
-            counterexample=fields.get("Counterexample", ""),
+            assumptions=labelled.get("Assumptions", "none"),
+            tested_by=labelled["Tested by"],
+            counterexample=labelled.get("Counterexample", ""),
             derivation=f"docs/theory/derivations.md#{derivation or TOPICS[topic]}",
             check=check,
             plot=plot,
@@ -376,36 +376,19 @@ def _entry(item: Statement, *, full: bool, seed: int, folder: Path | None) -> di
         )
     drawn = None
     if folder is not None and item.plot is not None and outcome.series:
-        drawn = _draw(item, outcome, folder / "figures")
-    return {
-        "name": item.name,
-        "papers": item.papers,
-        "topic": item.topic,
-        "source": item.source,
-        "title": item.title,
-        "formula": item.formula,
-        "assumptions": item.assumptions,
-        "tested_by": item.tested_by,
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        drawn = str(folder / "figures" / f"{item.name}.png")
+        item.plot(outcome).savefig(drawn, dpi=130)
+    texts = {f.name: getattr(item, f.name) for f in fields(item) if f.name not in ("check", "plot")}
+    return texts | {
         "recorded": item.verdict,
         "verdict": outcome.verdict,
         "agrees": outcome.verdict == item.verdict,
         "figure": outcome.figure,
         "numbers": outcome.numbers,
-        "counterexample": item.counterexample,
-        "derivation": item.derivation,
         "picture": drawn,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _draw(item: Statement, outcome: Outcome, folder: Path) -> str:
-    """Save the statement's picture."""
-    assert item.plot is not None
-    figure = item.plot(outcome)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{item.name}.png"
-    figure.savefig(path, dpi=130)
-    return str(path)
 
 
 def describe(entry: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from curvatlas.theory.statements import (
     spread,
     statement,
 )
+from curvatlas.zoo.block import ACTIVATIONS, attend, feed_forward, linear, normalised
 
 _ARTICLE = "article 'Transformer Full Block Hessian Analysis'"
 _WEIGHTS = ("query_weight", "key_weight", "value_weight", "up_weight", "down_weight")
@@ -220,9 +221,8 @@ def down_projection(effort: CheckEffort) -> Outcome:
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=True)
     h = block_hessian(spec, weights, x, y)
     block = h.block("down_weight", "down_weight")
-    u = x + reference.attention(spec, weights, reference.affine_norm(x, weights, "norm1", spec))
-    v = reference.affine_norm(u, weights, "norm2", spec)
-    g = reference.activate(reference.linear(v, weights, "up"), "relu").reshape(-1, 12)
+    u = x + attend(spec, weights, normalised(spec, weights, x, "norm1"), None)[0]
+    g = torch.relu(linear(normalised(spec, weights, u, "norm2"), weights, "up")).reshape(-1, 12)
     formula = torch.kron(torch.eye(6, dtype=torch.float64), g.T @ g) * 2.0 / y.numel()
     error = reference.relative_error(formula, block)
     share = float(block.norm() / h.H.norm())
@@ -249,7 +249,7 @@ def gelu_derivative(effort: CheckEffort) -> Outcome:
     mixed = (0.5 * (1.0 + torch.tanh(inner)) + z * density).detach()
     printed, corrected = {}, {}
     for name in ("gelu", "gelu_tanh"):
-        (truth,) = torch.autograd.grad(reference.activate(z, name).sum(), z)
+        (truth,) = torch.autograd.grad(ACTIVATIONS[name](z).sum(), z)
         printed[name] = float((mixed - truth).abs().max())
         ours = activation_derivatives(name, z.detach())[1]
         corrected[name] = float((ours - truth).abs().max())
@@ -320,12 +320,10 @@ def residual_twice(effort: CheckEffort) -> Rows:
     """
     spec, weights, x, y = draw_relu_block(effort, 0, norm_first=False)
     tracked = reference.tracked(weights)
-    middle = reference.affine_norm(
-        x + reference.attention(spec, tracked, x), tracked, "norm1", spec
-    )
-    fed = reference.feed_forward(spec, tracked, middle)
-    twice = reference.affine_norm(2.0 * middle + fed, tracked, "norm2", spec)
-    once = reference.affine_norm(middle + fed, tracked, "norm2", spec)
+    middle = normalised(spec, tracked, x + attend(spec, tracked, x, None)[0], "norm1")
+    fed = feed_forward(spec, tracked, middle)
+    twice = normalised(spec, tracked, 2.0 * middle + fed, "norm2")
+    once = normalised(spec, tracked, middle + fed, "norm2")
     loss, params = reference.loss_of("mse", y), list(tracked.values())
     printed, truth = (reference.hessian(loss(z), params) for z in (twice, once))
     yield printed, truth, block_hessian(spec, weights, x, y).H

@@ -277,7 +277,7 @@ def layer_norm_norm_bounds(effort: CheckEffort) -> Outcome:
     """
     ratios: dict[bool, list[Tensor]] = {True: [], False: []}
     climbed: dict[bool, list[float]] = {True: [], False: []}
-    for trial in effort.trials(200, 20_000):
+    for trial in effort.trials(200, 5000):
         shift = 3.0 * float(torch.rand(1, generator=effort.generator(90_000 + trial)))
         x = shift + _tokens(effort, trial, length=1 + trial % 6, d=3 + trial % 14)
         for printed, values in ratios.items():
