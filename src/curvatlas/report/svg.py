@@ -30,6 +30,7 @@ _MOST_MARKS = 2500  # of an artist; more are one raster image without tooltips
 _MOST_TOOLTIPS = 400  # of one line of points: closer together nobody can point at them
 _ALONG_CURVE = 40  # tooltips of a line without points
 _SHOWN_SIZE = 1.2  # pixels of a page a point (1/72 inch): 9-point text is 11 pixels high
+_WIDE = 600.0  # points, from which a picture keeps its size on a small screen and scrolls there
 _REACH = 6.0  # radius around a point, in points, that answers to the pointer
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{2,}")
 _COLOUR = re.compile("|".join(style.EXCHANGED))
@@ -61,7 +62,7 @@ def embed(figure: Figure, *, alt: str, classes: str = "") -> Markup:
     root.extend(_hit_areas(figure))
     width, height = figure.get_size_inches() * 72
     root.attrib = {
-        "class": f"picture {classes}".strip(),
+        "class": " ".join(filter(None, ["picture", "wide" if width > _WIDE else "", classes])),
         "viewBox": f"0 0 {width:g} {height:g}",
         "preserveAspectRatio": "xMinYMin",
         "width": f"{_SHOWN_SIZE * width:.0f}",
