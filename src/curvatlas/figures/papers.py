@@ -73,7 +73,10 @@ def _marks(axis: Any, panel: Panel) -> None:
         axis.set_xscale(panel.xscale)
     if any(bool((mark.y > 0).any()) for mark in panel.marks):
         axis.set_yscale(panel.yscale)
-    for place in panel.dotted:
+    if not panel.marks:
+        axis.set_xticks([])
+        axis.set_yticks([])
+    for place in panel.dotted if panel.marks else ():
         axis.axvline(place, color=MUTED, linewidth=0.9, linestyle=":")
     if panel.blocks:
         name_axis(axis.xaxis, panel.blocks, turned=90, size=8)

@@ -87,13 +87,14 @@ class Exhibit:
     seconds: float  # of the default, on two cores
     takes: tuple[Takes, ...] = ()
     make: Make
+    numbered: bool = False  # a theorem or lemma that no figure or table shows
 
     @property
     def order(self) -> tuple[int, int, list[int | str]]:
         """Paper by paper, figures before claims, numbers as numbers."""
         paper = list(PAPERS).index(self.id.partition("-")[0])
         words = [int(w) if w.isdigit() else w for w in re.split(r"(\d+)", self.id)]
-        return paper, self.make.__module__.endswith("statements"), words
+        return paper, self.numbered, words
 
     def check(self, ask: Ask) -> None:
         """Refuse a model or data that it has no use for."""
@@ -173,6 +174,7 @@ def all_exhibits() -> Mapping[str, Exhibit]:
             seconds=claim.seconds + (0.0 if drawn is None else drawn.seconds),
             takes=() if drawn is None else drawn.takes,
             make=_both(claim.id, drawn),
+            numbered=drawn is None,
         )
     ordered = sorted(found.values(), key=lambda one: one.order)
     return {one.id: one for one in ordered}
@@ -187,7 +189,6 @@ def _both(name: str, drawn: Exhibit | None) -> Make:
         figure, claim = drawn.make(ask), of_statements(name, ask)
         return replace(figure, findings=(*figure.findings, *claim.findings))
 
-    make.__module__ = drawn.make.__module__
     return make
 
 
@@ -269,7 +270,7 @@ def reproduced(one: Exhibit, ask: Ask) -> Reproduction:
 
 def span(seconds: float) -> str:
     """A time as a list shows it."""
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
+    return f"{max(seconds, 1):.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
 
 
 paper = Papers()

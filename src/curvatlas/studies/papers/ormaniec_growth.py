@@ -446,7 +446,7 @@ _OWN = {(role, part): slope for (role, part), slope in _GUIDES.items()}
     claim="for σ ≤ 0.1 V grows like σ² in H_o and H, Q like σ⁶ in H_o and σ⁵ in H_f and H; "
     "H_f(V, V) = 0",
     source=f"{_SOURCE}, Figure 3a",
-    seconds=40,
+    seconds=20,
     takes=("model",),
 )
 def figure_3a(ask: Ask) -> Reproduction:
@@ -493,7 +493,7 @@ _PRE_NORM = {
     claim="regression over all σ: V −1.2, −1.3, −1.2 and Q −1.2, −0.7, −0.6 (H_o, H_f, H); flat "
     "below 0.1",
     source=f"{_SOURCE}, Figure 3b",
-    seconds=70,
+    seconds=45,
     takes=("model",),
 )
 def figure_3b(ask: Ask) -> Reproduction:
@@ -502,7 +502,7 @@ def figure_3b(ask: Ask) -> Reproduction:
     if own is not None:
         expected = {(name.split(".")[-1], part): s for (name, part), s in _PRE_NORM.items()}
         return on_own_model(ask, own, expected)
-    size = Size(models=8, probes=2, points=7)
+    size = Size(models=12, probes=2, points=10)
     models, probes, points = size.chosen(ask.full)
     curves = measured(
         ask, "", transformer(norm=True), diagonal("value", "query"), _grid(0.01, 10, points),
@@ -624,7 +624,7 @@ def linear_axes(ask: Ask) -> Reproduction:
     claim="H_o ∝ σ⁶, σ¹⁸, σ⁵⁴ with 1, 2, 3 layers; H_f of the last layer is exactly 0, of the "
     "first of two σ⁹ and then σ¹⁸",
     source=f"{_SOURCE}, appendix (no softmax)",
-    seconds=30,
+    seconds=40,
 )
 def no_softmax(ask: Ask) -> Reproduction:
     """Squared error, the residual around attention off, σ from 0.1 to 1."""
@@ -694,7 +694,7 @@ def linear_mlp(layers: int) -> Callable[[int], tuple[Problem, Callable[[float, i
     claim="slope 2 in every layer at any depth from 1 to 5; at σ = 0.01 the norms are 11.9, 4.2, "
     "1.5, 0.49, 0.18",
     source=f"{_SOURCE}, Figure 8",
-    seconds=20,
+    seconds=10,
 )
 def figure_8(ask: Ask) -> Reproduction:
     """Squared error, PyTorch's initialisation."""
@@ -768,7 +768,7 @@ _BLOCKS = {
     claim="H_o: Q, K and Q × K like σ⁶, V with Q or K like σ⁴, V like σ²; H_f: Q and K like σ⁵, "
     "mixed blocks like σ³, V exactly 0",
     source=f"{_SOURCE}, growth tables",
-    seconds=30,
+    seconds=10,
     takes=("model",),
 )
 def growth_tables(ask: Ask) -> Reproduction:
