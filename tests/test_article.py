@@ -529,12 +529,17 @@ def test_layer_curvature_is_that_of_the_attentions_input(
         for entry in slope.reshape(-1):
             row = torch.autograd.grad(entry, leaf, retain_graph=True)[0]
             squares += float(row.square().sum())
+        attended = layer.self_attn(stream, stream, stream, need_weights=False)[0]
+        h = layer.norm1(stream + attended)
+        out = layer.norm2(h + layer._ff_block(h)).detach().requires_grad_()
+        value = nn.functional.cross_entropy(model.head(out).flatten(0, -2), target.flatten())
+        (at_output,) = torch.autograd.grad(value, out)
     model.train()
     assert found["attn_curvature"] == pytest.approx(math.sqrt(squares), rel=1e-9)
+    assert found["gradient_scale"] == pytest.approx(float(at_output.norm()), rel=1e-9)
     scores = found["attention_scores"]
     assert scores.shape == (3, 2, 4, 4)
     torch.testing.assert_close(scores.sum(-1), torch.ones(3, 2, 4, dtype=scores.dtype))
-    assert found["gradient_scale"] > 0
 
 
 def test_curvature_flow_has_the_attentions_curvature_in_the_entries_of_its_layer(
@@ -650,6 +655,9 @@ def test_convergence_trajectory_by_its_keys(
     found = diagnostics.analyze_convergence_trajectory([batch], n_steps=6)
     assert found["loss_decreased"] is True
     assert 0 < found["loss_reduction"] < 1
+    slopes = torch.autograd.grad(loss_of(model, *batch), list(model.parameters()))
+    norm = math.hypot(*(float(slope.norm()) for slope in slopes))
+    assert diagnostics.grad_history[0] == pytest.approx(norm, rel=1e-10)
     assert float(found["gradient_decay_rate"]) == found.gradient_decay_rate.value
     assert found["condition_number_trend"].points >= 3
     assert found["final_condition"] > 1
@@ -663,6 +671,20 @@ def test_convergence_trajectory_by_its_keys(
     assert math.isfinite(decay)
     assert np.array(diagnostics.curvature_history).dtype == np.float64
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_trajectory_in_place_ends_with_the_condition_of_its_last_weights(
+    model: TokenTransformer, batch: tuple[Tensor, Tensor]
+) -> None:
+    before = float(loss_of(model, *batch))
+    diagnostics = ca.ConvergenceDiagnostics(model)
+    found = diagnostics.analyze_convergence_trajectory([batch], n_steps=4, looks=2, in_place=True)
+    after = loss_of(model, *batch)
+    assert found["loss_reduction"] == pytest.approx(1 - float(after) / before, rel=1e-9)
+    exact = torch.linalg.eigvalsh(double_backward(after, list(model.parameters())))
+    low, high = found.looks[-1].interval
+    assert low <= float(exact[-1] / exact.abs().mean()) <= high
+    assert low <= found["final_condition"] <= high
 
 
 def test_taylor_coefficients_are_those_of_the_samples_that_are_added(
@@ -679,7 +701,9 @@ def test_taylor_coefficients_are_those_of_the_samples_that_are_added(
     model.train()
     difference = ca.Hessian(after, checks=False) @ step - ca.Hessian(before, checks=False) @ step
     assert found["quadratic_coefficient"] == pytest.approx(float(step @ difference) / 2, rel=1e-8)
-    assert math.isfinite(found["delta_loss"])
+    losses = [float(loss_of(model, *pair)) for pair in ((y, x), (x, x), (x, y))]
+    added = sum(losses) / 3 - sum(losses[:2]) / 2
+    assert found["delta_loss"] == pytest.approx(added, rel=1e-10)
 
 
 def test_taylor_coefficients_take_training_inputs_alone(
@@ -768,6 +792,10 @@ def test_the_hessians_norm_by_its_keys(
     assert found.value == pytest.approx(float(exact.abs().max()), rel=1e-3)
     rank = float(exact.abs().sum() ** 2 / exact.square().sum())
     assert found["effective_rank"] == pytest.approx(rank, rel=0.3)
+    low, high = found["effective_rank_interval"]
+    assert low <= rank <= high
+    row = {"n_params": 1, **found}  # as the article's own loop over sizes collects them
+    assert row["top_eigenvalue"] == found["top_eigenvalue"]
     assert found["condition_number"] == pytest.approx(
         float(exact[-1] / exact.abs().mean()), rel=0.3
     )
