@@ -135,6 +135,12 @@ def of_a_leafs_data(self: Any, x: Tensor) -> Tensor:
     return result
 
 
+def with_other_data(self: Any, x: Tensor) -> Tensor:
+    self.first.weight.data = self.first.weight.data / 2
+    result: Tensor = torch.tanh(self.first(x))
+    return result
+
+
 def pushed(self: Any, x: Tensor) -> Tensor:
     value, tangent = torch.func.jvp(self.first, (x,), (torch.ones_like(x),))
     return torch.tanh(value) + tangent**2
@@ -190,6 +196,11 @@ REFUSED = [
     ("activation in place", made(between=in_place), "in place .of shape"),
     ("leaf in place", made(hidden=of_a_leaf), "changes parameter 'first.weight' in place"),
     ("leaf's data", made(hidden=of_a_leafs_data), "changes parameter 'first.weight' in place"),
+    (
+        "data exchanged",
+        made(hidden=with_other_data),
+        "changes parameter 'first.weight' in place",
+    ),
     ("complex", Complex, "parameter 'weight' is complex128"),
     ("detached", made(between=lambda s, h: s.second(h).detach()), "no gradient path"),
 ]
@@ -287,6 +298,34 @@ def test_a_loss_that_reads_the_weights_is_differentiated_by_them_too(whole: bool
         ca.GaussNewton(problem) @ v
 
 
+def penalised(model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+    value = F.cross_entropy(outputs, targets)
+    slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    return value + 0.1 * sum((slope.square().sum() for slope in slopes), torch.zeros(()))
+
+
+def test_a_loss_that_takes_a_gradient_belongs_into_the_model() -> None:
+    model = model_of(Net).eval()
+    x, y = batch_of(model, torch.float64)
+    with pytest.raises(ProblemError, match="takes a gradient itself: let the model's forward"):
+        ca.Problem(model, lambda z, t: penalised(model, z, t), (x, y)).gradient()
+
+    class Penalised(Net):
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+            outputs = super().forward(x)
+            return outputs if targets is None else (outputs, penalised(self, outputs, targets))
+
+    model = model_of(Penalised).eval()
+    problem = ca.Problem(model, "model", {"x": x, "targets": y})
+    assert_derivatives(problem, lambda: _with_graph(model, x, y))
+
+
+def _with_graph(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.enable_grad():
+        value: Tensor = model(x, y)[1]
+        return value
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize(
     ("make", "word"), [pytest.param(make, word, id=name) for name, make, word in SAID]
@@ -304,6 +343,16 @@ def test_one_line_says_what_a_derivative_is_of(
     assert bool(torch.isfinite(hv).all())
     lines = [str(w.message) for w in said if re.search(word, str(w.message))]
     assert len(lines) == 1, [str(w.message) for w in said]
+
+
+def test_a_row_of_padding_is_found_in_the_last_sample_too() -> None:
+    model = model_of(functools.partial(Words, padding_idx=0)).eval()
+    tokens = torch.randint(1, 6, (SAMPLES, 5), generator=torch.Generator().manual_seed(0))
+    tokens[-1, 2] = 0
+    problem = ca.Problem(model, F.cross_entropy, (tokens, batch_of(model, torch.float64)[1]))
+    assert problem.separable  # so that few samples decide what else is said
+    with pytest.warns(UserWarning, match="the loss depends on the row of padding_idx"):
+        problem.gradient()
 
 
 @pytest.mark.parametrize(
@@ -329,6 +378,22 @@ def test_values_computed_before_the_call_are_held_fixed_and_said(by: Any) -> Non
         assert_derivatives(
             ca.Problem(model, F.cross_entropy, (x, y)), lambda: F.cross_entropy(model(x), y)
         )
+
+
+def test_a_cache_that_keeps_a_graph_of_the_weights_is_held_fixed_and_still_works_after() -> None:
+    @functools.lru_cache
+    def gram(model: Any) -> Tensor:
+        weight: Tensor = model.first.weight
+        return torch.tanh(weight @ weight.T)
+
+    model = model_of(made(between=lambda s, h: s.second(h @ gram(s)))).eval()
+    x, y = batch_of(model, torch.float64)
+    with pytest.warns(UserWarning, match="values computed from first.weight before its forward"):
+        assert_derivatives(
+            ca.Problem(model, F.cross_entropy, (x, y)), lambda: F.cross_entropy(model(x), y)
+        )
+    (slope,) = torch.autograd.grad(gram(model).sum(), model.first.weight)  # of the user's own
+    assert bool(slope.any())
 
 
 def test_dual_numbers_inside_a_model_are_differentiated() -> None:

@@ -247,7 +247,7 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
         try:
             return _called(model, values, inputs)
         except RuntimeError as error:
-            if _WITHOUT_GRAPH not in str(error):
+            if WITHOUT_GRAPH not in str(error):
                 raise
         _differentiating.add(model)
     varying = {
@@ -265,7 +265,7 @@ def call(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:
 
 # Models that have asked for a gradient in their forward pass, and how they do.
 _differentiating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_WITHOUT_GRAPH = "not require grad"
+WITHOUT_GRAPH = "not require grad"  # of the error where there is none
 
 
 def _called(model: nn.Module, values: Mapping[str, Tensor], inputs: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from curvatlas.errors import ProblemError
 from curvatlas.problem.batches import described
 from curvatlas.problem.cross_entropy import CrossEntropy, NegativeLogLikelihood, Reduction
+from curvatlas.problem.evaluation import WITHOUT_GRAPH
 from curvatlas.problem.losses import IGNORE_INDEX, Loss, Uniform, main_tensor
 
 
@@ -219,6 +220,13 @@ class CallableLoss(Loss):
             raise ProblemError(
                 f"the loss {self.name!r} fails on outputs {described(outputs)} and targets "
                 f"{described(targets)}: {type(error).__name__}: {error}."
+            ) from error
+        except RuntimeError as error:
+            if WITHOUT_GRAPH not in str(error):
+                raise
+            raise ProblemError(
+                f"the loss {self.name!r} takes a gradient itself: let the model's forward pass do "
+                "that and return the loss (loss='model')."
             ) from error
         if not isinstance(result, Tensor) or result.numel() != 1:
             got = f"a {type(result).__name__}"

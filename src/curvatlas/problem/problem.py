@@ -1072,7 +1072,7 @@ class Problem:
             few = batch
             if self._separable or (large and self.separable):
                 few = batch.part(0, min(truth.SAMPLES, batch.samples), self.loss.count)
-            truth.look(self, few if few.count > 0 else batch)
+            truth.look(self, few if few.count > 0 else batch, batch)
         self._steady = version
 
     def value(self) -> float:

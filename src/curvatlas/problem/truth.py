@@ -76,8 +76,11 @@ class Truth:
     computed_before: frozenset[str] = field(default_factory=frozenset)
 
 
-def look(problem: Problem, batch: Batch) -> None:
-    """Say once what the derivatives are of, where they are not those of the loss."""
+def look(problem: Problem, batch: Batch, whole: Batch) -> None:
+    """Say once what the derivatives are of, where they are not those of the loss.
+
+    batch: a few samples of ``whole``, in which every row of padding is looked for.
+    """
     truth = problem.truth
     truth.looked = True
     _say_overlaps(problem)
@@ -90,6 +93,11 @@ def look(problem: Problem, batch: Batch) -> None:
                 with comparison.moved(distance), torch.no_grad():
                     if comparison.of_a_number():
                         comparison.run()
+                        if comparison.say_padding() or whole is batch or not comparison.padding:
+                            return
+                        comparison.batch = whole
+                        if comparison.of_a_number():
+                            comparison.say_padding()
                         return
             except PeerError:
                 raise
@@ -211,7 +219,7 @@ class _Comparison:
     """A few samples' loss near the model's weights, and its gradient there."""
 
     def __init__(self, problem: Problem, batch: Batch, train_mode: Sequence[nn.Module]) -> None:
-        self._problem, self._batch = problem, batch
+        self._problem, self.batch = problem, batch
         self._model = problem.model  # that is spoken of
         self._names = problem.parameter_names
         self._places = {name: place for place, name in enumerate(self._names)}
@@ -267,7 +275,7 @@ class _Comparison:
     # --- the loss at θ --------------------------------------------------------------------------
 
     def _loss(self, reads: _Reads | None = None) -> float:
-        problem, batch = self._problem, self._batch
+        problem, batch = self._problem, self.batch
         leaves = {} if self._in_memory else self._weights
         with reads or contextlib.nullcontext(), torch.set_grad_enabled(self._with_gradients):
             outputs = problem.predictions(batch, leaves)
@@ -277,7 +285,7 @@ class _Comparison:
 
     def of_a_number(self) -> bool:
         """Take the gradient at θ; whether loss and gradient are finite."""
-        problem, batch = self._problem, self._batch
+        problem, batch = self._problem, self.batch
         with torch.enable_grad(), following_padding() as rows:
             if self._in_memory:
                 leaves = problem.leaves()
@@ -285,10 +293,10 @@ class _Comparison:
             else:
                 leaves = {n: w.detach().requires_grad_(True) for n, w in self._weights.items()}
                 own = {n: p for n in leaves if is_own_leaf(p := problem.all_parameters[n])}
-            sizes = {name: _rms(weight) for name, weight in self._weights.items()}
+            sizes = {name: _rms(leaf) for name, leaf in leaves.items()}
             loss = problem.loss.value(problem.predictions(batch, leaves), batch.targets)
-            for name, weight in self._weights.items():
-                if _rms(weight) != sizes[name]:  # behind the back of its version, by ``.data``
+            for name, leaf in leaves.items():
+                if _rms(leaf) != sizes[name]:  # behind the back of its version, by ``.data``
                     raise changed_in_place(name)
             if not loss.requires_grad:
                 return False  # which is refused where the first derivative is taken
@@ -297,7 +305,7 @@ class _Comparison:
                     loss, [*leaves.values(), *own.values()], retain_graph=True, allow_unused=True
                 )
         self._with_graph = float(loss.detach())
-        self._padding = {n: rows[id(leaf)] for n, leaf in leaves.items() if id(leaf) in rows}
+        self.padding = {n: rows[id(leaf)] for n, leaf in leaves.items() if id(leaf) in rows}
         pairs = zip(own, gradient[len(leaves) :], strict=True)
         self._followed = frozenset(name for name, slope in pairs if slope is not None)
         named = zip(leaves, gradient, strict=False)
@@ -324,7 +332,6 @@ class _Comparison:
             self._into_memory()
             if not self.of_a_number():
                 return
-        self._say_padding()
         if not self._wrong():
             return
         with contextlib.ExitStack() as stack:
@@ -352,7 +359,7 @@ class _Comparison:
 
     def _in_float64(self, stack: contextlib.ExitStack) -> _Comparison:
         """The comparison of a copy in float64, where steps pass no kink; itself, if none can be."""
-        problem, batch = self._problem, self._batch
+        problem, batch = self._problem, self.batch
         size = 8 * sum(tensor.numel() for tensor in problem.own_tensors())
         if problem.dtype == torch.float64 or size > _COPIED or not has_float64(problem.device):
             return self
@@ -368,12 +375,12 @@ class _Comparison:
         except Exception:  # what has no float64 is judged as it is
             return self
 
-    def _say_padding(self) -> None:
+    def say_padding(self) -> bool:
         """Whether the loss depends on rows that tables hold fixed."""
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in self._gradient.values()))
         padded = [
             name
-            for name, row in self._padding.items()
+            for name, row in self.padding.items()
             if name in self._gradient
             and float(self._gradient[name][row].norm()) > _EXACT[self._problem.dtype] * whole
         ]
@@ -385,6 +392,7 @@ class _Comparison:
                 "the embedding holds fixed; derivatives are those with that row held fixed.",
                 deeper=4,
             )
+        return bool(padded)
 
     def _check_modes(self, value: float) -> None:
         """Whether gradients switched off, or train mode, give another loss."""
@@ -508,7 +516,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 @unwatched
 def _rms(weight: Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight)) / math.sqrt(max(weight.numel(), 1))
+    return float(torch.linalg.vector_norm(weight.detach())) / math.sqrt(max(weight.numel(), 1))
 
 
 @functools.lru_cache(maxsize=16)
