@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_each_measurement_gives_its_own_advice(
 ) -> None:
     (found,) = recommend([look(**changes)])
     assert (found.topic, found.strength) == (topic, strength)
+    assert re.search(r" ± |\d \[|\(exact\)", found.evidence)  # no number without its error
 
 
 def test_gradient_spikes_ask_for_clipping_and_noise_for_larger_batches() -> None:

@@ -30,7 +30,7 @@ from curvatlas.operators.curvature import GaussNewton, Hessian
 from curvatlas.operators.per_sample import sample_gradients, subset
 from curvatlas.problem import Batch, Problem
 from curvatlas.progress import track
-from curvatlas.results import Interval, Result
+from curvatlas.results import Interval, Number, Result
 from curvatlas.spectra.eigen_result import Eigenpairs
 
 LAYERS_DIFFER = 10.0  # ratio of layer sharpnesses from which one learning rate is a compromise
@@ -379,8 +379,8 @@ def _learning_rate(now: EffectiveConditioning, situation: Situation) -> Recommen
         value=value,
         interval=(low, high),
         threshold=1.0,
-        evidence=f"sharpness {now.largest:.4g} exceeds {edge:g}/η = {edge / rate:.4g}: beyond the "
-        "edge of stability of the quadratic model",
+        evidence=f"sharpness {Number(now.largest, *now.largest_interval)} exceeds {edge:g}/η = "
+        f"{edge / rate:.4g}: beyond the edge of stability of the quadratic model",
         effect=f"in the quadratic model (no step was taken) a deviation along the sharpest "
         f"direction is multiplied by {abs(1 - rate * now.largest):.3g} a step at η = {rate:.3g}, "
         f"by 0 at {edge / 2 / now.largest:.3g}",
@@ -419,7 +419,8 @@ def _room_for_rate(
         value=edge / max(now.largest, 1e-300),
         interval=(low, high),
         threshold=_ROOM,
-        evidence=f"λmax {now.largest:.4g} lies far below the edge {edge:.4g} of η = {rate:.3g}",
+        evidence=f"λmax {Number(now.largest, *now.largest_interval)} lies far below the edge "
+        f"{edge:.4g} of η = {rate:.3g}",
         effect=f"measured on one step: {trial.steps}",
         check="train both for a few hundred steps and compare the loss at equal steps",
         trial=trial,
@@ -437,6 +438,7 @@ def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendatio
     if pair is None or situation.adaptive:
         return None
     top, low = pair
+    ratio = Number(now.heterogeneity, *now.heterogeneity_interval)
     named = situation.optimizer is not None
     return _judged(
         action="use an adaptive optimizer (Adam, Shampoo)"
@@ -448,10 +450,10 @@ def _adaptive(now: EffectiveConditioning, situation: Situation) -> Recommendatio
         value=now.heterogeneity,
         interval=now.heterogeneity_interval,
         threshold=LAYERS_DIFFER,
-        evidence=f"{top.name} is {now.heterogeneity:.3g} times as sharp as {low.name}, of like "
-        "size: one step size for both is unstable in one or slow in the other",
-        effect=f"in the quadratic model (nothing was trained) {low.name} moves "
-        f"{now.heterogeneity:.3g} times slower than it could, with one rate that {top.name} bears",
+        evidence=f"{top.name} is {ratio} times as sharp as {low.name}, of like size: one step size "
+        "for both is unstable in one or slow in the other",
+        effect=f"in the quadratic model (nothing was trained) {low.name} moves {ratio} times "
+        f"slower than it could, with one rate that {top.name} bears",
         check="train with both for a few hundred steps and compare the loss at equal steps",
     )
 
@@ -470,9 +472,10 @@ def _layer_wise(now: EffectiveConditioning, situation: Situation) -> Recommendat
         value=ratio,
         interval=interval,
         threshold=LAYERS_DIFFER / 2,
-        evidence=f"{top.name} has λmax {top.sharpness:.4g}, {low.name} {low.sharpness:.4g}",
+        evidence=f"{top.name} has λmax {Number(top.sharpness, *top.interval)}, {low.name} "
+        f"{Number(low.sharpness, *low.interval)}",
         effect=f"in the quadratic model (nothing was trained) {low.name} could take steps "
-        f"{ratio:.3g} times as long as {top.name}",
+        f"{Number(ratio, *interval)} times as long as {top.name}",
         check="parameter groups with these rates for a few hundred steps, against one rate",
     )
 
@@ -488,14 +491,16 @@ def _clipping(norms: Sequence[float]) -> Recommendation | None:
     ordered = np.sort(values)
     places = np.clip([len(values) / 2 - half, len(values) / 2 + half], 0, len(values) - 1)
     low, high = (ordered[int(place)] for place in places)
+    interval = float(values.max() / high), float(values.max() / max(low, 1e-300))
     return _judged(
         action=f"clip gradients at about {2 * middle:.3g}",
         topic="clipping",
         measure="largest over median gradient norm",
         value=ratio,
-        interval=(float(values.max() / high), float(values.max() / max(low, 1e-300))),
+        interval=interval,
         threshold=SPIKE,
-        evidence=f"the largest gradient of {len(values)} steps is {ratio:.3g} times the median",
+        evidence=f"the largest gradient of {len(values)} steps is {Number(ratio, *interval)} times "
+        "the median",
     )
 
 
@@ -525,8 +530,8 @@ def _negative_curvature(
         value=now.indefiniteness,
         interval=(min(low, high), max(low, high)),
         threshold=DOWNWARD,
-        evidence=f"the most negative eigenvalue is {now.smallest:.4g} against λmax "
-        f"{now.largest:.4g}{share}; {trial.place}",
+        evidence=f"the most negative eigenvalue is {Number(now.smallest, *now.smallest_interval)} "
+        f"against λmax {Number(now.largest, *now.largest_interval)}{share}; {trial.place}",
         effect=f"measured along it: {trial.steps}",
         check="ca.TaylorExpansionAnalyzer.compute_taylor_coefficients with the eigenvector as "
         "displacement",
@@ -550,8 +555,8 @@ def _pre_norm(now: EffectiveConditioning, problem: Problem | None) -> Recommenda
         value=slope,
         interval=interval,
         threshold=0.0,
-        evidence=f"sharpness grows by ×{math.exp(slope):.3g} a layer over {len(stack)} "
-        "post-norm layers",
+        evidence=f"sharpness grows by × {Number(*map(math.exp, (slope, *interval)))} a layer over "
+        f"{len(stack)} post-norm layers",
     )
 
 
