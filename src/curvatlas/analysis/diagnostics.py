@@ -548,6 +548,7 @@ def _pre_norm(now: EffectiveConditioning, problem: Problem | None) -> Recommenda
     slope, interval = line_slope(depth, [math.log(layer.sharpness) for layer in stack])
     if interval[0] <= 0:
         return None  # a slope of either sign is no evidence of growth
+    grown = Number(math.exp(slope), math.exp(interval[0]), math.exp(interval[1]))
     return _judged(
         action="use pre-norm blocks",
         topic="pre-norm",
@@ -555,8 +556,7 @@ def _pre_norm(now: EffectiveConditioning, problem: Problem | None) -> Recommenda
         value=slope,
         interval=interval,
         threshold=0.0,
-        evidence=f"sharpness grows by × {Number(*map(math.exp, (slope, *interval)))} a layer over "
-        f"{len(stack)} post-norm layers",
+        evidence=f"sharpness grows by × {grown} a layer over {len(stack)} post-norm layers",
     )
 
 
