@@ -79,6 +79,9 @@ def more() -> Iterator[tuple[Any, ...]]:
         yield operation, *(rest if any(r is a for r in rest) else (a, *rest))
     yield F.fold, x(2, 8, 6), (3, 4), 2
     yield aten._upsample_bicubic2d_aa, image, [7, 4], False
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    yield lambda t: t[mask, :, torch.tensor([4, 0, 0])], image
+    yield lambda t: t[:, mask.T, [0, 1, 2]], x(2, 3, 2, 5)
     statistics = x(3).data, x(3).data
     yield aten._native_batch_norm_legit_no_training, image, x(3), x(3), *statistics, 0.1, 0.1
     yield F.rms_norm, x(2, 3, 4), [3, 4], x(3, 4), 0.1

@@ -14,6 +14,7 @@ from curvatlas.tape.rules.base import (
     Change,
     Linear,
     Rule,
+    Unruled,
     aligned,
     broadcast,
     from_end,
@@ -175,14 +176,18 @@ def _places(call: Call) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor], Ca
 
     Index tensors that are not neighbours move their axes to the front, before the columns.
     """
-    indices = call.args[1]
+    indices: list[Tensor | None] = []
+    for index in call.args[1]:
+        masks = index is not None and index.dtype in (torch.bool, torch.uint8)
+        indices += index.nonzero().unbind(1) if masks else (index,)
     given = [i is not None for i in indices]
+    if not any(given):
+        raise Unruled
     first, last = given.index(True), len(given) - given[::-1].index(True)
     places = (slice(None), *(slice(None) if i is None else i for i in indices))
     if all(given[first:last]):
         return places, lambda t: t, lambda t: t
-    wide = broadcast(indices)
-    axes = len(wide) if all(i is None or i.dtype != torch.bool for i in indices) else 1
+    axes = len(broadcast(indices))
     return places, lambda t: t.movedim(axes, 0), lambda t: t.movedim(0, axes)
 
 
