@@ -74,20 +74,23 @@ class Attention(Rule):
         mean: Tensor = (self._p * scores).sum(-1, keepdim=True)
         return scores - mean
 
-    def _moved(self, q: Any, k: Any, mask: Any) -> Tensor | None:
-        """a = Ṡ − ⟨P, Ṡ⟩."""
+    def _moved(self, q: Any, k: Any, mask: Any) -> tuple[Any, Any]:
+        """a = Ṡ − ⟨P, Ṡ⟩ and Ṗ = P a."""
         total = None if q is None else matmul(q, self._k.transpose(-1, -2))
         if k is not None:
             total = added(total, matmul(self._q, k.transpose(-1, -2)))
         if total is not None:
-            total = total * self._scale
+            total = total.mul_(self._scale)
         total = added(total, mask)
-        return None if total is None else self._centred(total)
+        if total is None:
+            return None, None
+        a = self._centred(total)
+        return a, self._p * a
 
     def push(self, tangents: Values) -> Tensor:
         q, k, v, mask = self._of(tangents)
-        a = self._moved(q, k, mask)
-        total = None if a is None else matmul(self._p * a, self._v)
+        a, p_moved = self.shared(tangents, lambda: self._moved(q, k, mask))
+        total = None if a is None else matmul(p_moved, self._v)
         if v is not None:
             total = added(total, matmul(self._p.unsqueeze(0), v))
         assert total is not None
@@ -106,7 +109,7 @@ class Attention(Rule):
 
     def pull2(self, adjoint: Any, tangents: Values, needs: Sequence[bool]) -> Values:
         q, k, v, mask = self._of(tangents)
-        a = self._moved(q, k, mask)
+        a, p_moved = self.shared(tangents, lambda: self._moved(q, k, mask))
         adjoint = None if adjoint is None else self._rows(adjoint)
         to_q, to_k, to_v, to_mask = (p is not None and needs[p] for p in self._places)
         scores = None
@@ -132,7 +135,7 @@ class Attention(Rule):
             if adjoint is not None:
                 for_v = matmul(self._p.transpose(-1, -2).unsqueeze(0), adjoint)
             if a is not None:
-                for_v = added(for_v, matmul((self._p * a).transpose(-1, -2), self._bar))
+                for_v = added(for_v, matmul(p_moved.transpose(-1, -2), self._bar))
         result: list[Tensor | None] = [None] * len(self.shapes)
         if for_q is not None:
             for_q = for_q.reshape(len(for_q), *for_q.shape[1:-3], -1, self._length, for_q.shape[-1])
@@ -146,14 +149,14 @@ class Attention(Rule):
     def quadratic(self, tangents: Values) -> Tensor | None:
         """Σ P a² c + 2 s ⟨S̄, Q̇ K̇ᵀ⟩ + 2 ⟨ȳ, Ṗ V̇⟩."""
         q, k, v, mask = self._of(tangents)
-        a = self._moved(q, k, mask)
+        a, p_moved = self.shared(tangents, lambda: self._moved(q, k, mask))
         if a is None:
             return None
         total = dots(a * a, self._score_bar)
         if q is not None and k is not None:
             total = total + 2 * self._scale * dots(matmul(q, k.transpose(-1, -2)), self._score_bar)
         if v is not None:
-            total = total + 2 * dots(matmul(self._p * a, v), self._bar)
+            total = total + 2 * dots(matmul(p_moved, v), self._bar)
         return total
 
 

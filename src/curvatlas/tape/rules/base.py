@@ -106,6 +106,17 @@ class Rule:
     def __init__(self, call: Call) -> None:
         self.shapes = [tuple(x.shape) for x in call.x]
         self.shape = tuple(call.y.shape)
+        self._passing: tuple[Values, Any] | None = None
+
+    def shared(self, tangents: Values, make: Callable[[], Any]) -> Any:
+        """What push makes of its tangents and pull2 needs of the same ones: made once for both."""
+        passing, self._passing = self._passing, None
+        if passing is not None and all(a is b for a, b in zip(passing[0], tangents, strict=True)):
+            return passing[1]
+        made = make()
+        if any(t is not None for t in tangents):
+            self._passing = tuple(tangents), made
+        return made
 
     def push(self, tangents: Values) -> Any:
         raise TypeError(f"{type(self).__name__} has no push.")

@@ -92,7 +92,9 @@ class Norm(Rule):
 
     def push(self, tangents: Values) -> Tensor:
         x, gamma, beta = self._of(tangents)
-        total = None if x is None else self._scaled(self._jacobian(x))
+        total = None
+        if x is not None:
+            total = self._scaled(self.shared(tangents, lambda: self._jacobian(x)))
         if gamma is not None:
             total = gamma * self._n if total is None else torch.addcmul(total, gamma, self._n)
         total = added(total, beta)
@@ -135,24 +137,41 @@ class Norm(Rule):
         self._pulled = self._jacobian(self._scaled_bar)
 
     def bend(self, tangents: Values, needs: Sequence[bool]) -> Values:
+        return self.pull2(None, tangents, needs)
+
+    def pull2(self, adjoint: Any, tangents: Values, needs: Sequence[bool]) -> Values:
+        """x̄' = J (γ ȳ' + γ̇ ȳ) + J̇ n̄ and γ̄' = Σ (n ȳ' + ṅ ȳ): J is applied once to both."""
         x, gamma, _ = self._of(tangents)
-        moved = None if x is None else self._jacobian(x)
-        needs_x, needs_gamma, _ = self._needed(needs)
+        bar = None if adjoint is None else adjoint.reshape(len(adjoint), *self._view)
+        moved = None if x is None else self.shared(tangents, lambda: self._jacobian(x))
+        needs_x, needs_gamma, needs_beta = self._needed(needs)
         to_x = to_gamma = None
-        if needs_x and moved is not None:
-            to_x = self._jacobian_moved(x, moved)
-        if needs_x and gamma is not None:
-            to_x = added(to_x, self._jacobian(gamma * self._bar))
-        if needs_gamma and moved is not None:
-            to_gamma = self._to_parameter(moved * self._bar)
-        return self._give((to_x, to_gamma, None))
+        if needs_x:
+            to_x = None if bar is None else self._scaled(bar)
+            if gamma is not None:
+                to_x = gamma * self._bar if to_x is None else torch.addcmul(to_x, gamma, self._bar)
+            to_x = None if to_x is None else self._jacobian(to_x)
+            if moved is not None:
+                bent = self._jacobian_moved(x, moved)
+                to_x = bent if to_x is None else bent.add_(to_x)
+        if needs_gamma:
+            to_gamma = None if bar is None else bar * self._n
+            if moved is not None:
+                to_gamma = (
+                    moved * self._bar
+                    if to_gamma is None
+                    else torch.addcmul(to_gamma, moved, self._bar)
+                )
+            to_gamma = None if to_gamma is None else self._to_parameter(to_gamma)
+        to_beta = self._to_parameter(bar) if needs_beta and bar is not None else None
+        return self._give((to_x, to_gamma, to_beta))
 
     def quadratic(self, tangents: Values) -> Tensor | None:
         """⟨ẋ, J̇ n̄⟩ + 2 ⟨γ̇ ȳ, J ẋ⟩, the first −(2 ⟨n n̄⟩… as the bend, with J ẋ made once."""
         x, gamma, _ = self._of(tangents)
         if x is None:
             return None
-        moved = self._jacobian(x)
+        moved = self.shared(tangents, lambda: self._jacobian(x))
         total = dots(self._jacobian_moved(x, moved), x)
         return total if gamma is None else total + 2 * dots(gamma * self._bar, moved)
 
