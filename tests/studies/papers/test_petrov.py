@@ -24,7 +24,7 @@ from curvatlas.studies.papers import (
 from curvatlas.studies.papers.exhibits import Ask, all_exhibits
 from curvatlas.studies.papers.petrov_hessians import Looks
 
-FIGURES = [f"petrov-fig{k}" for k in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12)]
+FIGURES = [f"petrov-fig{k}" for k in range(1, 13)]
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +314,28 @@ def test_the_components_agree_with_autograd_until_a_term_is_dropped(
     wrong = next(f for f in broken.findings if "LN Jacobian, the largest" in f.what)
     assert wrong.verdict == "refuted"
     assert broken.verdict == "refuted"
+
+
+# --- the sketches ---------------------------------------------------------------------------------
+
+
+def test_the_sketched_block_is_the_models_until_its_norm_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert ca.paper("petrov-fig2").verdict == "confirmed"
+    before = lambda table, seed: zoo.petrov_vit(table, seed=seed, norm_first=True)  # noqa: E731
+    monkeypatch.setattr(models, "petrov_vit", before)
+    assert ca.paper("petrov-fig2").verdict == "refuted"
+
+
+def test_losses_along_a_line_are_those_of_the_moved_model(problem: ca.Problem) -> None:
+    places = torch.tensor([0.0, 0.1], dtype=torch.float64)
+    found = landscape._along(problem, places, torch.Generator().manual_seed(0))
+    direction = torch.randn(problem.size, generator=torch.Generator().manual_seed(0))
+    step = 0.1 * direction / direction.norm() * problem.parameters.norm()
+    there = ca.Problem(
+        landscape.moved(problem, 1.0, step).model, "cross_entropy", zoo.digits().train.take(16)
+    )
+    assert float(found[1].mean()) == pytest.approx(there.value(), rel=1e-5)
+    here = ca.Problem(problem.model, "cross_entropy", zoo.digits().train.take(16))
+    assert float(found[0].mean()) == pytest.approx(here.value(), rel=1e-5)

@@ -257,7 +257,7 @@ def landscape_convergence(
     directions = _directions(problem, move, outliers, probes, spectrum_samples, seed)
     quantities = sample_quantities(problem, directions, limit=limit)
     samples = _enough(len(quantities.losses))
-    there = sample_losses(_at(problem, 1.0, move), limit=samples)
+    there = sample_losses(moved(problem, 1.0, move), limit=samples)
     terms = {
         "difference": there,
         "value": quantities.losses,
@@ -304,7 +304,7 @@ def _of_losses(
     """The part of the analysis that takes no derivative."""
     counts, here = weighted_losses(problem, limit=limit)
     samples = _enough(len(here))
-    there = sample_losses(_at(problem, 1.0, move), limit=samples)
+    there = sample_losses(moved(problem, 1.0, move), limit=samples)
     terms = {"difference": there, "value": here, "rest": there - here}
     losses, stable = _loss_curves(terms, counts, Bins(samples), orders, tolerance, seed)
     return LandscapeConvergence(
@@ -356,7 +356,7 @@ def _directions(
     return torch.cat(columns, dim=1)
 
 
-def _at(problem: Problem, share: float, move: Tensor) -> Problem:
+def moved(problem: Problem, share: float, move: Tensor) -> Problem:
     """The problem with its weights moved by share · move; the user's model stays as it is."""
     model = problem.copied_model()
     named = dict(model.named_parameters())
@@ -469,11 +469,11 @@ def _bounds(problem: Problem, move: Tensor, quantities: SampleQuantities, bins: 
     )
     norms = []
     for share in (0.0, 0.5, 1.0):
-        moved = problem if share == 0 else _at(problem, share, move)
+        there = problem if share == 0 else moved(problem, share, move)
         norms.append(
             max(
                 spectral_norm(
-                    Hessian(subset(moved, index[None]), checks=False), rtol=0.02, max_products=40
+                    Hessian(subset(there, index[None]), checks=False), rtol=0.02, max_products=40
                 ).value
                 for index in strongest.indices
             )

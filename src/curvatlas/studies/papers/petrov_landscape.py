@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvatlas.analysis.landscape.convergence import Bins, matched_noise
+from curvatlas.analysis.landscape.convergence import Bins, matched_noise, moved
 from curvatlas.figures.style import BLUE, GREEN, MUTED, ORANGE
 from curvatlas.fits import Array, mean_reach
-from curvatlas.operators.per_sample import pieces, weighted_losses
+from curvatlas.operators.per_sample import pieces, sample_losses, weighted_losses
 from curvatlas.problem import Problem
 from curvatlas.progress import track
 from curvatlas.results import Interval, Result
@@ -47,6 +47,69 @@ _ZERO = 0.1  # of the gradient before training
 _OWN = "a model and data of yours"
 _EVIDENCE = "as evidence about the Hessian"
 _ITSELF = "the slope itself"
+
+
+# --- Fig. 1 --------------------------------------------------------------------------------------
+
+_FEW = 8  # samples of L_k: few, so that one more can be seen
+_LINES = 8  # directions, each with a new sample
+_REACH = 0.2  # of ‖w*‖, to both sides
+
+
+@exhibit(
+    "petrov-fig1",
+    shows="a sketch of L_k and L_{k+1} near w*, here as they are along random directions",
+    claim="the landscapes of k and k + 1 samples lie close together near w*, apart beyond it",
+    source=f"{SOURCE}, Fig. 1",
+    seconds=8,
+    takes=("data",),
+)
+def figure_1(ask: Ask) -> Reproduction:
+    """Both losses on lines through w*, and the gap at w* beside the gap at the ends of the line."""
+    chosen = setting_of(ask, "mnist")
+    one = trained(ask, "mnist", ask.seed, chosen.steps)
+    problem = chosen.problem(one.after, _FEW + _LINES)
+    generator = torch.Generator().manual_seed(ask.seed)
+    places = torch.linspace(-_REACH, _REACH, 11, dtype=torch.float64)
+    gaps, curves = [], []
+    for line in track(range(_LINES), "lines"):
+        losses = _along(problem, places, generator)  # (places, samples)
+        before = losses[:, :_FEW].mean(1)
+        after = (before * _FEW + losses[:, _FEW + line]) / (_FEW + 1)
+        curves.append((before, after))
+        size = (after - before).abs()
+        gaps.append(float(size[len(places) // 2] / ((size[0] + size[-1]) / 2)))
+    marks = [
+        Mark(x=places, y=tensor(y), label=label, colour=colour, style="line")
+        for y, label, colour in zip(curves[0], ("L_k", "L_{k+1}"), (BLUE, ORANGE), strict=True)
+    ]
+    told = "gap at w* over the gap at the ends of the line"
+    return Reproduction(
+        findings=(
+            finding(told, *_factor(np.array(gaps)), paper="smaller near w*", accepted=(0.0, 1.0)),
+        ),
+        panels=(
+            Panel(
+                title=f"k = {_FEW}, one of {_LINES} directions",
+                xlabel="distance from w* over ‖w*‖",
+                ylabel="loss",
+                marks=tuple(marks),
+                dotted=(0.0,),
+            ),
+        ),
+        setting=f"{chosen.told}, {one.accuracy:.0%} right after {chosen.steps} steps",
+        smaller=chosen.smaller,
+    )
+
+
+def _along(problem: Problem, places: Tensor, generator: torch.Generator) -> Tensor:
+    """ℓ_i at w* + t ‖w*‖ u for a random unit vector u: (places, samples)."""
+    start = problem.parameters.detach()
+    direction = torch.randn(len(start), generator=generator).to(start)
+    step = direction / direction.norm() * start.norm()
+    return torch.stack(
+        [sample_losses(moved(problem, float(t), step), limit=_FEW + _LINES) for t in places]
+    )
 
 
 # --- Fig. 6 ---------------------------------------------------------------------------------------

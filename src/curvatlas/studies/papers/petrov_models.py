@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from curvatlas.problem import Problem
 from curvatlas.studies.papers.exhibits import Ask, exhibit
-from curvatlas.studies.papers.reproduction import CONFIRMED, REFUTED, Finding, Reproduction
+from curvatlas.studies.papers.reproduction import (
+    CONFIRMED,
+    REFUTED,
+    Finding,
+    Reproduction,
+    finding,
+)
 from curvatlas.zoo import Dataset, ViT, digits, images_on_disk, petrov_vit, train
 
 SOURCE = "Petrov et al., ICLR 2026"
@@ -173,3 +182,44 @@ def _same(what: str, value: int, printed: int) -> Finding:
         accepted=(printed, printed),
         verdict=CONFIRMED if value == printed else REFUTED,
     )
+
+
+# --- Fig. 2 ---------------------------------------------------------------------------------------
+
+
+@exhibit(
+    "petrov-fig2",
+    shows="a sketch of the block: attention, norm, feed-forward, norm, each with its residual",
+    claim="Y = LN(X + Att(X)), Z = LN(Y + ReLU(Y W₁) W₂)",
+    source=f"{SOURCE}, Fig. 2",
+    seconds=1,
+)
+def figure_2(ask: Ask) -> Reproduction:
+    """The model's block against the sketch written out by hand."""
+    model = petrov_vit("mnist", seed=ask.seed).double()
+    generator = torch.Generator().manual_seed(ask.seed)
+    x = torch.randn(3, 49, 16, generator=generator, dtype=torch.float64)
+    block = model.blocks[0]
+    error = (block(x) - by_hand(block, x)).norm() / by_hand(block, x).norm()
+    return Reproduction(
+        findings=(
+            finding("relative error", float(error), paper="the same", accepted=(0.0, 1e-12)),
+        ),
+        setting="zoo.petrov_vit, random tokens, float64",
+        notes=("one head with an output projection: 256 parameters of O stand in Figs. 3 and 4",),
+    )
+
+
+def by_hand(block: Any, x: Tensor) -> Tensor:
+    """Z of tokens (B, L, d), from the weights alone."""
+
+    def norm(tokens: Tensor) -> Tensor:
+        centred = tokens - tokens.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    w = {name: weight.detach() for name, weight in block.named_parameters()}
+    q, k, v, o = (w[f"attention.{r}.weight"].T for r in ("query", "key", "value", "output"))
+    scores = (x @ q) @ (x @ k).mT / x.shape[-1] ** 0.5
+    y = norm(x + scores.softmax(-1) @ (x @ v) @ o)
+    hidden = (y @ w["ffn.up.weight"].T).relu()
+    return norm(y + hidden @ w["ffn.down.weight"].T)
