@@ -3,7 +3,7 @@
     python scripts/sweep.py --cases 500          # products against float64 double backward
     python scripts/sweep.py --labels --cases 200 # the loss of labelled batches against the model's
     python scripts/sweep.py --layers --cases 550 # hand-written layers of every family
-    python scripts/sweep.py --models --cases 330 # whole models by both engines
+    python scripts/sweep.py --models --cases 330 # whole models by every engine
 
 Every case ends as equal, refused (an error that says what to do), warned (another number, said),
 WRONG or CRASHED; the last two are printed with what makes them again, and the exit code is 1.
