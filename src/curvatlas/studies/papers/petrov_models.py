@@ -203,7 +203,7 @@ def figure_2(ask: Ask) -> Reproduction:
     error = (block(x) - by_hand(block, x)).norm() / by_hand(block, x).norm()
     return Reproduction(
         findings=(
-            finding("relative error", float(error), paper="the same", accepted=(0.0, 1e-12)),
+            finding("relative error", error.item(), paper="the same", accepted=(0.0, 1e-12)),
         ),
         setting="zoo.petrov_vit, random tokens, float64",
         notes=("one head with an output projection: 256 parameters of O stand in Figs. 3 and 4",),
