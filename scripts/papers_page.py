@@ -80,7 +80,9 @@ def write_picture(result: Reproduction, path: Path) -> None:
     buffer = io.BytesIO()
     result.plot().savefig(buffer, format="png", dpi=80)
     picture = Image.open(buffer).convert("RGB")
-    picture.quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    # by the median cut two lines of a few pixels each may come out in one colour
+    few = picture.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def render(kept: dict[str, dict[str, Any]]) -> str:
