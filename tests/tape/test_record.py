@@ -644,6 +644,21 @@ def test_rotations_by_complex_numbers() -> None:
     assert_exact(middle(rotated))
 
 
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda h: h.float(),
+        lambda h: h.to(torch.float32),
+        lambda h: h.type(torch.bfloat16),
+        lambda h: torch.softmax(h, -1, dtype=torch.float32),
+    ],
+)
+def test_casts_that_only_round_are_dropped(cast: Callable[[Tensor], Tensor]) -> None:
+    written = assert_exact(middle(lambda net, h: cast(h).sin().to(h.dtype)))
+    reached = {slot for node in written.nodes for slot in (*node.inputs, *node.outputs)}
+    assert {written.values[slot].dtype for slot in reached if slot is not None} == {torch.float64}
+
+
 def test_sparse_buffers() -> None:
     net = middle(lambda net, h: torch.sparse.mm(net.graph, h))
     net.register_buffer("graph", drawn(3, 3).relu().to_sparse())

@@ -139,7 +139,8 @@ _ROUNDS = {  # methods that round, by the dtype they round to
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.half: torch.float16,
 }
-_MAY_ROUND = frozenset((*_ROUNDS, torch.Tensor.to))
+_CASTS = (torch.Tensor.to, torch.Tensor.type)
+_MAY_ROUND = frozenset((*_ROUNDS, *_CASTS))
 # What only looks at a tensor: neither autocast nor a narrower dtype can change it.
 _READS = frozenset(
     (
@@ -168,7 +169,7 @@ def _unrounded(
             return torch.Tensor.to, (first, keep), kwargs
         if kwargs.get("dtype") in narrower:
             return operation, args, {**kwargs, "dtype": keep}
-        if operation is torch.Tensor.to:
+        if operation in _CASTS:
             rounds = [isinstance(a, torch.dtype) and a in narrower for a in args]
             args = tuple(keep if r else a for a, r in zip(args, rounds, strict=True))
     return operation, args, kwargs
