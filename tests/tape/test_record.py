@@ -479,6 +479,19 @@ def test_compiled_parts_run_as_they_were_written() -> None:
     assert_exact(net)
 
 
+def test_the_row_of_padding_idx_is_held_fixed() -> None:
+    class Embedded(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, WIDTH, padding_idx=1)
+            self.table.weight.data = drawn(5, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.table(x).square())
+
+    assert_exact(Embedded(), torch.tensor([[1, 2], [4, 1], [0, 3]]))
+
+
 def test_a_module_of_its_name_for_every_node() -> None:
     modules = {node.module for node in recorded(Net()).nodes}
     assert modules == {"", "first", "last"}
@@ -613,6 +626,12 @@ def test_nested_tensors_are_refused() -> None:
 
     with pytest.raises(DifferentiationError, match=r"kind of tensor.*nested"):
         recorded(middle(nested))
+
+
+def test_a_module_cast_in_forward_to_what_it_is_stays_as_it_is() -> None:
+    net = Net()
+    net.middle = lambda net, h: net.last.to(torch.float32)(h)
+    assert_exact(net)
 
 
 def test_assigning_data_in_forward_is_refused() -> None:

@@ -654,7 +654,10 @@ def _data(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _data_set(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(writer.slot_of(a) is not None for a in args):
+    slots = [writer.slot_of(a) for a in args]
+    if slots[0] is not None and slots[0] == slots[1]:  # by Module.to, with nothing to change
+        return None
+    if slots != [None, None]:
         raise DifferentiationError(
             f"{writer.module} assigns to the .data of a tensor in its forward pass, which no "
             "derivative follows: compute a new tensor instead."
