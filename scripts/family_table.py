@@ -252,6 +252,7 @@ def compared(family: str) -> Row:
         if parameter.is_floating_point():  # no weight is zero, and no two experts are equal
             noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
             parameter.data.add_(noise, alpha=0.02)
+    model.train().eval()  # which lets go of tables that were made of the weights before
     inputs = " + ".join(call)
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
     draw = torch.Generator().manual_seed(2)
@@ -269,6 +270,7 @@ def compared(family: str) -> Row:
             mine.append([_column(tape.gradient.get(n)) for n in names])
         except (DifferentiationError, NoGradientPath) as error:
             return Row(verdict="refused", why=str(error), **common)
+        model.train().eval()  # nor keeps what the record put there
         exact = double_backward(model, call, named, v)
     errors = tuple(_error(m, e) for m, e in zip(mine, exact, strict=True))
     single = any(value.dtype == torch.float32 for value in written.values if value.numel())

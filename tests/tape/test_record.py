@@ -242,7 +242,13 @@ def _filled(net: Net, h: Tensor) -> Tensor:
     return table.t().index_add(0, torch.tensor([0, 0]), h[1:])
 
 
-@pytest.mark.parametrize("change", [_residuals, _filled])
+def _into_a_detached_constant(net: Net, h: Tensor) -> Tensor:
+    positions = torch.linspace(0, 1, WIDTH, dtype=h.dtype).sin().detach()
+    positions += h[0]
+    return h * positions
+
+
+@pytest.mark.parametrize("change", [_residuals, _filled, _into_a_detached_constant])
 def test_what_is_changed_in_place_is_followed(change: Callable[[Net, Tensor], Tensor]) -> None:
     written = assert_exact(middle(change))
     names = [node.name for node in written.nodes]

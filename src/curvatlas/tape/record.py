@@ -649,7 +649,10 @@ def _listed(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
 
 
-def _data(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _detached(writer: _Writer, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``detach`` and ``.data``: of a constant another name, which may be written into later."""
+    if writer.slot_of(args[0]) is None:
+        return aten.alias.default(*args)
     return torch.Tensor.detach(*args)
 
 
@@ -696,7 +699,9 @@ _SPECIAL: dict[Any, _Special] = {
     torch.Tensor.__array__: _left_torch,
     torch.Tensor.data_ptr: _left_torch,
     torch.Tensor.tolist: _listed,
-    _of_tensor("data").__get__: _data,
+    _of_tensor("data").__get__: _detached,
+    torch.Tensor.detach: _detached,
+    torch.detach: _detached,
     _of_tensor("data").__set__: _data_set,
     _of_tensor("requires_grad").__get__: _requires_grad,
 }

@@ -33,18 +33,28 @@ def _columns(index: Tensor, t: Tensor) -> Tensor:
 # --- reading --------------------------------------------------------------------------------------
 
 
+def _without_padding(call: Call) -> Change:
+    """Zero where the row of ``padding_idx`` was read, which is held fixed."""
+    padded = call.args[1] == (call.args[2] if len(call.args) > 2 else -1)
+    if not bool(padded.any()):
+        return lambda t: t
+    return lambda t: t.masked_fill(padded.unsqueeze(-1), 0.0)
+
+
+def _embedded(call: Call) -> Change:
+    kept = _without_padding(call)
+    return lambda t: kept(t[:, call.args[1]])
+
+
 def _embedded_back(call: Call) -> Change:
-    rows, shape = call.args[1].reshape(-1), call.x[0].shape
+    rows, shape, kept = call.args[1].reshape(-1), call.x[0].shape, _without_padding(call)
     return put_into(
-        shape, lambda zeros, t: zeros.index_add_(1, rows, t.reshape(len(t), len(rows), *shape[1:]))
+        shape,
+        lambda zeros, t: zeros.index_add_(1, rows, kept(t).reshape(len(t), len(rows), *shape[1:])),
     )
 
 
-linear(
-    aten.embedding.default,
-    push=lambda call: lambda t: t[:, call.args[1]],
-    pull=_embedded_back,
-)
+linear(aten.embedding.default, push=_embedded, pull=_embedded_back)
 
 
 def _index_selected(call: Call) -> Change:
