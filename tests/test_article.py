@@ -72,6 +72,7 @@ def test_ffn_is_two_linear_maps_with_a_residual() -> None:
     assert len(list(layer.parameters())) == 4
     assert not torch.equal(layer(x), layer(x))  # dropout, in train mode
     layer.eval()
+    assert_near(layer.forward(x), layer.dropout(layer.w2(layer.activation(layer.w1(x)))) + x)
     assert_near(layer.forward(x), x + layer.w2(nn.functional.gelu(layer.w1(x))))
 
 

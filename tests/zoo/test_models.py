@@ -162,7 +162,7 @@ def test_models_copy_and_pickle():
         (lambda: zoo.reference_vit(n_heads=2, output_projection=False), "n_heads=1"),
         (lambda: zoo.reference_vit(patch_size=3), "no multiple"),
         (lambda: zoo.reference_vit(activation="sine"), "choose from"),
-        (lambda: zoo.reference_vit(norm="batch"), "'layer' or 'rms'"),
+        (lambda: zoo.reference_vit(norm="batch"), "'layer', 'rms' or 'none'"),
         (lambda: zoo.reference_gpt(positions="sinus"), "'learned', 'rope' or 'none'"),
         (lambda: zoo.reference_gpt(d_model=12, positions="rope"), "odd"),
         (lambda: zoo.reference_gpt()(torch.zeros(1, 65, dtype=torch.long)), "L ≤ 64"),

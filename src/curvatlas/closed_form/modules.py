@@ -17,7 +17,6 @@ from fnmatch import fnmatch
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvatlas.budget import parse_bytes
@@ -97,8 +96,8 @@ class ClosedFormBlock(Block):
 
     def _now(self, x: Tensor) -> dict[str, Tensor]:
         """Copies of the weights, which fit x, for derivatives without dropout."""
-        if self.training and self.dropout > 0:
-            say_evaluation_mode(self, f"dropout of {self.dropout:g}")
+        if self.training and self.dropout.p > 0:
+            say_evaluation_mode(self, f"dropout of {self.dropout.p:g}")
         weights = {name: parameter.detach().clone() for name, parameter in self.weights.items()}
         _check_tokens(x, self.d_model, next(iter(weights.values())))
         return weights
@@ -328,7 +327,8 @@ class FFNHessian(ClosedFormBlock):
     def reset_parameters(self) -> None:
         """As ``nn.Linear`` does, biases too."""
         for linear_map in self.children():
-            linear_map.reset_parameters()  # type: ignore[operator]
+            if isinstance(linear_map, nn.Linear):
+                linear_map.reset_parameters()
 
     @property
     def activation(self) -> Any:
@@ -340,7 +340,7 @@ class FFNHessian(ClosedFormBlock):
         if mask is not None or key_padding_mask is not None:
             raise ValueError("a feed-forward part has no attention: it takes no mask.")
         added = feed_forward(self.spec, self.weights, x)
-        return x + F.dropout(added, self.dropout, self.training), None
+        return x + self.dropout(added), None
 
     def compute_ffn_jacobians(self, x: Tensor) -> FeedForwardJacobians:
         """Jacobians with respect to the weight matrices at every token of x (…, d)."""

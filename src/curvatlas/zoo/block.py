@@ -135,7 +135,7 @@ class Block(nn.Module):
         require_plain(spec, "the dense closed form")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}.")
-        self.spec, self.dropout = spec, float(dropout)
+        self.spec, self.dropout = spec, nn.Dropout(dropout)
         self.d_model, self.d_ff, self.n_heads = spec.d_model, spec.d_ff, spec.n_heads
         self.d_k, self.d_v = spec.key_size, spec.value_size
         shapes = weight_shapes(spec)
@@ -194,11 +194,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Z as in ``forward`` and A (B, H, L, L), or (H, L, L) of one sequence."""
         batched = x.unsqueeze(0) if x.ndim == 2 else x
-        drop: Drop = lambda t: t  # noqa: E731
-        if self.training and self.dropout > 0:
-            drop = lambda t: F.dropout(t, self.dropout)  # noqa: E731
         allowed = combine_masks(mask, key_padding_mask, batched)
-        z, A = forward_pass(self.spec, self.weights, batched, allowed, drop=drop)
+        z, A = forward_pass(self.spec, self.weights, batched, allowed, drop=self.dropout)
         return (z.squeeze(0), A.squeeze(0)) if x.ndim == 2 else (z, A)
 
 
