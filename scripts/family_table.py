@@ -403,8 +403,9 @@ INTRODUCTION = """\
 Second derivatives by the tape against plain double backward in float64, for the tiny random model
 of every Hugging Face model type that can be built and called here with made-up text, images or
 sound. One random direction, relative errors; every weight is moved a little, so that none is zero.
-*Exact*: within 1e-10 (1e-4 where a family computes in float32 inside) for H v, H_o v, H_f v and the
-gradient, and the record replayed at other parameters gives the model's own loss there.
+*Exact*: within 1e-10 for H v, H_o v, H_f v and the gradient, and the record replayed at other
+parameters gives the model's own loss there. Of a family with float32 inside: within 1e-4, and not
+replayed. *Late*: more than the seconds or the memory that a family gets.
 
 **{counts}.**{single}
 
