@@ -64,7 +64,7 @@ def ormaniec_gpt(width: int = 128, *, seed: int = 0, norm: bool = False, **optio
 
     One head of size ``width``, ReLU, causal, learned positions; biases of the feed-forward part and
     of the head only, all zero; every weight N(0, 0.64 / width), drawn from the seed in the order of
-    TransformerLens: 1234 gives the weights of the paper's figures of entries. norm: pre-norm with
+    TransformerLens: with 1234 the figures of entries have the paper's numbers. norm: pre-norm with
     a norm before the head. ``options`` change fields of ``GPTConfig`` (``n_layers``, ``softmax``,
     ``attention_residual``). One layer of width 16 without norms has 3,836 parameters.
     """

@@ -1,7 +1,8 @@
 """The first paper's pictures of entries: histograms of the value and query blocks, heat maps.
 
-They show one model, whose weights are the paper's own (``ormaniec_gpt(16, seed=1234)``); its sums
-are not known: the intervals are those over sums drawn anew.
+They show one model, ``ormaniec_gpt(16, seed=1234)``: of two orders of drawing its weights the one
+with the modes and maxima that the paper reports. The paper's sums are not known: the intervals
+are those over sums drawn anew, and say nothing of other models.
 """
 
 from __future__ import annotations
@@ -165,8 +166,11 @@ def _numbers(
 
 
 def _seeds_told(count: int) -> tuple[str, ...]:
+    if count < 2:
+        return ()
     return (
-        (f"intervals over {count} draws of the sums, the first one is shown",) if count > 1 else ()
+        f"intervals over {count} draws of the sums, the first one is shown",
+        "the weights were chosen by the paper's numbers, of two orders of drawing them",
     )
 
 
