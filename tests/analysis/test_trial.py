@@ -24,7 +24,6 @@ from curvatlas.analysis.trial import Trial, along_the_gradient
 from curvatlas.article import ConvergenceDiagnostics
 from curvatlas.operators.curvature import Hessian
 from curvatlas.problem import Problem
-from curvatlas.report.words import capitalised, number, with_interval
 
 TRAINED = Situation(optimizer="sgd", trained=True)
 
@@ -208,12 +207,9 @@ def test_a_survey_and_its_page_tell_what_was_tried(held_out: Any, tmp_path: Path
     (trial,) = advice.ruled_out or [item.trial for item in advice.recommendations]
     assert trial is not None
     assert trial.confirmed == (held_out is not None)
-    assert f"What was tried, after training: {trial.direction}" in page
-    assert f"{capitalised(trial.verdict)}. Rounding: ± {number(trial.rounding)}." in page
-    for change in (*trial.predicted, *trial.measured, *trial.instead_measured):
-        assert number(change, 4) in page
-    for change, interval in zip(trial.held_out, trial.held_out_intervals, strict=True):
-        assert with_interval(change, interval) in page
+    assert trial.verdict in page
+    told = str(trial)
+    assert told[told.index("‖step‖") :] in page  # what was predicted and measured, with its errors
     assert (f"{trial.direction}: {trial.verdict}" in page) == (held_out is None)  # as ruled out
     fell = "Tried: the loss fell as predicted, on held-out data too, there by up to "
     assert (fell in page) == (held_out is not None)

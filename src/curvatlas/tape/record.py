@@ -770,8 +770,8 @@ class _Applied:
     def instead(cls, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the exchanged body does."""
         writer: _Writer | None = getattr(cls._thread, "writer", None)
-        if writer is None or writer.paused:
-            return _ORIGINAL(function, *args, **kwargs)
+        if writer is None or writer.paused or torch._C._are_functorch_transforms_active():
+            return _ORIGINAL(function, *args, **kwargs)  # beneath vmap no tensor is plain
         if writer.follows:
             raise DifferentiationError(
                 f"{writer.module} calls the autograd.Function {function.__qualname__} and takes a "
