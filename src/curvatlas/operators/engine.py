@@ -41,6 +41,7 @@ Engine = Literal["auto", "tangent", "tape", "autograd"]
 PAIR_SHARE = 4  # what part of the budget matrices of queries by keys may take: 1 in so many
 # Relative difference of two products of one sample that rounding explains, for one block.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 3e-5}
+_OPERATIONS_OF_A_BLOCK = 16  # about as many round one after the other
 
 
 def check_engine(engine: str) -> None:
@@ -182,14 +183,7 @@ def tangent_engine(
             raise
         reason = str(error).rstrip(".")
         return tape_engine(problem, probe, names, engine=engine, part=part, reason=reason)
-    reason = (
-        f"products written out by hand differ from double backward by {off:.1e} on one sample, "
-        f"where rounding explains {rounding:.0e}"
-    )
-    if engine == "tangent":
-        raise DifferentiationError(f"{reason}: use engine='autograd'.")
-    warnings.warn(f"{reason}: autograd computes instead.", stacklevel=8)
-    by_autograd(problem, reason)
+    _differs(problem, "written out by hand", off, rounding, asked=engine == "tangent")
     return None
 
 
@@ -221,7 +215,8 @@ def tape_engine(
             raise
         by_autograd(problem, f"{reason}, and on the tape: {error}".rstrip("."))
         return None
-    allowed = _ROUNDING[problem.dtype] * math.sqrt(ours.tape.depth)
+    blocks = max(1.0, ours.tape.operations / _OPERATIONS_OF_A_BLOCK)
+    allowed = _ROUNDING[problem.dtype] * math.sqrt(blocks)
     if off <= allowed:
         problem.engine = EngineChoice(
             "tape",
@@ -234,15 +229,20 @@ def tape_engine(
             weight_bytes=0,
             transient=ours.transient,
         )
-    difference = (
-        f"products on the tape differ from double backward by {off:.1e} on one sample, where "
-        f"rounding explains {allowed:.0e}"
-    )
-    if engine == "tape":
-        raise DifferentiationError(f"{difference}: use engine='autograd'.")
-    warnings.warn(f"{difference}: autograd computes instead.", stacklevel=9)
-    by_autograd(problem, difference)
+    _differs(problem, "on the tape", off, allowed, asked=engine == "tape")
     return None
+
+
+def _differs(problem: Problem, way: str, off: float, rounding: float, *, asked: bool) -> None:
+    """Leave to autograd what is not double backward; raise where that engine was asked for."""
+    reason = (
+        f"products {way} differ from double backward by {off:.1e} on one sample, where rounding "
+        f"explains {rounding:.0e}"
+    )
+    if asked:
+        raise DifferentiationError(f"{reason}: use engine='autograd'.")
+    warnings.warn(f"{reason}: autograd computes instead.", stacklevel=9)
+    by_autograd(problem, reason)
 
 
 def probe_batch(problem: Problem) -> Batch:

@@ -63,20 +63,18 @@ class Tape:
             self.leaves = dict(record.leaves)
             self.loss = record.loss
             self.value = record.values[record.loss]
-            reached = self._reaching(record)
             used = frozenset(slot for node in record.nodes for slot in node.inputs)
-            self._steps: list[_Step] = []
-            self.boundary = 0
-            for place, node in enumerate(record.nodes):
-                if place == record.boundary:
-                    self.boundary = len(self._steps)
-                if not any(slot in reached for slot in node.outputs):
-                    continue
-                rule = rule_for(node, record.values, used)
-                many = node.many and rule.all_results
-                self._steps.append(_Step(node.inputs, node.outputs, many, rule))
-            if record.boundary >= len(record.nodes):
-                self.boundary = len(self._steps)
+            rules = [rule_for(node, record.values, used) for node in record.nodes]
+            self._steps = [
+                _Step(node.inputs, node.outputs, node.many and rule.all_results, rule)
+                for node, rule in zip(record.nodes, rules, strict=True)
+            ]
+            self.by_autograd = [
+                node.name
+                for node, rule in zip(record.nodes, rules, strict=True)
+                if isinstance(rule, Default)
+            ]
+            self.boundary = record.boundary
             made = {s for step in self._steps[: self.boundary] for s in step.outputs}
             self.frontier = sorted(
                 {s for step in self._steps[self.boundary :] for s in step.inputs if s in made}
@@ -85,13 +83,6 @@ class Tape:
             self.tangent_bytes = itemsize * sum(
                 record.values[step.output].numel() for step in self._steps
             )
-            self._shapes = {slot: value.shape for slot, value in enumerate(record.values)}
-            self.by_autograd = [
-                node.name
-                for node in record.nodes
-                if any(slot in reached for slot in node.outputs)
-                and isinstance(self._rule_of(node.outputs), Default)
-            ]
             self._ways: dict[tuple[tuple[str, ...], tuple[str, ...]], _Way] = {}
             self._first_order()
 
@@ -99,25 +90,13 @@ class Tape:
         """How many operations there are, and which of them have no rule of their own."""
         counts = collections.Counter(self.by_autograd)
         told = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
-        total = f"{len(self._steps)} operations"
+        total = f"{self.operations} operations"
         return f"{total}, {len(self.by_autograd)} by autograd ({told})" if told else total
 
     @property
-    def depth(self) -> int:
-        """How many operations round one after the other, at most."""
-        return max(1, len(self._steps) // 16)
-
-    def _rule_of(self, outputs: tuple[int | None, ...]) -> Rule:
-        return next(step.rule for step in self._steps if step.outputs == outputs)
-
-    @staticmethod
-    def _reaching(record: Record) -> set[int]:
-        """Slots on a path to the loss."""
-        reached = {record.loss}
-        for node in reversed(record.nodes):
-            if any(slot in reached for slot in node.outputs):
-                reached.update(node.inputs)
-        return reached
+    def operations(self) -> int:
+        """How many were recorded on the way to the loss."""
+        return len(self._steps)
 
     def _first_order(self) -> None:
         """The adjoints ȳ of every node, and the gradient."""
