@@ -137,29 +137,36 @@ class CurvatureOperator(LinearOperator):
     def quadratic(self, columns: Tensor) -> Tensor:
         """vᵀ A v of every column of (P, K), or of one vector (P,).
 
-        On the tape from the forward pass alone: half of a product's time.
+        On the tape from the forward pass alone: 0.55 to 0.73 of a product's time.
         """
         check_columns(self, columns)
         problem = self.problem
         if problem.distributed or self._by_stations():
             return super().quadratic(columns)
         kept = self._kept_for(set(problem.parameter_names))
+        if getattr(kept.linearise, "func", None) is not TapeLinearisation:
+            return super().quadratic(columns)
         vectors = columns.unsqueeze(1) if columns.ndim == 1 else columns
-        kept.plan_for(vectors.shape[1])
-        total = torch.zeros(vectors.shape[1], dtype=self.dtype, device=self.device)
+        count = vectors.shape[1]
+        kept.plan_for(count)
+        total = torch.zeros(count, dtype=self.dtype, device=self.device)
         with problem.evaluating():
-            for valid, linear in kept:
-                if not isinstance(linear, TapeLinearisation):
-                    return super().quadratic(columns)
-                step = min(linear.columns_at_once, kept.columns_that_fit())
-                for start in range(0, vectors.shape[1], step):
-                    some = slice(start, start + step)
+            try:
+                for valid, linear in kept:
+                    assert isinstance(linear, TapeLinearisation)
                     share = valid / problem.normaliser
-                    total[some] += share * linear.quadratic(self._pieces(vectors[:, some]))
+                    step = min(linear.columns_at_once, kept.columns_that_fit())
+                    for start in range(0, count, step):
+                        some = slice(start, start + step)
+                        total[some] += share * linear.quadratic(self._pieces(vectors[:, some]))
+            except (
+                UnmappedModuleError
+            ):  # a batch unlike the probe's: a product takes another engine
+                return super().quadratic(columns)
             self._after_first_pass(kept)
         if self.before_product is not None:
             self.before_product()
-        self.products += vectors.shape[1]
+        self.products += count
         if not _all_finite(total):
             raise self._not_finite(self._pieces(vectors))
         return total if columns.ndim > 1 else total[0]
